@@ -88,8 +88,8 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """List a directory: runs, complete checkpoints oldest first, parts, or files."""
         with self._lock:
-            found = list(self._entries(self._strip_protocol(path)))
-        return found if detail else [one["name"] for one in found]
+            entries = list(self._entries(self._strip_protocol(path)))
+        return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
@@ -109,13 +109,13 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """Return the bytes of a file from `start` to before `end`; negative numbers count from the file's end."""
         with self._lock:
-            for left in reversed(range(_LISTINGS)):
+            for tries_left in reversed(range(_LISTINGS)):
                 reader, part, file = self._file(self._strip_protocol(path))
                 first, last, _ = slice(start, end).indices(file.size)
                 try:
                     return self._read(reader, part, file, first, last)
                 except _Pruned:
-                    if not left or not self._is_latest(path):
+                    if not tries_left or not self._is_latest(path):
                         raise
             raise AssertionError
 
@@ -127,12 +127,12 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def ukey(self, path: str) -> str:
         """Return the path with the checkpoint's own name, because the file of `latest` changes; its size may not."""
-        return self._resolved(self._strip_protocol(path))
+        return self._resolve_latest(self._strip_protocol(path))
 
     def get(self, rpath: Any, lpath: Any, recursive: bool = False, **kwargs: Any) -> Any:
         """Copy files or directories to this machine. `latest` is looked up once, so that all are of one checkpoint."""
         if isinstance(rpath, str):
-            rpath = self._resolved(self._strip_protocol(rpath))
+            rpath = self._resolve_latest(self._strip_protocol(rpath))
         return super().get(rpath, lpath, recursive=recursive, **kwargs)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> TierdFile:
@@ -159,36 +159,38 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise FileNotFoundError(f"tierd://{run}: {error}") from error
         return self._readers[run]
 
-    def _complete(self, run: str) -> list[Listed]:
+    def _list_complete(self, run: str) -> list[Listed]:
         """List the complete checkpoints: first the timeline's, then all others, each newest first."""
-        return [one for one in self._reader(run).checkpoints() if one.complete]
+        return [listed for listed in self._reader(run).checkpoints() if listed.complete]
 
     def _checkpoint(self, run: str, name: str) -> tuple[TierFiles, ChunkReader]:
         exact = CheckpointId.parse(run, name)
         self._reader(run)
         if exact is None or exact not in self._files:
-            for one in self._complete(run):
-                found = name_of(run, one)
-                if name in (LATEST, found.name) or (name.isascii() and name.isdigit() and int(name) == found.step):
+            for listed in self._list_complete(run):
+                checkpoint = name_of(run, listed)
+                if name in (LATEST, checkpoint.name) or (
+                    name.isascii() and name.isdigit() and int(name) == checkpoint.step
+                ):
                     break
             else:
                 raise FileNotFoundError(f"tierd://{run}/{name}: no complete checkpoint of this name")
-            exact = found
-            if found not in self._files:
-                files = TierFiles(self._reader(run).tiers, found, one.world_size)
-                self._files[found] = files, ChunkReader(files)
+            exact = checkpoint
+            if checkpoint not in self._files:
+                files = TierFiles(self._reader(run).tiers, checkpoint, listed.world_size)
+                self._files[checkpoint] = files, ChunkReader(files)
         return self._files[exact]
 
     def _is_latest(self, path: str) -> bool:
         return str(self._strip_protocol(path)).split("/")[1:2] == [LATEST]
 
-    def _resolved(self, path: str) -> str:
+    def _resolve_latest(self, path: str) -> str:
         """Return a path with the newest checkpoint's name in place of `latest`."""
         if not self._is_latest(path):
             return path
         with self._lock:
-            run, name, *more = path.split("/")
-            return "/".join([run, self._checkpoint(run, name)[0].checkpoint.name, *more])
+            run, name, *deeper = path.split("/")
+            return "/".join([run, self._checkpoint(run, name)[0].checkpoint.name, *deeper])
 
     def _read(self, reader: ChunkReader, part: PartId, file: File, first: int, last: int) -> bytes:
         try:
@@ -202,7 +204,7 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise _Pruned(f"tierd://{run}/{part.checkpoint.name}: {reason}") from None
 
     def _part(self, run: str, name: str, part_name: str) -> tuple[ChunkReader, PartId, tuple[File, ...]]:
-        for left in reversed(range(_LISTINGS if name == LATEST else 1)):
+        for tries_left in reversed(range(_LISTINGS if name == LATEST else 1)):
             files, reader = self._checkpoint(run, name)
             part = PartId.parse(run, files.checkpoint.name, part_name)
             if part is None or part.world != files.world or part.rank >= part.world:
@@ -211,57 +213,57 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 return reader, part, files.manifest(part).files
             except ObjectNotFound as error:
                 self._files.pop(files.checkpoint, None)
-                if not left:
+                if not tries_left:
                     raise FileNotFoundError(f"tierd://{run}/{name}/{part_name}: {error}") from error
         raise AssertionError
 
     def _file(self, path: str) -> tuple[ChunkReader, PartId, File]:
-        run, name, part_name, rest = (*path.split("/", 3), "", "", "")[:4]
-        if rest:
+        run, name, part_name, file_path = (*path.split("/", 3), "", "", "")[:4]
+        if file_path:
             reader, part, files = self._part(run, name, part_name)
             for file in files:
-                if file.path == rest:
+                if file.path == file_path:
                     return reader, part, file
         raise FileNotFoundError(f"tierd://{path}: no such file; paths are RUN/CHECKPOINT/PART/FILE")
 
     def _entries(self, path: str) -> Iterator[dict[str, Any]]:
-        run, name, part_name, rest = (*path.split("/", 3), "", "", "", "")[:4]
+        run, name, part_name, file_path = (*path.split("/", 3), "", "", "", "")[:4]
         if not run:
-            yield from (_directory(one) for one in self._reader("tierd").tiers.runs())
+            yield from (_directory(run_name) for run_name in self._reader("tierd").tiers.runs())
         elif not name:
-            found = sorted(self._complete(run), key=lambda one: name_of(run, one))
-            if not found and run not in self._reader(run).tiers.runs():
+            complete = sorted(self._list_complete(run), key=lambda listed: name_of(run, listed))
+            if not complete and run not in self._reader(run).tiers.runs():
                 raise FileNotFoundError(f"tierd://{run}: no such run")
-            yield from (_directory(f"{run}/{name_of(run, one).name}") for one in found)
+            yield from (_directory(f"{run}/{name_of(run, listed).name}") for listed in complete)
         elif not part_name:
             files, _ = self._checkpoint(run, name)
             yield from (_directory(f"{run}/{name}/{files.part(rank).name}") for rank in range(files.world))
         else:
-            yield from self._below(f"{run}/{name}/{part_name}", rest, self._part(run, name, part_name)[2])
+            yield from self._list_below(f"{run}/{name}/{part_name}", file_path, self._part(run, name, part_name)[2])
 
-    def _below(self, home: str, rest: str, files: tuple[File, ...]) -> Iterator[dict[str, Any]]:
-        prefix = f"{rest.rstrip('/')}/" if rest else ""
-        seen: set[str] = set()
+    def _list_below(self, home: str, file_path: str, files: tuple[File, ...]) -> Iterator[dict[str, Any]]:
+        prefix = f"{file_path.rstrip('/')}/" if file_path else ""
+        names: set[str] = set()
         for file in files:
-            if file.path == rest:
+            if file.path == file_path:
                 yield {"name": f"{home}/{file.path}", "size": file.size, "type": "file"}
                 return
             if file.path.startswith(prefix):
                 head, deeper, _ = file.path.removeprefix(prefix).partition("/")
-                if head not in seen:
-                    seen.add(head)
+                if head not in names:
+                    names.add(head)
                     name = f"{home}/{prefix}{head}"
                     yield _directory(name) if deeper else {"name": name, "size": file.size, "type": "file"}
-        if rest and not seen:
-            raise FileNotFoundError(f"tierd://{home}/{rest}: no such file or directory")
+        if file_path and not names:
+            raise FileNotFoundError(f"tierd://{home}/{file_path}: no such file or directory")
 
 
 class TierdFile(AbstractBufferedFile):  # type: ignore[misc]
     """An open file of `TierdFileSystem`."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        found: bytes = self.fs.read_range(self.path, start, end)
-        return found
+        data: bytes = self.fs.read_range(self.path, start, end)
+        return data
 
 
 def _directory(name: str) -> dict[str, Any]:

@@ -27,10 +27,10 @@ LogFormat = Literal["text", "json"]
 
 def escape(record: logging.LogRecord) -> bool:
     """A logging filter that escapes every record and drops none."""
-    said = record.getMessage()
-    shown = printable(said)
-    if shown != said:
-        record.msg, record.args = shown, ()
+    text = record.getMessage()
+    escaped = printable(text)
+    if escaped != text:
+        record.msg, record.args = escaped, ()
     return True
 
 
@@ -63,15 +63,15 @@ class JsonFormatter(Formatter):
     `exception` if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        shown = {
+        members = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            shown["exception"] = logging.Formatter.formatException(self, record.exc_info)
-        return printable_json(json.dumps(shown, ensure_ascii=False))
+            members["exception"] = logging.Formatter.formatException(self, record.exc_info)
+        return printable_json(json.dumps(members, ensure_ascii=False))
 
 
 def prioritized(text: str, level: int) -> str:
@@ -82,17 +82,17 @@ def prioritized(text: str, level: int) -> str:
 def priority(level: int) -> int:
     """Return the syslog priority of a logging level: 3 for errors, 4 for warnings, 6 for information, 7 for more."""
     bounds = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-    return next((number for least, number in bounds if level >= least), 7)
+    return next((number for bound, number in bounds if level >= bound), 7)
 
 
 def is_journal() -> bool:
     """Return whether journald reads the standard error: systemd.exec(5), JOURNAL_STREAM."""
-    named = os.environ.get("JOURNAL_STREAM", "")
+    stream = os.environ.get("JOURNAL_STREAM", "")
     try:
-        found = os.fstat(sys.stderr.fileno())
+        status = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):  # closed, or replaced by something without a descriptor
         return False
-    return named == f"{found.st_dev}:{found.st_ino}"
+    return stream == f"{status.st_dev}:{status.st_ino}"
 
 
 def formatter(log_format: LogFormat = "text") -> Formatter:
@@ -111,12 +111,14 @@ def use(log_format: LogFormat) -> None:
 
 def last_word(text: str) -> str:
     """Format an error that ends a command as the log is formatted, or as ``tierd: text`` for a person."""
-    found = (one.formatter for one in logging.getLogger().handlers if isinstance(one.formatter, Formatter))
-    chosen = next(found, None)
-    if isinstance(chosen, JsonFormatter):
-        return chosen.format(logging.LogRecord("tierd", logging.ERROR, "", 0, text, (), None))
-    shown = f"tierd: {printable_lines(text)}"
-    return prioritized(shown, logging.ERROR) if isinstance(chosen, JournalFormatter) else shown
+    formatters = (
+        handler.formatter for handler in logging.getLogger().handlers if isinstance(handler.formatter, Formatter)
+    )
+    formatter = next(formatters, None)
+    if isinstance(formatter, JsonFormatter):
+        return formatter.format(logging.LogRecord("tierd", logging.ERROR, "", 0, text, (), None))
+    line = f"tierd: {printable_lines(text)}"
+    return prioritized(line, logging.ERROR) if isinstance(formatter, JournalFormatter) else line
 
 
 def install() -> None:

@@ -74,13 +74,13 @@ class TierdStates:
         """
         self._warn_of_order()
         with ExitStack() as stack:
-            here, error = None, None
+            directory, error = None, None
             try:
                 if self._accelerator.is_main_process:
-                    here = stack.enter_context(self._checkpointer.stage(step, metrics))
+                    directory = stack.enter_context(self._checkpointer.stage(step, metrics))
             except Exception as raised:
                 error = raised
-            path = self._from_main(here)
+            path = self._from_main(directory)
             self._agree(error or _unseen(path), SaveFailed)
             try:
                 self._accelerator.save_state(str(path), **options)
@@ -115,13 +115,13 @@ class TierdStates:
     def _load(
         self, step: int | None, best: str | None, mode: Literal["min", "max"], options: dict[str, Any]
     ) -> Restored | None:
-        found, error = None, None
+        main_restored, error = None, None
         try:
             if self._accelerator.is_main_process:
-                found = self._checkpointer.restore(step=step, best=best, mode=mode)
+                main_restored = self._checkpointer.restore(step=step, best=best, mode=mode)
         except Exception as raised:
             error = raised
-        restored: Restored | None = self._from_main(found)
+        restored: Restored | None = self._from_main(main_restored)
         self._agree(error or (_unseen(restored.directory) if restored else None), StoreUnavailable)
         if restored is None:
             return None
@@ -149,12 +149,12 @@ class TierdStates:
 
     def _agree(self, error: Exception | None, kind: type[Exception]) -> None:
         """Raise this rank's error, or one of another rank's; return if no rank has one."""
-        said = _operations.gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+        errors = _operations.gather_object([None if error is None else f"{type(error).__name__}: {error}"])
         if error is not None:
             raise error
-        for rank, one in enumerate(said):
-            if one is not None:
-                raise kind(f"rank {rank}: {one}")
+        for rank, text in enumerate(errors):
+            if text is not None:
+                raise kind(f"rank {rank}: {text}")
 
 
 def _sampler(loader: Any) -> Any:

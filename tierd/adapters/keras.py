@@ -71,12 +71,12 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         if every_batches is not None and (type(every_batches) is not int or every_batches < 1):
             raise ConfigError(f"every_batches={every_batches!r}: a number from 1")
         self._checkpointer = checkpointer
-        self._every = every_batches
+        self._every_batches = every_batches
         self._data = data
-        self._epoch = self._done = 0
+        self._epoch = self._batches_done = 0
         self._last = LastSave(0)
-        self._is_rest = False  # whether the epoch was resumed within
-        self._is_due = False  # whether a save waits for the end of the epoch
+        self._resumed_within = False  # whether the epoch was resumed within
+        self._save_at_epoch_end = False  # whether a save waits for the end of the epoch
         self._numbers = StepMetrics(checkpointer)
         self._callbacks = CallbackStates([])
         self._within: dict[str, Any] | None = None  # restored within an epoch, to be loaded when the epoch has begun
@@ -101,13 +101,13 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         self._callbacks = CallbackStates(callbacks.callbacks[:-1] if callbacks is not None else [])
         state = self._state(epoch=0, within=False)
         state["metrics"] = None  # restored as raw values, because Keras resets metrics when the epoch begins
-        found = self._checkpointer.restore(state)
+        restored = self._checkpointer.restore(state)
         best, self._best = self._best, None
-        self._is_due, self._within = False, None
-        if found is None:
+        self._save_at_epoch_end, self._within = False, None
+        if restored is None:
             return
-        self._warn_of_loss(found, best)
-        self._epoch, self._done, self._last = state["epoch"], state["done"], LastSave(found.step)
+        self._warn_of_loss(restored, best)
+        self._epoch, self._batches_done, self._last = state["epoch"], state["done"], LastSave(restored.step)
         self._callbacks.load_state_dict(state["metrics"].get(_CALLBACKS, {}))
         if state["within"]:
             rate = float(self.model.optimizer.learning_rate) if self._has_rate() else None
@@ -117,20 +117,23 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             self.model._initial_epoch = self.params["epochs"]
             log.warning("%s had stopped this run at epoch %d; raise its patience to train on", stopped, self._epoch)
 
-    def _warn_of_loss(self, found: Restored, best: Restored | None) -> None:
+    def _warn_of_loss(self, restored: Restored, best: Restored | None) -> None:
         if best is not None:
-            lost = f"the weights of step {best.step} that load_best had loaded"
-            is_lost = (best.attempt, best.step) != (found.attempt, found.step)
+            discarded = f"the weights of step {best.step} that load_best had loaded"
+            is_discarded = (best.attempt, best.step) != (restored.attempt, restored.step)
         else:
-            lost, is_lost = f"what this callback trained up to step {self._done}", self._done > found.step
-        if not is_lost:
+            discarded, is_discarded = (
+                f"what this callback trained up to step {self._batches_done}",
+                self._batches_done > restored.step,
+            )
+        if not is_discarded:
             return
         log.warning(
             "fit continues from step %d, the newest checkpoint of run %s, and discards %s; to train what is in memory, "
             "make a Checkpointer with a new run name, and a callback with it",
-            found.step,
+            restored.step,
             self._checkpointer.run,
-            lost,
+            discarded,
         )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -139,7 +142,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         within, self._within = self._within, None
-        self._is_rest = within is not None
+        self._resumed_within = within is not None
         if within is None:
             return
         # Others have begun an epoch that had begun before: a LearningRateScheduler has stepped once more.
@@ -150,11 +153,11 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             self.model.optimizer.learning_rate = within["rate"]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._done += 1
-        due = self._checkpointer.when is not None and self._checkpointer.due(self._done)
-        if due or (self._every is not None and self._done % self._every == 0):
-            self._is_due = self._checkpointer.notice is None and self._is_last(batch)
-            if not self._is_due:
+        self._batches_done += 1
+        save_due = self._checkpointer.when is not None and self._checkpointer.due(self._batches_done)
+        if save_due or (self._every_batches is not None and self._batches_done % self._every_batches == 0):
+            self._save_at_epoch_end = self._checkpointer.notice is None and self._is_last(batch)
+            if not self._save_at_epoch_end:
                 self._save(self._epoch, within=True, logs=logs)
         if self._checkpointer.notice is not None:
             self.model.stop_training = True
@@ -170,19 +173,19 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         steps = (self.params or {}).get("steps")
         if not steps:
             return False
-        return bool(self._done % steps == 0 if self._data is not None else batch + 1 == steps)
+        return bool(self._batches_done % steps == 0 if self._data is not None else batch + 1 == steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._is_rest:
+        if self._resumed_within:
             forget_length(self.model)
-        is_due, self._is_due = self._is_due or self._every is not None, False
+        save_due, self._save_at_epoch_end = self._save_at_epoch_end or self._every_batches is not None, False
         when = self._checkpointer.when
         if when is None:
-            is_due = True
+            save_due = True
         else:
             numbers = self._numbers.decisive(self._numbers.usable(logs or {}))
-            is_due = self._checkpointer.due(self._done, epoch, numbers) or is_due
-        if is_due:
+            save_due = self._checkpointer.due(self._batches_done, epoch, numbers) or save_due
+        if save_due:
             self._save(epoch + 1, within=False, logs=logs)
 
     def load_best(self, metric: str, mode: Literal["min", "max"] = "min") -> Restored | None:
@@ -201,9 +204,9 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         return self._best
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
-        if self._last.is_due(self._done):
+        if self._last.is_due(self._batches_done):
             self._last.save(
-                self._checkpointer, self._done, self._state(epoch, within), self._numbers.usable(logs or {})
+                self._checkpointer, self._batches_done, self._state(epoch, within), self._numbers.usable(logs or {})
             )
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
@@ -218,7 +221,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             "data": self._data,
             "epoch": epoch,
             "within": within,
-            "done": self._done,
+            "done": self._batches_done,
         }
 
 
@@ -246,7 +249,7 @@ class _Variables:
         self._variables = variables
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): one.value.detach() for number, one in enumerate(self._variables())}
+        return {str(number): variable.value.detach() for number, variable in enumerate(self._variables())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Assign all variables, or none.
@@ -257,9 +260,9 @@ class _Variables:
         variables = list(self._variables())
         if len(variables) != len(state_dict):
             raise StateMismatch(f"{len(state_dict)} variables in the checkpoint, {len(variables)} in the model")
-        for number, one in enumerate(variables):
+        for number, variable in enumerate(variables):
             saved = tuple(state_dict[str(number)].shape)
-            if saved != tuple(one.shape):
-                raise StateMismatch(f"{one.path}: {saved} in the checkpoint, {tuple(one.shape)} in the model")
-        for number, one in enumerate(variables):
-            one.assign(state_dict[str(number)])
+            if saved != tuple(variable.shape):
+                raise StateMismatch(f"{variable.path}: {saved} in the checkpoint, {tuple(variable.shape)} in the model")
+        for number, variable in enumerate(variables):
+            variable.assign(state_dict[str(number)])

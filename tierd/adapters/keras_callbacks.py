@@ -31,7 +31,7 @@ def list_of(callback: Any, kind: type[Any]) -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller: Any = frame.f_locals.get("self")
-        if isinstance(caller, kind) and any(each is callback for each in caller.callbacks):
+        if isinstance(caller, kind) and any(listed_callback is callback for listed_callback in caller.callbacks):
             return caller
         frame = frame.f_back
     return None
@@ -45,18 +45,18 @@ class CallbackStates:
     """
 
     def __init__(self, callbacks: list[Any]) -> None:
-        self._named: dict[str, Any] = {}
+        self._by_name: dict[str, Any] = {}
         for callback in callbacks:
             name = type(callback).__name__
-            number = sum(type(each).__name__ == name for each in self._named.values())
-            self._named[f"{name}/{number}"] = callback
-        self._begun = {name: _scalars(callback) for name, callback in self._named.items()}
+            number = sum(type(registered).__name__ == name for registered in self._by_name.values())
+            self._by_name[f"{name}/{number}"] = callback
+        self._first_values = {name: _scalars(callback) for name, callback in self._by_name.items()}
         self._warned: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states. Warn, once for each, of a callback that has a state and no way to save it."""
         states = {}
-        for name, callback in self._named.items():
+        for name, callback in self._by_name.items():
             attributes = _attributes(callback)
             if _has_methods(callback):
                 states[name] = callback.state_dict()
@@ -68,7 +68,7 @@ class CallbackStates:
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
         """Load the state of each callback that has one. A callback that is new in this `fit` begins anew."""
-        for name, callback in self._named.items():
+        for name, callback in self._by_name.items():
             if name not in states:
                 continue
             if _has_methods(callback):
@@ -80,7 +80,7 @@ class CallbackStates:
 
     def stopped(self) -> str | None:
         """Return the name of an `EarlyStopping` that has lost its patience; None if there is none."""
-        for name, callback in self._named.items():
+        for name, callback in self._by_name.items():
             if "EarlyStopping" in _names(callback) and callback.stopped_epoch and callback.wait >= callback.patience:
                 return name.partition("/")[0]
         return None
@@ -88,8 +88,8 @@ class CallbackStates:
     def _warn(self, name: str, callback: Any) -> None:
         if name in self._warned or type(callback).__module__.partition(".")[0] == "keras":
             return
-        begun, now = self._begun[name], _scalars(callback)
-        changed = [attribute for attribute in now if attribute not in begun or begun[attribute] != now[attribute]]
+        before, now = self._first_values[name], _scalars(callback)
+        changed = [attribute for attribute in now if attribute not in before or before[attribute] != now[attribute]]
         if changed:
             self._warned.add(name)
             log.warning(

@@ -108,7 +108,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         step = checkpoint["global_step"]
-        _forget_what_is_read(checkpoint)
+        _drop_exhausted_loader(checkpoint)
         if _is_last(checkpoint):
             self._step.set_at_last_batch(checkpoint["loops"]["fit_loop"])
         else:
@@ -143,10 +143,10 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
     def _name(self, path: Path, step: int, attempt: str) -> None:
         """Write the text that stands for a checkpoint at the path that Lightning has for it."""
-        here = {"run": self._checkpointer.run, "step": step, "attempt": attempt}
+        reference = {"run": self._checkpointer.run, "step": step, "attempt": attempt}
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f".{path.name}.new")
-        fresh.write_text(json.dumps({"tierd": here}) + "\n")
+        fresh.write_text(json.dumps({"tierd": reference}) + "\n")
         fresh.replace(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
@@ -163,18 +163,20 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
     def _read(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         text = str(path)
-        named = None if text.startswith(SCHEME) else _named_in(Path(text))
-        if named is None and not text.startswith(SCHEME):
-            own: dict[str, Any] = super().load_checkpoint(path, *args, **options)
+        reference = None if text.startswith(SCHEME) else _read_reference(Path(text))
+        if reference is None and not text.startswith(SCHEME):
+            file_checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **options)
             self.callback.restored = None
-            return own
-        if named is not None and named["run"] != self._checkpointer.run:
-            raise ConfigError(f"{path}: a checkpoint of run {named['run']!r}, and this is {self._checkpointer.run!r}")
-        if named is not None or self._restored is None or self._restored[0] != text:
-            step = str(named["step"]) if named else text.removeprefix(SCHEME)
+            return file_checkpoint
+        if reference is not None and reference["run"] != self._checkpointer.run:
+            raise ConfigError(
+                f"{path}: a checkpoint of run {reference['run']!r}, and this is {self._checkpointer.run!r}"
+            )
+        if reference is not None or self._restored is None or self._restored[0] != text:
+            step = str(reference["step"]) if reference else text.removeprefix(SCHEME)
             if not step.isdecimal():
                 raise ConfigError(f"{path}: write {SCHEME} and a step, or pass what latest() returns")
-            if self._restore(int(step), named["attempt"] if named else None) is None:
+            if self._restore(int(step), reference["attempt"] if reference else None) is None:
                 raise CheckpointNotFound(f"{path}: this run has no checkpoint anywhere")
         assert self._restored is not None
         (_, checkpoint), self._restored = self._restored, None
@@ -189,19 +191,19 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         Raises:
             As `load_checkpoint`.
         """
-        written = io.BytesIO()
-        torch.save(self.load_checkpoint(path), written)
-        written.seek(0)
-        return written
+        buffer = io.BytesIO()
+        torch.save(self.load_checkpoint(path), buffer)
+        buffer.seek(0)
+        return buffer
 
     def _restore(self, step: int | None, attempt: str | None = None) -> str | None:
         state: dict[str, Any] = {"lightning": None, "rng": None}
         launch = made_of(self._checkpointer).launch
         with launch.restoring():
-            found = self._checkpointer.restore(state, step, attempt=attempt)
-            if found is None:
+            restored = self._checkpointer.restore(state, step, attempt=attempt)
+            if restored is None:
                 return None
-            path = f"{SCHEME}{found.step}"
+            path = f"{SCHEME}{restored.step}"
             launch.loading(
                 f"{path} was restored, and no fit has loaded all of it: pass it to fit as ckpt_path; for a fresh start "
                 "on purpose make another Checkpointer and do not call latest"
@@ -210,41 +212,41 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._last = LastSave(-1)  # because the attempt that begins has saved none
         self._restored = path, state["lightning"]
         self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
-        self.callback.restored = found
+        self.callback.restored = restored
         values, is_last = state["lightning"].get(_METRICS, {}), _is_last(state["lightning"])
         self.callback.resumption = Resumption(values, is_last)
         return path
 
 
-def _named_in(path: Path) -> dict[str, Any] | None:
+def _read_reference(path: Path) -> dict[str, Any] | None:
     """Return the run, step and attempt of the checkpoint for which a file stands; None if it is no such file."""
     try:
         with path.open("rb") as file:
             text = file.read(_LONGEST)
-        found = json.loads(text)["tierd"] if text.startswith(b'{"tierd":') else {}
+        members = json.loads(text)["tierd"] if text.startswith(b'{"tierd":') else {}
     except (OSError, ValueError, KeyError):
         return None
-    fits = isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in _MEMBERS.items())
-    return found if fits else None
+    is_valid = isinstance(members, dict) and all(type(members.get(name)) is kind for name, kind in _MEMBERS.items())
+    return members if is_valid else None
 
 
 def _loaders(checkpoint: dict[str, Any]) -> list[Any]:
     """Return the states of the loaders, one for each loader."""
-    found: list[Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
-    return found
+    states: list[Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    return states
 
 
 def _is_last(checkpoint: dict[str, Any]) -> bool:
     """Return whether a checkpoint was saved at an epoch's last batch."""
-    fit = checkpoint.get("loops", {}).get("fit_loop", {})
-    return bool(fit.get("epoch_loop.batch_progress", {}).get("is_last_batch"))
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    return bool(fit_loop.get("epoch_loop.batch_progress", {}).get("is_last_batch"))
 
 
-def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:
+def _drop_exhausted_loader(checkpoint: dict[str, Any]) -> None:
     """Drop the state of an exhausted loader after an epoch's last batch.
 
     Lightning resumes with the next epoch then, and the exhausted loader's state would make that epoch empty.
     """
     if _is_last(checkpoint) and _loaders(checkpoint):
-        fit = checkpoint["loops"]["fit_loop"]
-        fit["state_dict"] = {**fit["state_dict"], "combined_loader": []}
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        fit_loop["state_dict"] = {**fit_loop["state_dict"], "combined_loader": []}

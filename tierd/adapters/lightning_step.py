@@ -61,14 +61,16 @@ class StepOfTraining:
         """
         if self._trainer is None or not self._at:
             return False
-        fit = self._trainer.fit_loop
-        if self._at == BATCH and fit.epoch_loop._num_ready_batches_reached():
+        fit_loop = self._trainer.fit_loop
+        if self._at == BATCH and fit_loop.epoch_loop._num_ready_batches_reached():
             return True
         if set(self.monitored()) <= self.measured().keys():
             return False
-        epoch_ends = bool(fit.epoch_loop._is_training_done)
+        epoch_ends = bool(fit_loop.epoch_loop._is_training_done)
         if self._at == BATCH:
-            return epoch_ends or (self._validates() and fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
+            return epoch_ends or (
+                self._validates() and fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+            )
         return self._at == VALIDATION and epoch_ends
 
     def set_at_last_batch(self, loop: dict[str, Any]) -> None:
@@ -130,28 +132,28 @@ class Resumption:
 
     def __init__(self, metrics: Mapping[str, Any], is_last: bool) -> None:
         self._metrics = metrics
-        self._is_due = is_last  # whether an epoch has ended without a step of its schedulers
+        self._schedulers_pending = is_last  # whether an epoch has ended without a step of its schedulers
 
     def begin(self, trainer: Any) -> None:
         trainer._logger_connector._callback_metrics.update(self._metrics)
 
     def epoch_starts(self, trainer: Any) -> None:
         """Step the schedulers for the epoch before, if Lightning has not ended it again."""
-        if self._is_due and self._can_step(trainer):
+        if self._schedulers_pending and self._can_step(trainer):
             epochs = trainer.fit_loop.epoch_progress.current
             epochs.completed -= 1  # as when that epoch ended, because Lightning steps at every `frequency`-th epoch
             try:
                 trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             finally:
                 epochs.completed += 1
-        self._is_due = False
+        self._schedulers_pending = False
 
     def epoch_ends(self, trainer: Any) -> None:
         """Let Lightning step the schedulers next."""
         if self._can_step(trainer):
             # As its own `run` does. The property would have the inner loops restart, too, in a training by `max_steps`.
             trainer.fit_loop._restarting = False
-        self._is_due = False
+        self._schedulers_pending = False
 
     def _can_step(self, trainer: Any) -> bool:
         monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]

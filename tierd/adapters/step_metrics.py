@@ -14,7 +14,7 @@ from tierd.core.manifest import MAX_METRICS, is_metric_name
 from tierd.core.save_policy import listed
 
 log = logging.getLogger("tierd")
-_NAMED = 5  # names that the warning shows
+_MAX_NAMES = 5  # names that the warning shows
 _NO_METRIC = f"a metric is a number with a name of 1 to 256 characters, and a checkpoint holds at most {MAX_METRICS}"
 
 
@@ -34,8 +34,8 @@ class StepMetrics:
         """
         numbers = {name: number for name, value in logged.items() if (number := _number(name, value)) is not None}
         when = self._checkpointer.when
-        asked = [name for name in (when.best if when else None, *first) if name in numbers]
-        names = dict.fromkeys((*asked, *numbers))
+        preferred = [name for name in (when.best if when else None, *first) if name in numbers]
+        names = dict.fromkeys((*preferred, *numbers))
         usable = {name: numbers[name] for name in list(names)[:MAX_METRICS]}
         self.warn([name for name in logged if name not in usable], _NO_METRIC)
         return usable
@@ -55,7 +55,7 @@ class StepMetrics:
         if not left_out or why in self._warned:
             return
         self._warned.add(why)
-        names = ", ".join(map(repr, left_out[:_NAMED])) + (" ..." if len(left_out) > _NAMED else "")
+        names = ", ".join(map(repr, left_out[:_MAX_NAMES])) + (" ..." if len(left_out) > _MAX_NAMES else "")
         log.warning(
             "%d of the logged values are left out of the checkpoints, because %s: %s", len(left_out), why, names
         )

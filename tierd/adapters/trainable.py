@@ -108,29 +108,31 @@ class TrainableState:
                 yield name, value
 
     def _check(self, trained: Mapping[str, Any], frozen: Mapping[str, str]) -> None:
-        here = self.model.state_dict(keep_vars=True)
+        model_state = self.model.state_dict(keep_vars=True)
         saved = trained.keys() | frozen.keys()
-        lacking, extra = sorted(here.keys() - saved), sorted(saved - here.keys())
+        lacking, extra = sorted(model_state.keys() - saved), sorted(saved - model_state.keys())
         if lacking or extra:
             where = "not in the checkpoint" if lacking else "in the checkpoint, but not in the model"
             names = lacking or extra
-            raise StateMismatch(f"{_few(names)} {where}; build the model with the same base and the same adapter")
-        other = [
-            f"{name}: {_kind(value)} in the checkpoint, {_kind(here[name])} here"
+            raise StateMismatch(
+                f"{_list_names(names)} {where}; build the model with the same base and the same adapter"
+            )
+        mismatches = [
+            f"{name}: {_kind(value)} in the checkpoint, {_kind(model_state[name])} here"
             for name, value in trained.items()
             if isinstance(value, torch.Tensor)
-            and isinstance(here[name], torch.Tensor)
-            and _kind(value) != _kind(here[name])
+            and isinstance(model_state[name], torch.Tensor)
+            and _kind(value) != _kind(model_state[name])
         ]
-        if other:
-            raise StateMismatch(_few(other))
-        differing = [name for name, form in frozen.items() if self._form_here(name, here[name]) != form]
+        if mismatches:
+            raise StateMismatch(_list_names(mismatches))
+        differing = [name for name, form in frozen.items() if self._form_here(name, model_state[name]) != form]
         if differing:
             name = differing[0]
             raise StateMismatch(
                 f"{len(differing)} of {len(frozen)} frozen parameters are not those with which this checkpoint was "
                 f"trained, and it does not hold them: {name} was {frozen[name]}, and is "
-                f"{self._form_here(name, here[name])} here. Build the model from the same base weights"
+                f"{self._form_here(name, model_state[name])} here. Build the model from the same base weights"
             )
 
     def _form_here(self, name: str, value: torch.Tensor) -> str:
@@ -138,17 +140,17 @@ class TrainableState:
         return self._forms[name] if is_unchanged else _form(value)
 
 
-def _inner(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors of a tensor; a subclass, as of a quantized one, has several."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _inner(getattr(tensor, name))
+            yield from _inner_tensors(getattr(tensor, name))
     else:
         yield tensor.detach()
 
 
 def _mark(tensor: torch.Tensor) -> _Mark:
-    return tuple((one.data_ptr(), one._version, _sample(one)) for one in _inner(tensor))
+    return tuple((inner.data_ptr(), inner._version, _sample(inner)) for inner in _inner_tensors(tensor))
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -162,12 +164,12 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _form(tensor: torch.Tensor) -> str:
     digest = xxhash.xxh3_128()
-    for one in _inner(tensor):
-        flat = one.contiguous().reshape(-1).view(torch.uint8)
+    for inner in _inner_tensors(tensor):
+        flat = inner.contiguous().reshape(-1).view(torch.uint8)
         for begin in range(0, len(flat), _BLOCK):
             digest.update(flat[begin : begin + _BLOCK].cpu().numpy().data)
     return f"{_kind(tensor)} {digest.hexdigest()}"
 
 
-def _few(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -67,14 +67,14 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
             raise ConfigError(f"every_steps={every_steps!r}: a number from 1")
         self._checkpointer = checkpointer
-        self._every = every_steps
+        self._every_steps = every_steps
         self._trainer: Any = None
         self._trainable_only = trainable_only
         self._trainable: TrainableState | None = None
         self._last = LastSave(0)
         self._metrics = StepMetrics(checkpointer)
-        self._wanted = -1  # the step that is saved when Trainer has done all that belongs to it
-        self._has_asked = False  # whether `due` was asked about this step's evaluation
+        self._save_step = -1  # the step that is saved when Trainer has done all that belongs to it
+        self._evaluation_asked = False  # whether `due` was asked about this step's evaluation
         self._epoch: int | None = None  # the epoch that has just ended
         self._directory: Path | None = None
 
@@ -94,10 +94,10 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         names = ("optimizer", "scheduler", "scaler", "rng", "trainer_state")
         self._trainable = TrainableState(trainer.model) if self._trainable_only else None
         state: dict[str, Any] = {"model": self._trainable or trainer.model, **dict.fromkeys(names)}
-        found = self._checkpointer.restore(state)
-        if found is None:
+        restored = self._checkpointer.restore(state)
+        if restored is None:
             return None
-        self._last = LastSave(found.step)
+        self._last = LastSave(restored.step)
         self._directory = Path(trainer.args.output_dir) / f"tierd-resume-{trainer.args.process_index}"
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
@@ -108,7 +108,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._trainer is None:
             raise ConfigError("call resume(trainer), and pass what it returns to train(resume_from_checkpoint=...)")
-        if self._every is None and self._checkpointer.when is None and args.save_strategy == "no":
+        if self._every_steps is None and self._checkpointer.when is None and args.save_strategy == "no":
             raise ConfigError("nothing says when to save: give every_steps, the Checkpointer's when=, or save_strategy")
         if self._trainable is not None and self._trainable.model is not self._trainer.model:
             raise ConfigError("trainable_only: train() made another model (model_init) than resume() was given")
@@ -130,9 +130,9 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         when = self._checkpointer.when
         if when is None or (when.best is not None and when.best not in metrics):
             return
-        self._has_asked = True
+        self._evaluation_asked = True
         if self._checkpointer.due(state.global_step, self._epoch, metrics):
-            self._wanted = state.global_step
+            self._save_step = state.global_step
             if not self._trainer.is_in_train:
                 self._save()
 
@@ -167,21 +167,21 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         """Save if a save is due, after `log_evaluate`. `Trainer` itself saves nothing."""
         state, control, when = self._trainer.state, self._trainer.control, self._checkpointer.when
         step = state.global_step
-        if control.should_save or (self._every is not None and step % self._every == 0):
-            self._wanted = step
-        control.should_save = self._has_asked = False
+        if control.should_save or (self._every_steps is not None and step % self._every_steps == 0):
+            self._save_step = step
+        control.should_save = self._evaluation_asked = False
         evaluates = control.should_evaluate
         log_evaluate()
-        if evaluates and not self._has_asked:
-            self._metrics.decisive(_logged(state))
-        if when is not None and not self._has_asked and self._checkpointer.due(step, self._epoch):
-            self._wanted = step
+        if evaluates and not self._evaluation_asked:
+            self._metrics.decisive(_logged_metrics(state))
+        if when is not None and not self._evaluation_asked and self._checkpointer.due(step, self._epoch):
+            self._save_step = step
         ends = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         if self._epoch is not None:
             if self._saves_the_end and (control.should_training_stop or step >= state.max_steps):
-                self._wanted = step
+                self._save_step = step
             ends = False
-        if self._wanted == step and not ends:  # else when the epoch has ended, which is at the same step
+        if self._save_step == step and not ends:  # else when the epoch has ended, which is at the same step
             self._save()
         if self._checkpointer.notice is not None:  # on every rank at the same step
             control.should_training_stop = True
@@ -195,7 +195,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             return
         callbacks = [*handler.callbacks, trainer.control]
         members = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-        states, left_out = plain({**members, "stateful_callbacks": _exported(callbacks)})
+        states, left_out = plain({**members, "stateful_callbacks": _export_states(callbacks)})
         self._metrics.warn(left_out, "JSON, in which TrainerState is saved, has no form for them")
         self._last.save(
             self._checkpointer,
@@ -208,7 +208,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
                 "rng": RngState(),
                 "trainer_state": json.dumps(states, sort_keys=True),
             },
-            self._metrics.usable(_logged(state), [_best(trainer.args), "loss"]),
+            self._metrics.usable(_logged_metrics(state), [_best(trainer.args), "loss"]),
         )
 
     def _discard(self) -> None:
@@ -223,14 +223,14 @@ def _best(args: Any) -> str | None:
     return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
 
-def _logged(state: Any) -> dict[str, Any]:
+def _logged_metrics(state: Any) -> dict[str, Any]:
     """Return what was logged at this step: earlier entries were measured with other weights."""
     entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
     return {name: value for entry in entries for name, value in entry.items() if name != "step"}
 
 
 def _warn_of_callbacks(trainer: Any) -> None:
-    states = [type(each).__name__ for each in trainer.callback_handler.callbacks if _has_state(each)]
+    states = [type(callback).__name__ for callback in trainer.callback_handler.callbacks if _has_state(callback)]
     if states and not trainer.args.restore_callback_states_from_checkpoint:
         log.warning(
             "Trainer resumes without the saved states of %s: set "
@@ -243,16 +243,16 @@ def _has_state(callback: Any) -> bool:
     return isinstance(callback, _callbacks.ExportableState)
 
 
-def _exported(callbacks: list[Any]) -> dict[str, Any]:
+def _export_states(callbacks: list[Any]) -> dict[str, Any]:
     """Return the callbacks' states in the form of `TrainerState`: by class name, as a list if a class has several.
 
     `Trainer._save_checkpoint` uses the same form.
     """
     states: dict[str, list[Any]] = {}
-    for one in callbacks:
-        if _has_state(one):
-            states.setdefault(type(one).__name__, []).append(one.state())
-    return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+    for callback in callbacks:
+        if _has_state(callback):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: class_states[0] if len(class_states) == 1 else class_states for name, class_states in states.items()}
 
 
 def _save_model(directory: Path, model: Any) -> None:

@@ -24,7 +24,7 @@ class Ceilings:
 
     def __init__(self, training: Training, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._fresh, self._kept = directory / "fresh", directory / "kept"
+        self._fresh, self._overwritten = directory / "fresh", directory / "kept"
         self._tensors = training.tensors()
         self._size = -(-training.state_bytes() // mmap.PAGESIZE) * mmap.PAGESIZE
         spare = len(self._tensors) * 64  # every target is aligned to a cache line
@@ -40,25 +40,25 @@ class Ceilings:
             if failed := cuda.api.register(first, len(self._memory), training.device):
                 raise OSError(f"CUDA does not pin {len(self._memory)} bytes: error {failed}")
         self._copy()
-        self._write(self._kept)
+        self._write(self._overwritten)
 
     def take(self) -> dict[str, float]:
         """Measure the seconds of each limit."""
         self._fresh.unlink(missing_ok=True)
         copy = self._copy()
         fresh = self._write(self._fresh)
-        return {"memcpy_s": copy, "raw_fresh_s": fresh, "raw_overwrite_s": self._write(self._kept)}
+        return {"memcpy_s": copy, "raw_fresh_s": fresh, "raw_overwrite_s": self._write(self._overwritten)}
 
     @torch.no_grad()
     def _copy(self) -> float:
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         torch._foreach_copy_(self._targets, self._tensors, non_blocking=True)
         self._training.finish()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_s
 
     def _write(self, path: Path) -> float:
         view = memoryview(self._memory)[: self._size]
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
         try:
             os.posix_fallocate(fd, 0, self._size)
@@ -69,4 +69,4 @@ class Ceilings:
             os.fsync(fd)
         finally:
             os.close(fd)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_s

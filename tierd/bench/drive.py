@@ -55,24 +55,24 @@ class ArmWorker:
             ChildProcessError: the process ended or did not answer in time; the message has the end of its log.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        most, left = 0, _PATIENCE
+        peak_bytes, remaining_s = 0, _PATIENCE
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise self._failed(do) from error
+            raise self._failure(do) from error
         pause = _SAMPLE if watch else _PATIENCE
         while not select.select([self._process.stdout], [], [], pause)[0]:
-            left -= pause
-            if left <= 0:
-                raise self._failed(do)
-            most = max(most, procfs.memory_bytes(self._process.pid))
+            remaining_s -= pause
+            if remaining_s <= 0:
+                raise self._failure(do)
+            peak_bytes = max(peak_bytes, procfs.memory_bytes(self._process.pid))
         line = self._process.stdout.readline()
         if not line:
-            raise self._failed(do)
-        return json.loads(line), most
+            raise self._failure(do)
+        return json.loads(line), peak_bytes
 
-    def _failed(self, do: str) -> ChildProcessError:
+    def _failure(self, do: str) -> ChildProcessError:
         self._process.kill()
         tail = self._log.read_text(errors="replace")[-1500:].strip()
         return ChildProcessError(f"arm {self.arm}: {do} failed; its log ends with:\n{tail}")
@@ -97,13 +97,13 @@ def measure(
     gigabytes: float,
     arms: Sequence[str],
     rounds: int,
-    every: int | None,
+    steps_per_save: int | None,
     directory: Path,
     say: Say,
     device: str = "cpu",
 ) -> SizeResult:
     """Measure all arms at one size, with the ceilings and the restores."""
-    run = _Run(gigabytes, arms, rounds, every, directory, say, device)
+    run = _Run(gigabytes, arms, rounds, steps_per_save, directory, say, device)
     try:
         run.all_blocks()
     finally:
@@ -135,7 +135,7 @@ class _Run:
         gigabytes: float,
         arms: Sequence[str],
         rounds: int,
-        every: int | None,
+        steps_per_save: int | None,
         directory: Path,
         say: Say,
         device: str,
@@ -143,9 +143,9 @@ class _Run:
         self._device = device
         self._gigabytes, self._rounds, self._directory, self._say = gigabytes, rounds, directory, say
         self._names = [CEILINGS, *arms]
-        self.steps = every or 0
+        self.steps = steps_per_save or 0
         self.facts: dict[str, Any] = {}
-        self.results = {name: _empty(name) for name in self._names}
+        self.results = {name: _empty_result(name) for name in self._names}
         self._workers: dict[str, ArmWorker] = {}
         self._stay = fits(gigabytes, arms)
         self._block = rounds if self._stay else min(rounds, _BLOCK)
@@ -156,13 +156,13 @@ class _Run:
         )
 
     def all_blocks(self) -> None:
-        done = 0
-        while done < self._rounds:
-            rounds = min(self._block, self._rounds - done)
-            self._alternating(rounds) if self._stay else self._one_by_one(rounds)
-            done += rounds
+        measured_rounds = 0
+        while measured_rounds < self._rounds:
+            rounds = min(self._block, self._rounds - measured_rounds)
+            self._run_alternately(rounds) if self._stay else self._run_in_sequence(rounds)
+            measured_rounds += rounds
 
-    def _alternating(self, rounds: int) -> None:
+    def _run_alternately(self, rounds: int) -> None:
         for name in self._names:
             self._start(name)
         for number in range(rounds):
@@ -172,7 +172,7 @@ class _Run:
         for name in list(self._workers):
             self._end(name)
 
-    def _one_by_one(self, rounds: int) -> None:
+    def _run_in_sequence(self, rounds: int) -> None:
         for name in self._names:
             self._say(f"{self._gigabytes:g} GB: {rounds} rounds of {name}")
             self._start(name)
@@ -209,8 +209,8 @@ class _Run:
         """Run a last window to measure its memory, then end the process."""
         worker, result = self._workers.pop(name), self.results[name]
         if name != CEILINGS:
-            _, most = worker.ask("memory", watch=True, steps=max(2, self.steps // 2))
-            result.extra_memory_bytes.append(max(0, most - int(result.first["memory_before_bytes"][-1])))
+            _, peak_bytes = worker.ask("memory", watch=True, steps=max(2, self.steps // 2))
+            result.extra_memory_bytes.append(max(0, peak_bytes - int(result.first["memory_before_bytes"][-1])))
         worker.close()
         procfs.sync_filesystem(self._directory)
 
@@ -231,7 +231,7 @@ def steps_for(gigabytes: float, step_s: float) -> int:
     return min(10, max(4, round((1 + 1.5 * gigabytes) / step_s)))
 
 
-def _empty(name: str) -> ArmResult:
+def _empty_result(name: str) -> ArmResult:
     about = ARMS.get(name)
     return ArmResult(about.how, about.kind, about.durable) if about else ArmResult(name, "", "")
 
@@ -247,14 +247,14 @@ def _restores(
         say(f"{gigabytes:g} GB: restores")
         command = [sys.executable, "-m", "tierd.bench.restoring"]
         subprocess.run([*command, "make", str(gigabytes), str(place), device], check=True)
-        found: dict[str, list[float]] = {way: [] for way in WAYS}
+        samples: dict[str, list[float]] = {name: [] for name in WAYS}
         dropped = True
         for _ in range(rounds):
-            for way in WAYS:
-                took, all_of_it = _restore([*command, way, str(gigabytes), str(place), device], place)
-                found[way].append(took)
-                dropped = dropped and all_of_it
-        return found, dropped
+            for kind in WAYS:
+                restore_s, is_dropped = _restore([*command, kind, str(gigabytes), str(place), device], place)
+                samples[kind].append(restore_s)
+                dropped = dropped and is_dropped
+        return samples, dropped
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -27,7 +27,7 @@ def overhead(
     sizes: Sequence[float],
     rounds: Sequence[int],
     arms: Sequence[str],
-    every: int | None,
+    steps_per_save: int | None,
     directory: Path | None,
     out: Path | None,
     say: Callable[[str], None],
@@ -42,12 +42,12 @@ def overhead(
         ConfigError: an option cannot be used.
         ChildProcessError: an arm failed; the message has the end of its log.
     """
-    each = _check(sizes, rounds, arms)
+    counts = _check(sizes, rounds, arms)
     name = _check_device(device)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=directory) as made:
-        place = Path(made)
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=directory) as scratch:
+        place = Path(scratch)
         result = Result(
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -56,13 +56,13 @@ def overhead(
                 "sizes": ",".join(f"{size:g}" for size in sizes),
                 "rounds": ",".join(map(str, rounds)),
                 "arms": ",".join(arms),
-                "every": str(every or "by the step's time"),
+                "every": str(steps_per_save or "by the step's time"),
                 "device": name,
             },
             sizes=[],
         )
-        for size, count in zip(sizes, each, strict=True):
-            result.sizes.append(drive.measure(size, arms, count, every, place, say, device))
+        for size, count in zip(sizes, counts, strict=True):
+            result.sizes.append(drive.measure(size, arms, count, steps_per_save, place, say, device))
             result.advise = measured_cost(result.sizes)
             if out is not None:
                 write(result, out, say)
@@ -103,10 +103,10 @@ def _check_device(device: str) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that are compared, if they are installed."""
-    found = {}
+    installed = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

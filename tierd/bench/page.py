@@ -92,7 +92,7 @@ def _targets(result: Result) -> str:
 
 def _size(size: SizeResult) -> str:
     copy, fresh, over = (size.ceiling(name) for name in ("memcpy_s", "raw_fresh_s", "raw_overwrite_s"))
-    restores = ", ".join(f"{way} {_seconds(_middle(values))}" for way, values in size.restore.items())
+    restores = ", ".join(f"{kind} {_seconds(_median(values))}" for kind, values in size.restore.items())
     gigabytes = size.state_bytes / 1e9
     dropped = "the system's page cache dropped" if size.cache_dropped else "its files dropped from the page cache"
     return "\n\n".join(
@@ -118,7 +118,7 @@ def _arm(size: SizeResult, name: str, arm: ArmResult) -> Sequence[str]:
         name,
         _seconds(blocked),
         _seconds(arm.p95("blocked_s")),
-        _seconds(_middle(arm.first.get("first_blocked_s", []))) if arm.kind != "none" else "",
+        _seconds(_median(arm.first.get("first_blocked_s", []))) if arm.kind != "none" else "",
         _seconds(arm.median("added_s")),
         _seconds(arm.p95("added_s")),
         _seconds(arm.median("durable_s")),
@@ -143,11 +143,11 @@ def _seed(result: Result) -> str:
         + (f", on the tier after {cost.flushed_s:.1f} s)" if cost.flushed_s else ")")
         for cost in measured
     )
-    said = _SEED.format(
+    text = _SEED.format(
         share=seed.STATE_GB, size=f"{size.gigabytes:g}", step=_seconds(size.step_s), used=used or "nothing was"
     )
     columns = ("save every", "", "overhead", "efficiency")
-    return "\n\n".join(("## The overhead table this project started from", said, _table(columns, rows)))
+    return "\n\n".join(("## The overhead table this project started from", text, _table(columns, rows)))
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -155,7 +155,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def _middle(values: Sequence[float]) -> float | None:
+def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
@@ -171,8 +171,8 @@ def _rate(seconds: float | None, gigabytes: float) -> str:
     return "not measured" if not seconds else f"{_seconds(seconds)} ({gigabytes / seconds:.1f} GB/s)"
 
 
-def _times(one: float | None, other: float | None) -> str:
-    return "" if one is None or not other else f"{one / other:.2f}"
+def _times(numerator: float | None, denominator: float | None) -> str:
+    return "" if numerator is None or not denominator else f"{numerator / denominator:.2f}"
 
 
 def _number(value: float | None) -> str:

@@ -24,7 +24,7 @@ from tierd.bench.arms import Arm, NotHere, Wait
 from tierd.bench.training import Training
 from tierd.spool.file_io import sync_directory
 
-_DONE: Wait = lambda: None  # noqa: E731
+_NO_WAIT: Wait = lambda: None  # noqa: E731
 _TIMEOUT = 600.0  # seconds after which a peer's save counts as hung
 
 
@@ -42,7 +42,7 @@ class _Files(Arm):
 class TorchSave(_Files):
     def save(self) -> Wait:
         torch.save(self.training.state_dict(), self.path())
-        return _DONE
+        return _NO_WAIT
 
 
 class TorchSaveFsync(_Files):
@@ -52,13 +52,13 @@ class TorchSaveFsync(_Files):
             file.flush()
             os.fsync(file.fileno())
         sync_directory(self.directory)
-        return _DONE
+        return _NO_WAIT
 
 
 class DcpSave(_Files):
     def save(self) -> Wait:
         save(self.training.state_dict(), storage_writer=FileSystemWriter(self.path()), no_dist=True)
-        return _DONE
+        return _NO_WAIT
 
 
 class DcpAsync(_Files):

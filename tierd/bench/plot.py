@@ -10,7 +10,7 @@ from pathlib import Path
 from tierd.bench.result import Result
 
 _FIGURES = {"blocked_s": "blocked", "added_s": "added to training", "durable_s": "until durable"}
-_LEAST = 1e-4  # seconds; an added time below it, or below zero, is drawn there
+_MIN_DRAWN_S = 1e-4  # seconds; an added time below it, or below zero, is drawn there
 
 
 def draw(result: Result, path: Path) -> str | None:
@@ -27,7 +27,7 @@ def draw(result: Result, path: Path) -> str | None:
     for size, panel in zip(sizes, panels, strict=True):
         names = [name for name in size.measured if name != "none"][::-1]
         for place, (figure_name, label) in enumerate(_FIGURES.items()):
-            values = [max(_LEAST, size.arms[name].median(figure_name) or 0.0) for name in names]
+            values = [max(_MIN_DRAWN_S, size.arms[name].median(figure_name) or 0.0) for name in names]
             panel.barh([index + 0.25 * (1 - place) for index in range(len(names))], values, 0.25, label=label)
         for name, style in (("memcpy_s", ":"), ("raw_overwrite_s", "--")):
             ceiling = size.ceiling(name)

@@ -24,11 +24,11 @@ def tree(root: int) -> list[int]:
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
             children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = [], [root]
+    pids, todo = [], [root]
     while todo:
-        found.append(todo.pop())
-        todo += children.get(found[-1], [])
-    return found
+        pids.append(todo.pop())
+        todo += children.get(pids[-1], [])
+    return pids
 
 
 def cpu_seconds(root: int) -> float:
@@ -140,7 +140,7 @@ def _filesystem(directory: Path) -> str:
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in (_PROC / "self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
+        fields, _, filesystem = line.partition(" - ")
         if fields.split()[2] == number:
-            return rest.split()[0]
+            return filesystem.split()[0]
     return "unknown"

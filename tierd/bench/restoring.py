@@ -26,25 +26,25 @@ def make(training: Training, directory: Path) -> None:
         ckpt.save(training.number, training.state).wait()
 
 
-def restore(way: str, training: Training, directory: Path) -> float:
+def restore(kind: str, training: Training, directory: Path) -> float:
     """Wait for a line on standard input, restore, and return the seconds."""
-    if way == "torch.load":
+    if kind == "torch.load":
         _ready()
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         state = torch.load(directory / "state.pt", mmap=False, weights_only=True, map_location="cpu")
         training.load_state_dict(state)
         training.finish()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_s
     with tierd.Checkpointer(directory / "spool", run="bench", to=[]) as ckpt:
         state = training.state
         _ready()
-        begun = time.perf_counter()
-        found = ckpt.restore(state)
+        start_s = time.perf_counter()
+        restored = ckpt.restore(state)
         training.finish()
-        took = time.perf_counter() - begun
-    if found is None:
+        restore_s = time.perf_counter() - start_s
+    if restored is None:
         raise FileNotFoundError(f"{directory}: no checkpoint in the spool")
-    return took
+    return restore_s
 
 
 def _ready() -> None:

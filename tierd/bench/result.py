@@ -97,8 +97,8 @@ class SizeResult(msgspec.Struct):
 
     def extra_memory(self, name: str) -> float | None:
         """Return the extra memory in units of the state."""
-        found = self.arms[name].extra_memory_bytes
-        return max(found) / self.state_bytes if found else None
+        memory_bytes = self.arms[name].extra_memory_bytes
+        return max(memory_bytes) / self.state_bytes if memory_bytes else None
 
 
 class Measured(msgspec.Struct, frozen=True):

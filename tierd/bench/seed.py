@@ -47,8 +47,8 @@ class Cost(msgspec.Struct, frozen=True):
 def costs(size: SizeResult) -> list[Cost]:
     """Scale the measured figures of one size by its seconds per gigabyte."""
     scale = STATE_GB / (size.state_bytes / 1e9)
-    found = []
-    for what, name, added, busy in (
+    measured_costs = []
+    for label, name, added, busy in (
         ("torch.save+fsync, local", "torch.save+fsync", "added_s", "blocked_s"),
         ("tierd, local", BLOCKING, "added_s", "durable_s"),
         ("tierd overlapped, local", OVERLAPPED, "added_s", "durable_s"),
@@ -59,8 +59,8 @@ def costs(size: SizeResult) -> list[Cost]:
         if arm is None or (seconds := arm.cost_s(added)) is None or (until := arm.median(busy)) is None:
             continue
         flushed = arm.median("flush_s") if added == "flush_added_s" else None
-        found.append(Cost(what, seconds * scale, until * scale, flushed and flushed * scale))
-    return found
+        measured_costs.append(Cost(label, seconds * scale, until * scale, flushed and flushed * scale))
+    return measured_costs
 
 
 def rows(measured: list[Cost]) -> list[Row]:
@@ -69,12 +69,12 @@ def rows(measured: list[Cost]) -> list[Row]:
     If a save is still busy when the next one is due, the next one waits, and the wait is added. Overhead and efficiency
     are computed as in the post: saves x cost, and training's time divided by the whole time.
     """
-    found = []
-    for every, (local, network) in PRINTED.items():
-        found.append(Row(every, "the post, local", *local))
-        found.append(Row(every, "the post, network", *network))
-        interval = every * STEP_S
+    table_rows = []
+    for steps_per_save, (local, network) in PRINTED.items():
+        table_rows.append(Row(steps_per_save, "the post, local", *local))
+        table_rows.append(Row(steps_per_save, "the post, network", *network))
+        interval = steps_per_save * STEP_S
         for cost in measured:
-            overhead = (cost.added_s + max(0.0, cost.busy_s - interval - cost.added_s)) * (STEPS // every)
-            found.append(Row(every, cost.what, overhead, STEPS * STEP_S / (STEPS * STEP_S + overhead)))
-    return found
+            overhead = (cost.added_s + max(0.0, cost.busy_s - interval - cost.added_s)) * (STEPS // steps_per_save)
+            table_rows.append(Row(steps_per_save, cost.what, overhead, STEPS * STEP_S / (STEPS * STEP_S + overhead)))
+    return table_rows

@@ -41,14 +41,14 @@ def verdicts(result: Result) -> list[TargetVerdict]:
     return [verdict for size in result.sizes for verdict in (*_saving(size), *_efficiency(size), *_restoring(size))]
 
 
-def efficiency(size: SizeResult, arm: str, every: int) -> float | None:
+def efficiency(size: SizeResult, arm: str, steps_per_save: int) -> float | None:
     """Training's share of the time, with a save every so many steps: n x step / (n x step + cost of a save)."""
-    found = size.measured.get(arm)
-    cost = found.cost_s() if found else None
-    step = found.median("step_s") if found else None
+    arm_result = size.measured.get(arm)
+    cost = arm_result.cost_s() if arm_result else None
+    step = arm_result.median("step_s") if arm_result else None
     if cost is None or step is None:
         return None
-    return every * step / (every * step + cost)
+    return steps_per_save * step / (steps_per_save * step + cost)
 
 
 def _saving(size: SizeResult) -> list[TargetVerdict]:
@@ -60,7 +60,7 @@ def _saving(size: SizeResult) -> list[TargetVerdict]:
     }
     best = min(peers, key=lambda name: peers[name], default=None)
     fsynced = _median(size, _FSYNCED, "blocked_s")
-    ours, theirs = _median(size, OVERLAPPED, "added_s"), _median(size, "torch_checkpointing", "added_s")
+    added_s, peer_s = _median(size, OVERLAPPED, "added_s"), _median(size, "torch_checkpointing", "added_s")
     durable, fsync_durable = _median(size, BLOCKING, "quiet_durable_s"), _median(size, _FSYNCED, "quiet_durable_s")
     raw = size.ceiling("raw_overwrite_s")
     cpu, cpu_process = size.cpu_per_gb(BLOCKING), size.cpu_per_gb("dcp.process")
@@ -75,7 +75,7 @@ def _saving(size: SizeResult) -> list[TargetVerdict]:
             size, "overlapped call, seconds", "<=", 0.001, _median(size, OVERLAPPED, "blocked_s"), "median blocked_s"
         ),
         _judge(
-            size, "overlapped: added seconds, against torch_checkpointing's", "<=", theirs, ours, "median added_s"
+            size, "overlapped: added seconds, against torch_checkpointing's", "<=", peer_s, added_s, "median added_s"
         ),
         _judge(
             size, "torch.save+fsync / tierd, until durable", ">=", 2.5, _ratio(fsync_durable, durable),
@@ -101,13 +101,13 @@ def _efficiency(size: SizeResult) -> list[TargetVerdict]:
     return [
         _judge(
             size,
-            f"training efficiency, a save every {every} steps",
+            f"training efficiency, a save every {steps_per_save} steps",
             ">=",
             limit,
-            efficiency(size, arm, every) if slow_enough else None,
+            efficiency(size, arm, steps_per_save) if slow_enough else None,
             by,
         )
-        for every, limit in ((100, 0.997), (10, 0.97))
+        for steps_per_save, limit in ((100, 0.997), (10, 0.97))
     ]
 
 
@@ -129,9 +129,9 @@ def _median(size: SizeResult, arm: str, figure: str) -> float | None:
     return size.measured[arm].median(figure) if arm in size.measured else None
 
 
-def _restore_median(size: SizeResult, way: str) -> float | None:
-    return median(size.restore[way]) if size.restore.get(way) else None
+def _restore_median(size: SizeResult, kind: str) -> float | None:
+    return median(size.restore[kind]) if size.restore.get(kind) else None
 
 
-def _ratio(one: float | None, other: float | None) -> float | None:
-    return one / other if one is not None and other else None
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None

@@ -135,7 +135,12 @@ class Training:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor of the state."""
-        moments = [value for held in self.optimizer.state.values() for value in held.values() if torch.is_tensor(value)]
+        moments = [
+            value
+            for parameter_state in self.optimizer.state.values()
+            for value in parameter_state.values()
+            if torch.is_tensor(value)
+        ]
         return [*self.model.state_dict().values(), *moments]
 
     def finish(self) -> None:

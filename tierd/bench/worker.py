@@ -44,10 +44,10 @@ class ArmProcess:
     def base(self, steps: int) -> dict[str, Any]:
         """Train without the arm."""
         self.training.step()  # makes Adam's state
-        took = [self._step() for _ in range(max(_WARM, steps))]
+        times_s = [self._step() for _ in range(max(_WARM, steps))]
         shape = self.training.shape
         return {
-            "step_s": median(took),
+            "step_s": median(times_s),
             "state_bytes": self.training.state_bytes(),
             "tensors": len(self.training.tensors()),
             "model": f"{shape.depth} blocks of width {shape.width}, {shape.batch} x 32 tokens a step",
@@ -59,7 +59,7 @@ class ArmProcess:
             self._ceilings = Ceilings(self.training, self._directory)
             return {}
         try:
-            self._arm = _made(self._name, self.training, self._directory)
+            self._arm = _make_arm(self._name, self.training, self._directory)
         except NotHere as error:
             return {"skipped": str(error)}
         for _ in range(_WARM):
@@ -71,43 +71,43 @@ class ArmProcess:
         """Run one round and return its samples, in seconds."""
         if self._ceilings is not None:
             return self._ceilings.take()
-        beside = max(2, steps // 2)
-        before = [self._step() for _ in range(beside)]
-        found, whole = self.window(steps)
+        base_steps = max(2, steps // 2)
+        before = [self._step() for _ in range(base_steps)]
+        samples, flush_window = self.window(steps)
         self._arm.settle()
-        after = [self._step() for _ in range(beside)]
+        after = [self._step() for _ in range(base_steps)]
         base = median(before + after)
-        found["step_s"] = base
-        found["added_s"] = found.pop("window_s") - steps * base
-        if whole:
-            found["flush_added_s"] = whole["window_s"] - whole["steps"] * base
-            found["flush_s"] = whole["flush_s"]
+        samples["step_s"] = base
+        samples["added_s"] = samples.pop("window_s") - steps * base
+        if flush_window:
+            samples["flush_added_s"] = flush_window["window_s"] - flush_window["steps"] * base
+            samples["flush_s"] = flush_window["flush_s"]
         if self._name != "none":
-            found["quiet_blocked_s"], found["quiet_durable_s"], found["cpu_s"] = self._quiet()
-        return found
+            samples["quiet_blocked_s"], samples["quiet_durable_s"], samples["cpu_s"] = self._quiet()
+        return samples
 
     def window(self, steps: int) -> tuple[dict[str, float], dict[str, float]]:
         """Save, train, then wait as the next save would; with a tier, continue until the tier has the checkpoint."""
         arm = self._arm
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         wait = arm.save()
-        blocked = time.perf_counter() - begun
+        blocked = time.perf_counter() - start_s
         durable = _Stamp(wait)
         flushed = _Stamp(arm.flushed() or (lambda: None))
         for _ in range(steps):
             self._step()
         window, waited = durable.join()
-        found = {"window_s": window - begun, "waited_s": waited}
+        samples = {"window_s": window - start_s, "waited_s": waited}
         if self._name != "none":
-            found |= {"blocked_s": blocked, "durable_s": durable.at - begun}
+            samples |= {"blocked_s": blocked, "durable_s": durable.at - start_s}
         if arm.flushed() is None:
-            return found, {}
-        taken = steps
-        while not flushed.done() and taken < _LONGEST * steps:
+            return samples, {}
+        trained_steps = steps
+        while not flushed.done() and trained_steps < _LONGEST * steps:
             self._step()
-            taken += 1
+            trained_steps += 1
         end, _ = flushed.join()
-        return found, {"window_s": end - begun, "steps": taken, "flush_s": flushed.at - begun}
+        return samples, {"window_s": end - start_s, "steps": trained_steps, "flush_s": flushed.at - start_s}
 
     def memory(self, steps: int) -> dict[str, float]:
         """Run the same window. Its times are not used, because the process is observed meanwhile."""
@@ -118,20 +118,20 @@ class ArmProcess:
     def _quiet(self) -> tuple[float, float, float]:
         """Save without training: seconds blocked, seconds until durable, and CPU seconds."""
         cpu = procfs.cpu_seconds(os.getpid())
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         wait = self._arm.save()
-        blocked = time.perf_counter() - begun
+        blocked = time.perf_counter() - start_s
         wait()
-        durable = time.perf_counter() - begun
+        durable = time.perf_counter() - start_s
         cpu = procfs.cpu_seconds(os.getpid()) - cpu
         self._step()  # an overlapped arm is idle only after a step
         self._arm.settle()
         return blocked, durable, cpu
 
     def _step(self) -> float:
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         self.training.step(self._arm.guard)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_s
 
     def close(self) -> None:
         self._arm.close()
@@ -158,15 +158,15 @@ class _Stamp:
 
     def join(self) -> tuple[float, float]:
         """Wait for the thread; return the time now, and the length of the wait."""
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         self._thread.join()
         if self._error is not None:
             raise self._error
         now = time.perf_counter()
-        return now, now - begun
+        return now, now - start_s
 
 
-def _made(name: str, training: Training, directory: Path) -> Arm:
+def _make_arm(name: str, training: Training, directory: Path) -> Arm:
     from tierd.bench import ours, peers  # not at the top, because training without an arm has loaded neither
 
     return {"none": Arm, **peers.ARMS, **ours.ARMS}[name](training, directory)

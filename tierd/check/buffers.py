@@ -12,34 +12,40 @@ from tierd.check.history import Taken
 from tierd.check.kinds import DATA, kind_of_path, same, values
 from tierd.check.leaves import ValueLeaf
 
-_FEWEST = 4  # items; of fewer, chance decides how many are left
+_MIN_ITEMS = 4  # items; of fewer, chance decides how many are left
 
 
-def filled_again(saved: Taken, loaded: Taken, then: Taken, before: Taken, begun: int) -> Iterator[StateFinding]:
+def filled_again(saved: Taken, loaded: Taken, then: Taken, before: Taken, first_step: int) -> Iterator[StateFinding]:
     """Report the first buffer that the load restored, and of which less than half as much is left as uninterrupted."""
-    at_save, at_load, whole, killed = (values(one) for one in (saved, loaded, then, before))
+    at_save, at_load, uninterrupted, killed = (values(capture) for capture in (saved, loaded, then, before))
     for path, leaf in at_load.items():
         kind = kind_of_path(path, then.kinds | before.kinds, a=leaf, b=leaf)
-        if kind not in DATA or not same(at_save.get(path), leaf) or path not in whole or path not in killed:
+        if kind not in DATA or not same(at_save.get(path), leaf) or path not in uninterrupted or path not in killed:
             continue
         items = _items(at_load, path)
-        left, got = (len(items & _items(some, path)) for some in (whole, killed))
-        if len(items) >= _FEWEST and items == _items(at_save, path) and 2 * left >= len(items) and 2 * got < left:
+        expected_count, actual_count = (len(items & _items(run, path)) for run in (uninterrupted, killed))
+        if (
+            len(items) >= _MIN_ITEMS
+            and items == _items(at_save, path)
+            and 2 * expected_count >= len(items)
+            and 2 * actual_count < expected_count
+        ):
             yield StateFinding(
                 "buffer",
                 path,
-                f"{path}: as at the save right after the load, and of its {len(items)} items {left} are left after "
-                f"step {begun} uninterrupted, {got} in the killed run: it is filled again after the load",
+                f"{path}: as at the save right after the load, and of its {len(items)} items {expected_count} are left "
+                f"after step {first_step} uninterrupted, {actual_count} in the killed run: it is filled again after "
+                "the load",
                 lost=True,
             )
             return
 
 
-def _items(found: Mapping[str, ValueLeaf], path: str) -> set[str]:
+def _items(by_path: Mapping[str, ValueLeaf], path: str) -> set[str]:
     """Return what tells apart the items of a sequence of plain values."""
-    leaf = found[path]
+    leaf = by_path[path]
     if leaf.count is None or " items" not in leaf.text:
         return set()
     if leaf.sample:
-        return {repr(one) for one in leaf.sample}
-    return {one.digest for place in range(leaf.count) if (one := found.get(f"{path}[{place}]")) is not None}
+        return {repr(number) for number in leaf.sample}
+    return {item.digest for place in range(leaf.count) if (item := by_path.get(f"{path}[{place}]")) is not None}

@@ -37,9 +37,9 @@ from tierd.spool.spool import Spool
 from tierd.spool.stage import Stage
 
 _PR_SET_PDEATHSIG = 1
-_SAVES = 4  # the newest saves, some of which may not be durable yet, here or on another rank
-_BEGIN = -1  # in place of a step: before the launch's first one
-_SETTLE = 30.0  # seconds that a kill after a step waits for saves that were begun before it
+_MAX_SAVES = 4  # the newest saves, some of which may not be durable yet, here or on another rank
+_BEFORE_FIRST_STEP = -1  # in place of a step: before the launch's first one
+_SETTLE_S = 30.0  # seconds that a kill after a step waits for saves that were begun before it
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -69,17 +69,17 @@ class Witness:
 
     def __init__(self, orders: Orders) -> None:
         self._fd = os.open(orders.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._kill = KillPoint.parse(orders.kill) if orders.kill else None
-        self._steps = orders.steps
-        self._dying: threading.Thread | None = None
-        self._last: int | None = None
+        self._kill_point = KillPoint.parse(orders.kill) if orders.kill else None
+        self._last_compared_step = orders.steps
+        self._killer: threading.Thread | None = None
+        self._last_step: int | None = None
         self._saves: list[tuple[Save, Path]] = []
         self._pid = os.getpid()
         self._orders = orders
         self._states = States()
-        self._ended = self._resumed = False
-        self._passes = Passes(self._before_forward, self._before_backward, self._loaded)
-        self._passes.forward = _BEGIN
+        self._is_end_captured = self._is_after_restore = False
+        self._passes = Passes(self._before_forward, self._before_backward, self._after_load)
+        self._passes.forward = _BEFORE_FIRST_STEP
 
     def observe(
         self,
@@ -91,35 +91,44 @@ class Witness:
     ) -> None:
         """Record one call of `tierd.observe`."""
         number = int(step)
-        if self._last is not None and number <= self._last:
-            raise ConfigError(f"tierd.observe: step {number} after step {self._last}: once a step, in rising order")
-        is_first = self._last is None
+        if self._last_step is not None and number <= self._last_step:
+            raise ConfigError(
+                f"tierd.observe: step {number} after step {self._last_step}: once a step, in rising order"
+            )
+        is_first = self._last_step is None
         if is_first:
-            self._write(RecordLine(setting=_setting()))
-            if self._passes.forward == _BEGIN:
+            self._write(RecordLine(setting=_process_setting()))
+            if self._passes.forward == _BEFORE_FIRST_STEP:
                 self._passes.forward = None
-        self._last = number
-        if self._kill is not None and self._kill.in_save and any(one.step >= self._kill.step for one, _ in self._saves):
-            self._settle()  # the save in which the process dies is in flight, and a fast loop must not end before
+        self._last_step = number
+        if (
+            self._kill_point is not None
+            and self._kill_point.in_save
+            and any(save.step >= self._kill_point.step for save, _ in self._saves)
+        ):
+            # The save in which the process dies is in flight, and a fast loop must not end before it.
+            self._wait_for_saves()
         number_of_epoch = None if epoch is None else int(epoch)
-        kept = as_samples(validation)
-        seen = Observation(number, as_samples(samples), _hexadecimal(loss), _digests(), number_of_epoch, kept)
-        self._write(RecordLine(observed=seen))
-        if number >= self._steps and not self._ended:
-            self._ended = True
+        validation_samples = as_samples(validation)
+        observation = Observation(
+            number, as_samples(samples), _hexadecimal(loss), _generator_digests(), number_of_epoch, validation_samples
+        )
+        self._write(RecordLine(observed=observation))
+        if number >= self._last_compared_step and not self._is_end_captured:
+            self._is_end_captured = True
             # The state of a later step is not the state of the last one.
             self._capture(number, "end")
-        elif self._resumed or (is_first and self._orders.is_later) or number in self._orders.captured:
-            self._resumed = False  # the first step after a restore: its state is evidence for causes
+        elif self._is_after_restore or (is_first and self._orders.is_later) or number in self._orders.captured:
+            self._is_after_restore = False  # the first step after a restore: its state is evidence for causes
             self._capture(number, "step")
             if number in self._orders.captured:
                 self._passes.forward = self._passes.backward = number
-        if self._kill is not None and number >= self._kill.step:
-            self._near(self._kill, number)
+        if self._kill_point is not None and number >= self._kill_point.step:
+            self._schedule_kill(self._kill_point, number)
 
     def _capture(self, step: int, at: str) -> None:
-        taken = msgspec.structs.replace(self._states.take(step, at), after=self._last)
-        self._write(RecordLine(begun=taken) if step == _BEGIN else RecordLine(taken=taken))
+        capture = msgspec.structs.replace(self._states.take(step, at), after=self._last_step)
+        self._write(RecordLine(begun=capture) if step == _BEFORE_FIRST_STEP else RecordLine(taken=capture))
 
     def _before_forward(self, after: int) -> None:
         self._capture(after, "forward")
@@ -127,35 +136,35 @@ class Witness:
     def _before_backward(self, after: int) -> None:
         self._write(RecordLine(taken=self._states.take_gradients(after)))
 
-    def _loaded(self) -> None:
+    def _after_load(self) -> None:
         """Capture the state before the launch's first step again, because a loop may train something before a load."""
-        if self._last is None and not self._resumed:
-            self._passes.forward = _BEGIN
+        if self._last_step is None and not self._is_after_restore:
+            self._passes.forward = _BEFORE_FIRST_STEP
 
-    def _near(self, kill: KillPoint, step: int) -> None:
+    def _schedule_kill(self, kill: KillPoint, step: int) -> None:
         """Kill the process, now or soon: `step` is the kill point's or a later one."""
         if kill.in_save:
             return
         if not kill.delay_ms:
-            self._settle()
+            self._wait_for_saves()
             self._die()
-        if self._dying is None:
+        if self._killer is None:
             self._write(RecordLine(killing=str(kill)))
-            self._dying = threading.Thread(target=self._die_after, args=(kill.delay_ms / 1000,), daemon=True)
-            self._dying.start()
-        if step >= self._steps:  # a fast loop waits here for the kill
-            self._dying.join()
+            self._killer = threading.Thread(target=self._die_after, args=(kill.delay_ms / 1000,), daemon=True)
+            self._killer.start()
+        if step >= self._last_compared_step:  # a fast loop waits here for the kill
+            self._killer.join()
 
     def saving(self, step: int) -> None:
         """Record that a save is about to become visible. Called in another thread than the training thread."""
         self._write(RecordLine(saving=step))
-        if self._kill is not None and self._kill.in_save and step >= self._kill.step:
-            self._settle(step)
+        if self._kill_point is not None and self._kill_point.in_save and step >= self._kill_point.step:
+            self._wait_for_saves(step)
             self._die()
 
     def install(self) -> None:
         """Intercept commits in this process, hand-offs to the daemon, and new saves."""
-        commit, answer, made = Stage.commit, HandoffClient.answer, Save.__init__
+        commit, answer, init = Stage.commit, HandoffClient.answer, Save.__init__
 
         @wraps(commit)
         def committing(stage: Stage, manifest: Manifest) -> None:
@@ -164,53 +173,53 @@ class Witness:
             commit(stage, manifest)
 
         @wraps(answer)
-        def answering(line: HandoffClient, given: PendingHandoff) -> CommittedPart:
+        def answering(line: HandoffClient, handoff: PendingHandoff) -> CommittedPart:
             # Called when the daemon has the snapshot and has not answered yet. One thread waits for all answers, in the
             # order of the saves, so this answer belongs to the oldest save that is not done.
             self.saving(next((save.step for save, _ in self._saves if not save.done()), 0))
-            return answer(line, given)
+            return answer(line, handoff)
 
-        @wraps(made)
+        @wraps(init)
         def making(save: Save, part: PartId, spool: Spool) -> None:
-            made(save, part, spool)
-            self._saves = [*self._saves, (save, spool.path(part).parent)][-_SAVES:]
+            init(save, part, spool)
+            self._saves = [*self._saves, (save, spool.path(part).parent)][-_MAX_SAVES:]
 
         self._passes.install()
-        once_imported({"tierd.client.checkpointer": self._watch})
+        once_imported({"tierd.client.checkpointer": self._intercept_checkpointer})
         Stage.commit, HandoffClient.answer, Save.__init__ = committing, answering, making  # type: ignore[assignment, method-assign]
 
-    def _watch(self, module: Any) -> None:
+    def _intercept_checkpointer(self, module: Any) -> None:
         """Intercept the states that a loop saves or restores into."""
         kind = module.Checkpointer
         save, restore = kind.save, kind.restore
 
         @wraps(save)
-        def beginning(one: Any, step: int, state: Any, *args: Any, **kwargs: Any) -> Any:
+        def beginning(checkpointer: Any, step: int, state: Any, *args: Any, **kwargs: Any) -> Any:
             self._states.note(state, "save", int(step))
-            if self._orders.every_save and step <= self._steps:
+            if self._orders.every_save and step <= self._last_compared_step:
                 self._capture(step, "save")
-            return save(one, step, state, *args, **kwargs)
+            return save(checkpointer, step, state, *args, **kwargs)
 
         @wraps(restore)
-        def restoring(one: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-            found = restore(one, state, *args, **kwargs)
-            self._states.note(state, "restore", -1 if found is None else found.step)
-            if found is not None:
-                self._resumed = True
-                self._capture(found.step, "loaded")
-                self._passes.forward = self._passes.backward = found.step
-            return found
+        def restoring(checkpointer: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+            restored = restore(checkpointer, state, *args, **kwargs)
+            self._states.note(state, "restore", -1 if restored is None else restored.step)
+            if restored is not None:
+                self._is_after_restore = True
+                self._capture(restored.step, "loaded")
+                self._passes.forward = self._passes.backward = restored.step
+            return restored
 
         kind.save, kind.restore = beginning, restoring
 
-    def _settle(self, before: float = math.inf) -> None:
+    def _wait_for_saves(self, before: float = math.inf) -> None:
         """Wait until the saves of steps below `before` are durable on every rank.
 
         The step of the resume is thus the same each time. The kill point `+save` tests the opposite, a save that is
         interrupted.
         """
-        end = time.monotonic() + _SETTLE
-        for save, home in [one for one in self._saves if one[0].step < before]:
+        end = time.monotonic() + _SETTLE_S
+        for save, home in [pair for pair in self._saves if pair[0].step < before]:
             try:
                 save.wait(timeout=max(0.0, end - time.monotonic()))
                 while sum(1 for _ in home.iterdir()) < save.part.world and time.monotonic() < end:
@@ -223,7 +232,7 @@ class Witness:
         self._die()
 
     def _die(self) -> None:
-        self._write(RecordLine(killing=str(self._kill or "")))
+        self._write(RecordLine(killing=str(self._kill_point or "")))
         os.kill(self._pid, signal.SIGKILL)
         signal.pause()
 
@@ -231,7 +240,7 @@ class Witness:
         os.write(self._fd, msgspec.json.encode(line) + b"\n")
 
 
-def _setting() -> Setting:
+def _process_setting() -> Setting:
     torch = sys.modules.get("torch")
     return Setting(
         torch_threads=torch.get_num_threads() if torch else None,
@@ -241,7 +250,7 @@ def _setting() -> Setting:
     )
 
 
-def _digests() -> dict[str, str]:
+def _generator_digests() -> dict[str, str]:
     return {name: leaf.digest for name, leaf in global_generators().items()}
 
 
@@ -267,16 +276,16 @@ def load(target: str) -> Callable[[Path], object]:
     if not (colon and module and name):
         raise ConfigError(f"{target!r}: MODULE:FUNCTION, as train:main")
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.startswith(error.name):
             raise ConfigError(f"{target}: there is no module {error.name} in {Path.cwd()} or on sys.path") from error
         raise
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        function = getattr(function, part, None)
+    if not callable(function):
         raise ConfigError(f"{target}: {module} has no function {name}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def main(text: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from tierd.check.history import Counted, History, Observation, Sample
 
-_SHOWN = 5  # samples that a report names, at most
+_MAX_EXAMPLES = 5  # samples that a report names, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +88,20 @@ class RankResult(msgspec.Struct, frozen=True):
 
 def compare(reference: History, killed: History, rank: int, terms: Terms) -> RankResult:
     """Compare one rank of a killed run with the reference."""
-    expected, got = reference.effective(rank), killed.effective(rank)
+    expected, actual = reference.effective(rank), killed.effective(rank)
     start = min(expected, default=0)
     resumes = killed.resumes(rank, start)
-    divergence = first_difference(expected, got, terms)
-    again, skipped = _counts(expected, got, terms.steps)
+    divergence = first_difference(expected, actual, terms)
+    repeated, skipped = _count_repeats(expected, actual, terms.steps)
     allowed = terms.allowance * len(resumes)
-    used = again.total() + skipped.total()
+    used = repeated.total() + skipped.total()
     return RankResult(
         rank=rank,
-        samples=sum(len(one.observation.samples) for step, one in expected.items() if step <= terms.steps),
-        again=again.total(),
+        samples=sum(len(counted.observation.samples) for step, counted in expected.items() if step <= terms.steps),
+        again=repeated.total(),
         skipped=skipped.total(),
-        again_examples=tuple(again)[:_SHOWN],
-        skipped_examples=tuple(skipped)[:_SHOWN],
+        again_examples=tuple(repeated)[:_MAX_EXAMPLES],
+        skipped_examples=tuple(skipped)[:_MAX_EXAMPLES],
         resumes=len(resumes),
         allowed=allowed,
         divergence=divergence,
@@ -110,21 +110,21 @@ def compare(reference: History, killed: History, rank: int, terms: Terms) -> Ran
     )
 
 
-def first_difference(expected: Mapping[int, Counted], got: Mapping[int, Counted], terms: Terms) -> Divergence | None:
+def first_difference(expected: Mapping[int, Counted], actual: Mapping[int, Counted], terms: Terms) -> Divergence | None:
     """Return the first step that differs."""
-    for step in sorted(step for step in expected.keys() | got.keys() if step <= terms.steps):
-        if step not in got or step not in expected:
-            launch = got[step].launch if step in got else None
-            mine = expected[step].observation.samples if step in expected else ()
-            theirs = got[step].observation.samples if step in got else ()
-            return Divergence(step, launch, "missing", mine, theirs)
-        a, b = expected[step].observation, got[step].observation
-        if what := _differs(a, b, terms.loss_tolerance):
-            return Divergence(step, got[step].launch, what, a.samples, b.samples, a.loss, b.loss)
+    for step in sorted(step for step in expected.keys() | actual.keys() if step <= terms.steps):
+        if step not in actual or step not in expected:
+            launch = actual[step].launch if step in actual else None
+            expected_samples = expected[step].observation.samples if step in expected else ()
+            actual_samples = actual[step].observation.samples if step in actual else ()
+            return Divergence(step, launch, "missing", expected_samples, actual_samples)
+        a, b = expected[step].observation, actual[step].observation
+        if kind := _difference_kind(a, b, terms.loss_tolerance):
+            return Divergence(step, actual[step].launch, kind, a.samples, b.samples, a.loss, b.loss)
     return None
 
 
-def _differs(a: Observation, b: Observation, tolerance: float) -> str | None:
+def _difference_kind(a: Observation, b: Observation, tolerance: float) -> str | None:
     if a.samples != b.samples:
         return "order" if Counter(a.samples) == Counter(b.samples) else "samples"
     if a.loss == b.loss:
@@ -149,17 +149,17 @@ def _is_allowed(divergence: Divergence, used: int, allowed: int, resumes: Mappin
 
     Before the first resume nothing may differ. After it, samples may be read again or skipped, and losses may follow.
     """
-    begun = min(resumes.values(), default=divergence.step + 1)
-    return divergence.what != "missing" and divergence.step >= begun and 0 < used <= allowed
+    first_resume = min(resumes.values(), default=divergence.step + 1)
+    return divergence.what != "missing" and divergence.step >= first_resume and 0 < used <= allowed
 
 
 def samples(steps: Mapping[int, Counted], last: float = math.inf) -> list[Sample]:
     """Return all samples up to step `last`, in order."""
-    return [one for step in sorted(steps) if step <= last for one in steps[step].observation.samples]
+    return [sample for step in sorted(steps) if step <= last for sample in steps[step].observation.samples]
 
 
-def _counts(
-    expected: Mapping[int, Counted], got: Mapping[int, Counted], last: int
+def _count_repeats(
+    expected: Mapping[int, Counted], actual: Mapping[int, Counted], last: int
 ) -> tuple[Counter[Sample], Counter[Sample]]:
     """Count the samples that were read again, and those that were skipped.
 
@@ -170,13 +170,19 @@ def _counts(
     The end of the reference decides nothing, because the reference may have reached the next epoch, which reads every
     sample again.
     """
-    due = samples(expected)
-    ours, theirs = Counter(samples(got, last)), Counter(samples(expected, last))
-    skipped = theirs - Counter(samples(got))
+    expected_samples = samples(expected)
+    actual_counts, expected_counts = Counter(samples(actual, last)), Counter(samples(expected, last))
+    skipped = expected_counts - Counter(samples(actual))
     if skipped:  # the run may be ahead, by the number of samples that it skipped
-        theirs = Counter(due[: ours.total() + skipped.total()])
-    again = Counter({one: count - max(theirs[one], 1) for one, count in ours.items() if count > max(theirs[one], 1)})
-    if max(got, default=0) <= last:
-        for sample in list(skipped)[::-1][: again.total()]:
+        expected_counts = Counter(expected_samples[: actual_counts.total() + skipped.total()])
+    repeated = Counter(
+        {
+            sample: count - max(expected_counts[sample], 1)
+            for sample, count in actual_counts.items()
+            if count > max(expected_counts[sample], 1)
+        }
+    )
+    if max(actual, default=0) <= last:
+        for sample in list(skipped)[::-1][: repeated.total()]:
             del skipped[sample]
-    return again, skipped
+    return repeated, skipped

@@ -65,7 +65,7 @@ def check_resume(
         ConfigError: an argument is invalid.
         LoopFailed: a launch ended, failed, hung or could not be killed; the message has the end of its output.
     """
-    points = _checked(steps, kill_at, ranks, allowance)
+    points = _parse_kill_points(steps, kill_at, ranks, allowance)
     # A long TMPDIR is avoided, because a daemon that the loop starts has its sockets in the spool.
     home = Path(tempfile.mkdtemp(prefix="tierd-check-", dir="/tmp" if len(tempfile.gettempdir()) > 40 else None))  # noqa: S108
     try:
@@ -73,7 +73,7 @@ def check_resume(
         captured = tuple(sorted({step for point in points for step in (point.step, point.step + 1) if step < steps}))
         loop = CheckedLoop(target, ranks, steps, home, patience, on_line, captured, every_save)
         terms = Terms(steps, allowance, loss_tolerance, tuple(ignore))
-        report = _check(loop, points, terms, str(home) if keep else None)
+        report = _run_check(loop, points, terms, str(home) if keep else None)
     finally:
         stop_daemons(home)
         if not keep:
@@ -89,10 +89,10 @@ def assert_resumes(target: str, **options: object) -> Report:
     return report
 
 
-def _checked(steps: int, kill_at: Sequence[int | str], ranks: int, allowance: int) -> list[KillPoint]:
+def _parse_kill_points(steps: int, kill_at: Sequence[int | str], ranks: int, allowance: int) -> list[KillPoint]:
     if isinstance(kill_at, str):
         raise ConfigError(f"kill_at={kill_at!r}: a list of kill points, as ['3', '7+save']")
-    points = [KillPoint.parse(one) for one in kill_at]
+    points = [KillPoint.parse(text) for text in kill_at]
     if not points:
         raise ConfigError("no kill point: where is the loop to be killed?")
     for point in points:
@@ -103,72 +103,72 @@ def _checked(steps: int, kill_at: Sequence[int | str], ranks: int, allowance: in
     return points
 
 
-def _check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, kept: str | None) -> Report:
+def _run_check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, directory: str | None) -> Report:
     margin = terms.allowance * len(points)
-    reference = _once(loop, "uninterrupted", margin)
-    killed = _killed(loop, points, margin)
-    start = min((seen.first or 0 for seen in reference.launches[0]), default=0)
-    apart = apart_from_the_start(reference, killed)
-    if apart is None:
+    reference = _run_uninterrupted(loop, "uninterrupted", margin)
+    killed = _run_killed(loop, points, margin)
+    start = min((record.first or 0 for record in reference.launches[0]), default=0)
+    start_mismatch = apart_from_the_start(reference, killed)
+    if start_mismatch is None:
         _check_isolated(reference, killed)
-    fresh = apart or never_restored(killed, start) or left_behind(killed, start)
+    fresh = start_mismatch or never_restored(killed, start) or left_behind(killed, start)
     results = [compare(reference, killed, rank, terms) for rank in range(loop.ranks)]
     closer = loop.closer({*loop.captured, *_steps_around(killed)})
-    again = None
-    states = _states(reference, killed, results, terms)
-    if not all(has_common_moment(reference, killed, one.rank) for one in states):
-        again = _once(closer, "uninterrupted again", margin)
-        states = _states(reference, killed, results, terms, again)
+    rerun = None
+    states = _state_differences(reference, killed, results, terms)
+    if not all(has_common_moment(reference, killed, state.rank) for state in states):
+        rerun = _run_uninterrupted(closer, "uninterrupted again", margin)
+        states = _state_differences(reference, killed, results, terms, rerun)
     leaked = leaks(reference, killed, loop.ranks, terms.steps)
     if terms.allowance:
-        leaked = [one for one in leaked if one.kind not in ("twice", "skipped")]
-    found: tuple[Cause, ...] = (fresh,) if fresh else ()
-    if not all(one.ok for one in results):
-        if again is None and _begins_alike(reference, killed, terms):
-            again = _once(closer, "uninterrupted again", margin)
-        found += causes(reference, killed, again, results, terms)
+        leaked = [leak for leak in leaked if leak.kind not in ("twice", "skipped")]
+    likely_causes: tuple[Cause, ...] = (fresh,) if fresh else ()
+    if not all(result.ok for result in results):
+        if rerun is None and _begins_alike(reference, killed, terms):
+            rerun = _run_uninterrupted(closer, "uninterrupted again", margin)
+        likely_causes += causes(reference, killed, rerun, results, terms)
     elif states and not fresh:
-        if again is None:
-            again = _once(closer, "uninterrupted again", margin)
-        found += from_final_states(reference, killed, again, states)
+        if rerun is None:
+            rerun = _run_uninterrupted(closer, "uninterrupted again", margin)
+        likely_causes += from_final_states(reference, killed, rerun, states)
     return Report(
         target=loop.target,
         steps=terms.steps,
-        ok=fresh is None and all(one.ok for one in results) and not states and not leaked,
-        exact=all(one.exact for one in results) and not states,
+        ok=fresh is None and all(result.ok for result in results) and not states and not leaked,
+        exact=all(result.exact for result in results) and not states,
         allowance=terms.allowance,
         loss_tolerance=terms.loss_tolerance,
         launches=tuple(
-            _launch(number, launch, points, start, terms.steps)
+            _launch_result(number, launch, points, start, terms.steps)
             for number, launch in enumerate(killed.launches, start=1)
         ),
         ranks=tuple(results),
         entries=sum(compared(reference, killed, rank) for rank in range(loop.ranks)),
         states=tuple(states),
         leaks=tuple(leaked),
-        causes=found,
-        kept=kept,
+        causes=likely_causes,
+        kept=directory,
     )
 
 
 def _steps_around(killed: History) -> set[int]:
     """Return the steps at which an uninterrupted run is captured: each resumed checkpoint, and the step after it."""
-    first = {seen.first for launch in killed.launches[1:] for seen in launch if seen.first is not None}
+    first = {record.first for launch in killed.launches[1:] for record in launch if record.first is not None}
     return first | {step - 1 for step in first}
 
 
-def _states(
-    reference: History, killed: History, results: Sequence[RankResult], terms: Terms, again: History | None = None
+def _state_differences(
+    reference: History, killed: History, results: Sequence[RankResult], terms: Terms, rerun: History | None = None
 ) -> list[StateDifference]:
     """Return the differences in the state of each rank.
 
     A rank that used an allowance is left out, because it trained differently.
     """
     return [
-        found
-        for one in results
-        if one.exact or not one.ok
-        for found in differences(reference, killed, one.rank, terms.loss_tolerance, terms.ignore, again)
+        difference
+        for result in results
+        if result.exact or not result.ok
+        for difference in differences(reference, killed, result.rank, terms.loss_tolerance, terms.ignore, rerun)
     ]
 
 
@@ -176,22 +176,22 @@ def _begins_alike(reference: History, killed: History, terms: Terms) -> bool:
     """Return whether the killed run's first launch did what the uninterrupted run did."""
     first = History(killed.launches[:1])
     ranks = range(len(killed.launches[0]))
-    return all(compare(reference, first, rank, _until(first, rank, terms)).exact for rank in ranks)
+    return all(compare(reference, first, rank, _terms_of_launch(first, rank, terms)).exact for rank in ranks)
 
 
-def _until(history: History, rank: int, terms: Terms) -> Terms:
+def _terms_of_launch(history: History, rank: int, terms: Terms) -> Terms:
     return Terms(min(terms.steps, history.launches[0][rank].last or 0), 0, terms.loss_tolerance)
 
 
-def _once(loop: CheckedLoop, name: str, margin: int) -> History:
-    spool = _spool(loop.home, name)
-    seen = loop.launch(name, spool, None, 0, margin)
+def _run_uninterrupted(loop: CheckedLoop, name: str, margin: int) -> History:
+    spool = _create_spool(loop.home, name)
+    records = loop.launch(name, spool, None, 0, margin)
     stop_daemons(spool.parent)
-    return History([seen])
+    return History([records])
 
 
-def _killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> History:
-    spool = _spool(loop.home, "killed")
+def _run_killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> History:
+    spool = _create_spool(loop.home, "killed")
     launches: list[list[RankHistory]] = []
     for number, point in enumerate([*points, None], start=1):
         launched = replace(loop, is_later=number > 1)
@@ -200,7 +200,7 @@ def _killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> Hist
     return History(launches)
 
 
-def _spool(home: Path, name: str) -> Path:
+def _create_spool(home: Path, name: str) -> Path:
     """Create a spool inside a directory of its own, so that the loop may put a tier next to it."""
     path = home / name.replace(" ", "-") / "spool"
     path.mkdir(parents=True)
@@ -208,22 +208,22 @@ def _spool(home: Path, name: str) -> Path:
 
 
 def _check_isolated(reference: History, killed: History) -> None:
-    for rank, (before, seen) in enumerate(zip(reference.launches[0], killed.launches[0], strict=True)):
-        if seen.first is not None and seen.first != before.first:
+    for rank, (before, record) in enumerate(zip(reference.launches[0], killed.launches[0], strict=True)):
+        if record.first is not None and record.first != before.first:
             raise ConfigError(
-                f"the first launch on an empty spool began at step {seen.first} on rank {rank}, and the one before it "
-                f"at step {before.first}: the loop restores something from outside of the directory that it is given"
+                f"the first launch on an empty spool began at step {record.first} on rank {rank}, and the one before "
+                f"it at step {before.first}: the loop restores something from outside of the directory that it is given"
             )
 
 
-def _launch(
+def _launch_result(
     number: int, launch: Sequence[RankHistory], points: Sequence[KillPoint], start: int, steps: int
 ) -> LaunchResult:
-    began = min((seen.first for seen in launch if seen.first is not None), default=None)
+    began = min((record.first for record in launch if record.first is not None), default=None)
     return LaunchResult(
         launch=number,
         killed_at=str(points[number - 1]) if number <= len(points) else None,
         began=began,
-        ended=max((min(seen.last, steps) for seen in launch if seen.last is not None), default=None),
+        ended=max((min(record.last, steps) for record in launch if record.last is not None), default=None),
         resumed=began is not None and began > start,
     )

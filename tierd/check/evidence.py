@@ -22,14 +22,14 @@ from tierd.check.moments import beginnings, capture_before, capture_of, loads_la
 from tierd.check.schedules import schedule_findings
 from tierd.check.steps import wrong_next_step
 
-_OBJECTS = frozenset({"weights", "optimizer", "scheduler", "scaler"})
+_OBJECT_KINDS = frozenset({"weights", "optimizer", "scheduler", "scaler"})
 # A loop does not set these because of a loss, so that a change of them is no consequence of other losses.
-_UNCONDITIONAL = frozenset({"weights", "buffers", "mode", "optimizer", "generator"})
-_SET_BY_STEPS = frozenset({"optimizer", "scheduler", "scaler"})
+_UNCONDITIONAL_KINDS = frozenset({"weights", "buffers", "mode", "optimizer", "generator"})
+_STEPPED_KINDS = frozenset({"optimizer", "scheduler", "scaler"})
 
 # The order of the kinds by how well they explain. A generator counts only if training draws from it: it then explains
 # each value that was drawn, and so comes before values of no known purpose.
-_ORDERS = {
+_KIND_ORDERS = {
     "samples": "shuffle, epoch, buffer, prefetch, position, data, state, generator, order, not in the checkpoint",
     "first loss": "weights, buffers, mode, generator, not in the checkpoint, state, data, position, buffer, optimizer, "
     "scheduler, scaler, gradients",
@@ -40,170 +40,191 @@ _ORDERS = {
 }
 
 
-def evidence(again: History, killed: History, rank: int, launch: int, what: str) -> list[StateFinding]:
+def evidence(rerun: History, killed: History, rank: int, launch: int, symptom: str) -> list[StateFinding]:
     """Return the findings that explain why `launch` diverged, the strongest first.
 
     Args:
-        again: an uninterrupted run whose states were captured at the step where this launch begins.
-        what: `samples`, `first loss`, `later loss`, or `state` if all of these are right.
+        rerun: an uninterrupted run whose states were captured at the step where this launch begins.
+        symptom: `samples`, `first loss`, `later loss`, or `state` if all of these are right.
     """
-    here, whole = killed.launches[launch - 1][rank], again.launches[0][rank]
-    loaded = capture_of(here, "loaded")
-    begun = here.first
-    if begun is None:
+    resumed, uninterrupted = killed.launches[launch - 1][rank], rerun.launches[0][rank]
+    loaded = capture_of(resumed, "loaded")
+    first_step = resumed.first
+    if first_step is None:
         return []
-    saved = None if loaded is None else capture_of(whole, "save", loaded.step)
-    if loaded is not None and (wrong := wrong_next_step(whole, saved, loaded, launch, begun)) is not None:
+    saved = None if loaded is None else capture_of(uninterrupted, "save", loaded.step)
+    if loaded is not None and (wrong := wrong_next_step(uninterrupted, saved, loaded, launch, first_step)) is not None:
         return [wrong]
     read, is_later = loaded, saved is not None and loaded is not None and loads_later(saved, loaded)
     if is_later:
         loaded = None
-    if (both := beginnings(whole, here, begun)) is None:
+    if (captures := beginnings(uninterrupted, resumed, first_step)) is None:
         return []
-    then, before = both
-    shaky = unsteady([again.launches[0][rank], killed.launches[0][rank]])
-    comparison = Comparison(saved, read, is_later, capture_before(whole, then), then, before, begun, whole.begun)
-    found = [one for one in comparison.findings() if one.path not in shaky]
-    found += loader_findings(then, before, begun, what)
-    if what == "samples" and saved is not None and loaded is not None:
-        found += filled_again(saved, loaded, then, before, begun)
-    if what != "samples" and saved is None:  # right samples, so that the loop gave the position to another object
-        found = [one for one in found if one.kind not in DATA - {"data", "buffer"}]
-    if what != "samples" and saved is not None and (early := _saved_early(whole, saved, begun)):
+    then, before = captures
+    shaky = unsteady([rerun.launches[0][rank], killed.launches[0][rank]])
+    comparison = Comparison(
+        saved, read, is_later, capture_before(uninterrupted, then), then, before, first_step, uninterrupted.begun
+    )
+    candidates = [finding for finding in comparison.findings() if finding.path not in shaky]
+    candidates += loader_findings(then, before, first_step, symptom)
+    if symptom == "samples" and saved is not None and loaded is not None:
+        candidates += filled_again(saved, loaded, then, before, first_step)
+    if symptom != "samples" and saved is None:  # right samples, so that the loop gave the position to another object
+        candidates = [finding for finding in candidates if finding.kind not in DATA - {"data", "buffer"}]
+    if symptom != "samples" and saved is not None and (early := _early_save_finding(uninterrupted, saved, first_step)):
         return [early]
-    if what in ("later loss", "state") and saved is not None and loaded is not None:
-        found += [] if any(one.lost for one in found) else _left_alone(saved, loaded, whole, here, launch)
-    known = _ranked(found, whole, here, begun, what)
-    if what != "samples":  # right samples were drawn by the right generator
-        drawing = _of_orders(*(taken for taken in (saved, then, before) if taken is not None))
-        known = [finding for finding in known if finding.path not in drawing]
-    if known and (known[0].kind in DATA or any(finding.lost for finding in known)):
-        known = _without_followers(known)
-    if what in ("later loss", "state") and not any(finding.is_sure for finding in known):
-        known = [*schedule_findings(whole, here, both, begun), *known]
-    if what == "first loss" and not known:
-        batches = [one for one in (whole.begun, *whole.taken) if one is not None and one.at == "forward"]
-        known = [finding for finding in comparison.overwritten(batches) if finding.path not in shaky]
-    if saved is None and what == "samples" and known and known[0].kind in DATA:
-        known = [finding for finding in known if not finding.weak]
+    if symptom in ("later loss", "state") and saved is not None and loaded is not None:
+        candidates += (
+            []
+            if any(finding.lost for finding in candidates)
+            else _stale_object_findings(saved, loaded, uninterrupted, resumed, launch)
+        )
+    ranked = _rank_causes(candidates, uninterrupted, resumed, first_step, symptom)
+    if symptom != "samples":  # right samples were drawn by the right generator
+        drawing = _order_generators(*(capture for capture in (saved, then, before) if capture is not None))
+        ranked = [finding for finding in ranked if finding.path not in drawing]
+    if ranked and (ranked[0].kind in DATA or any(finding.lost for finding in ranked)):
+        ranked = _drop_followers(ranked)
+    if symptom in ("later loss", "state") and not any(finding.is_sure for finding in ranked):
+        ranked = [*schedule_findings(uninterrupted, resumed, captures, first_step), *ranked]
+    if symptom == "first loss" and not ranked:
+        batches = [
+            capture
+            for capture in (uninterrupted.begun, *uninterrupted.taken)
+            if capture is not None and capture.at == "forward"
+        ]
+        ranked = [finding for finding in comparison.overwritten(batches) if finding.path not in shaky]
+    if saved is None and symptom == "samples" and ranked and ranked[0].kind in DATA:
+        ranked = [finding for finding in ranked if not finding.weak]
     # Gradients follow from any stronger cause.
-    known = [finding for finding in known if finding.kind != "gradients" or known[0].kind == "gradients"]
+    ranked = [finding for finding in ranked if finding.kind != "gradients" or ranked[0].kind == "gradients"]
     names = before.names | then.names
-    return [msgspec.structs.replace(finding, says=_with_users_name(finding, names)) for finding in known]
+    return [msgspec.structs.replace(finding, says=_with_users_name(finding, names)) for finding in ranked]
 
 
-def _ranked(
-    found: Sequence[StateFinding], whole: RankHistory, here: RankHistory, begun: int, what: str
+def _rank_causes(
+    candidates: Sequence[StateFinding], uninterrupted: RankHistory, resumed: RankHistory, first_step: int, symptom: str
 ) -> list[StateFinding]:
     """Return the findings that can be causes, the strongest first."""
-    order = _ORDERS[what].split(", ")
-    idle, added_to = _idle(whole, begun, what), _added_to(whole, here, begun)
+    order = _KIND_ORDERS[symptom].split(", ")
+    idle, added_to = (
+        _idle_generators(uninterrupted, first_step, symptom),
+        _accumulated_gradients(uninterrupted, resumed, first_step),
+    )
 
     def can_be_cause(finding: StateFinding) -> bool:
         if finding.kind not in order or finding.path in idle:
             return False
-        return _is_cause(finding, what) and (finding.kind != "gradients" or finding.path in added_to)
+        return _is_cause(finding, symptom) and (finding.kind != "gradients" or finding.path in added_to)
 
     def rank(finding: StateFinding) -> tuple[bool, bool, bool, int]:
         # Other samples draw another number of times. A batch is drawn before the forward pass, so that what was not
         # lost may be only a consequence of other samples.
-        follows = what == "samples" and finding.kind == "generator" and not finding.is_sure
-        unsure = not finding.lost if what == "samples" else not finding.is_sure
+        follows = symptom == "samples" and finding.kind == "generator" and not finding.is_sure
+        unsure = not finding.lost if symptom == "samples" else not finding.is_sure
         return finding.weak or follows, unsure, position_of(finding.path) is None, order.index(finding.kind)
 
-    return sorted(filter(can_be_cause, found), key=rank)
+    return sorted(filter(can_be_cause, candidates), key=rank)
 
 
-def _without_followers(known: Sequence[StateFinding]) -> list[StateFinding]:
+def _drop_followers(ranked: Sequence[StateFinding]) -> list[StateFinding]:
     """Leave out restored generators, which were drawn from another number of times because of what is known."""
-    of_data = known[0].kind in DATA
+    of_data = ranked[0].kind in DATA
     return [
-        finding for finding in known if finding.lost or finding.kind != "generator" or (finding.is_sure and not of_data)
+        finding
+        for finding in ranked
+        if finding.lost or finding.kind != "generator" or (finding.is_sure and not of_data)
     ]
 
 
-def first_evidence(again: History, killed: History, rank: int) -> list[StateFinding]:
+def first_evidence(rerun: History, killed: History, rank: int) -> list[StateFinding]:
     """Return the findings of the first resume after which anything differs, where samples and losses do not.
 
     A later resume loads what differs already, so that nothing that it loads tells of a cause.
     """
-    for launch, begun in killed.resumes(rank, again.launches[0][rank].first or 0).items():
-        if found := evidence(again, killed, rank, launch, "state"):
-            return found
-        both = beginnings(again.launches[0][rank], killed.launches[launch - 1][rank], begun)
-        if both is None or any(not same(leaf, both[1].entries.get(path)) for path, leaf in both[0].entries.items()):
+    for launch, first_step in killed.resumes(rank, rerun.launches[0][rank].first or 0).items():
+        if findings := evidence(rerun, killed, rank, launch, "state"):
+            return findings
+        captures = beginnings(rerun.launches[0][rank], killed.launches[launch - 1][rank], first_step)
+        if captures is None or any(
+            not same(leaf, captures[1].entries.get(path)) for path, leaf in captures[0].entries.items()
+        ):
             return []
     return []
 
 
-def overlap(one: str, other: str) -> bool:
+def overlap(path: str, other_path: str) -> bool:
     """Return whether one of two paths is the other, or below it."""
-    return is_within(one, {other}) or is_within(other, {one})
+    return is_within(path, {other_path}) or is_within(other_path, {path})
 
 
-def _is_cause(one: StateFinding, what: str) -> bool:
+def _is_cause(finding: StateFinding, symptom: str) -> bool:
     """Return whether a value can be a cause, and does not only follow from one."""
-    if one.is_sure or one.kind == "generator":  # a generator moves by the number of draws, and not by other values
+    if (
+        finding.is_sure or finding.kind == "generator"
+    ):  # a generator moves by the number of draws, and not by other values
         return True
-    if what == "samples":  # the data's own values are as close to the samples as anything
-        return one.kind in DATA
-    if not one.late and (one.weak or (what == "later loss" and one.kind in _SET_BY_STEPS)):
+    if symptom == "samples":  # the data's own values are as close to the samples as anything
+        return finding.kind in DATA
+    if not finding.late and (finding.weak or (symptom == "later loss" and finding.kind in _STEPPED_KINDS)):
         return True  # no step was made since the load that could have moved it
-    return not one.moved and (what != "first loss" or one.kind in _UNCONDITIONAL)
+    return not finding.moved and (symptom != "first loss" or finding.kind in _UNCONDITIONAL_KINDS)
 
 
-def _idle(whole: RankHistory, begun: int, what: str) -> set[str]:
+def _idle_generators(uninterrupted: RankHistory, first_step: int, symptom: str) -> set[str]:
     """Return the generators from which an uninterrupted run did not draw before the losses differed.
 
     A loader may draw a step's batch one step early, so that each capture until then counts.
     """
-    start = capture_of(whole, "step", begun - 1)
-    end = capture_of(whole, "step", begun) if what == "first loss" else capture_of(whole, "end")
-    if what == "samples" or start is None or end is None:
+    start = capture_of(uninterrupted, "step", first_step - 1)
+    end = capture_of(uninterrupted, "step", first_step) if symptom == "first loss" else capture_of(uninterrupted, "end")
+    if symptom == "samples" or start is None or end is None:
         return set()
     after = values(end)
-    before = [values(one) for one in whole.taken[: whole.taken.index(end)] if one.at != "backward"]
+    before = [
+        values(capture) for capture in uninterrupted.taken[: uninterrupted.taken.index(end)] if capture.at != "backward"
+    ]
     return {
         path
         for path, leaf in values(start).items()
         if kind_of_path(path, start.kinds, leaf.text) == "generator"
         and path in after
-        and all(same(one.get(path, leaf), after[path]) for one in before)
+        and all(same(earlier.get(path, leaf), after[path]) for earlier in before)
     }
 
 
-def _with_users_name(one: StateFinding, names: Mapping[str, str]) -> str:
+def _with_users_name(finding: StateFinding, names: Mapping[str, str]) -> str:
     """Return the text of a finding with the user's name for the object, if that is not in its state."""
-    owner = max((prefix for prefix in names if one.path.startswith(prefix)), key=len, default="")
-    if not owner or owner not in one.says:
-        return one.says
-    return one.says.replace(one.path, f"{one.path} ({names[owner]})", 1)
+    owner = max((prefix for prefix in names if finding.path.startswith(prefix)), key=len, default="")
+    if not owner or owner not in finding.says:
+        return finding.says
+    return finding.says.replace(finding.path, f"{finding.path} ({names[owner]})", 1)
 
 
-def _of_orders(*some: Taken) -> set[str]:
+def _order_generators(*captures: Taken) -> set[str]:
     """Return the paths of the generators from which loaders and samplers draw."""
-    return {path for one in some for path, leaf in values(one).items() if leaf.digest in one.orders}
+    return {path for capture in captures for path, leaf in values(capture).items() if leaf.digest in capture.orders}
 
 
-def _added_to(whole: RankHistory, here: RankHistory, begun: int) -> set[str]:
+def _accumulated_gradients(uninterrupted: RankHistory, resumed: RankHistory, first_step: int) -> set[str]:
     """Return the gradients that differ when the first backward pass adds to them; most loops clear them before."""
-    then, before = capture_of(whole, "backward", begun - 1), capture_of(here, "backward")
-    if then is None or before is None or capture_of(here, "loaded") is None:
+    then, before = capture_of(uninterrupted, "backward", first_step - 1), capture_of(resumed, "backward")
+    if then is None or before is None or capture_of(resumed, "loaded") is None:
         return set()
     paths = then.evidence.keys() | before.evidence.keys()
     return {path for path in paths if not same(then.evidence.get(path), before.evidence.get(path))}
 
 
-def _saved_early(whole: RankHistory, save: Taken, begun: int) -> StateFinding | None:
-    """Report weights that changed between the save before `begun` and that step's `tierd.observe`."""
-    done = capture_of(whole, "step", begun - 1)
-    if done is None or whole.taken.index(done) < whole.taken.index(save):
+def _early_save_finding(uninterrupted: RankHistory, save: Taken, first_step: int) -> StateFinding | None:
+    """Report weights that changed between the save before `first_step` and that step's `tierd.observe`."""
+    after_step = capture_of(uninterrupted, "step", first_step - 1)
+    if after_step is None or uninterrupted.taken.index(after_step) < uninterrupted.taken.index(save):
         return None
     moved = [
         path
         for path, leaf in save.entries.items()
-        if (other := done.entries.get(path))
-        and other.digest != leaf.digest
+        if (later_leaf := after_step.entries.get(path))
+        and later_leaf.digest != leaf.digest
         and kind_of_path(path, save.kinds) == "weights"
     ]
     if not moved:
@@ -216,16 +237,16 @@ def _saved_early(whole: RankHistory, save: Taken, begun: int) -> StateFinding | 
     )
 
 
-def _left_alone(
-    saved: Taken, loaded: Taken, whole: RankHistory, here: RankHistory, launch: int
+def _stale_object_findings(
+    saved: Taken, loaded: Taken, uninterrupted: RankHistory, resumed: RankHistory, launch: int
 ) -> Iterator[StateFinding]:
     """Report objects of the state that training changes, and that stay after the load as they were loaded."""
-    then, now = capture_of(whole, "end"), capture_of(here, "end")
+    then, now = capture_of(uninterrupted, "end"), capture_of(resumed, "end")
     if then is None or now is None or then.step != now.step:
         return
-    apart = of_other_forms(then, now)
+    incomparable = of_other_forms(then, now)
     for key, kind in then.kinds.items():
-        if kind not in _OBJECTS or key not in then.forms or key in apart:
+        if kind not in _OBJECT_KINDS or key not in then.forms or key in incomparable:
             continue
         paths = [path for path in then.entries if path.startswith(f"{key}[")]
         moved = [path for path in paths if not same(saved.entries.get(path), then.entries[path])]

@@ -20,7 +20,7 @@ from tierd.check.kinds import is_count_of_calls
 from tierd.check.leaves import ValueLeaf
 from tierd.check.texts import both_texts
 
-_SHOWN = 5  # entries that a report names, at most
+_MAX_ENTRIES = 5  # entries that a report names, at most
 
 
 class StateDifference(msgspec.Struct, frozen=True):
@@ -71,66 +71,74 @@ def differences(
         ignore: paths, or `fnmatch` patterns of paths, that may differ, with everything below them.
         again: a second uninterrupted run, if there is one.
     """
-    whole, pieces = taken(reference, rank), taken(killed, rank)
-    last = _last(whole, pieces)
+    uninterrupted, pieces = taken(reference, rank), taken(killed, rank)
+    last = _end_moment(uninterrupted, pieces)
     if last is None or pieces[last][0] == 1:
         return []
-    shaky = unsteady([one.launches[0][rank] for one in (reference, killed, again) if one is not None])
+    shaky = unsteady([run.launches[0][rank] for run in (reference, killed, again) if run is not None])
     launch = pieces[last][0]
     first: dict[str, int] = {}
-    for key in sorted(key for key in whole.keys() & pieces.keys() if pieces[key][0] > 1):
-        for path, *_ in _differing(a := whole[key][1], b := pieces[key][1], 0.0, of_other_forms(a, b)):
+    for key in sorted(key for key in uninterrupted.keys() & pieces.keys() if pieces[key][0] > 1):
+        for path, *_ in _differing_leaves(a := uninterrupted[key][1], b := pieces[key][1], 0.0, of_other_forms(a, b)):
             first.setdefault(path, key[0])
 
-    ends = whole[last][1], pieces[last][1]
+    ends = uninterrupted[last][1], pieces[last][1]
 
     def counts(path: str) -> bool:
         if is_count_of_calls(path, ends[0].kinds):
             return False
         return path not in shaky and not any(_matches(path, pattern) for pattern in ignore)
 
-    found = []
-    for path, one, other in _differing(*ends, tolerance, of_other_forms(*ends)):
+    lasting = []
+    for path, expected, actual in _differing_leaves(*ends, tolerance, of_other_forms(*ends)):
         if counts(path):
-            found.append(StateDifference(rank, path, first[path], launch, *_shown(one, other), other.saved))
-    found.sort(key=lambda one: one.saved is False)
-    return found + [one for one in _passing(whole, pieces, rank, tolerance, found) if counts(one.path)]
+            lasting.append(
+                StateDifference(rank, path, first[path], launch, *_texts_and_distance(expected, actual), actual.saved)
+            )
+    lasting.sort(key=lambda difference: difference.saved is False)
+    return lasting + [
+        difference
+        for difference in _passing_differences(uninterrupted, pieces, rank, tolerance, lasting)
+        if counts(difference.path)
+    ]
 
 
-def _passing(
-    whole: _LastTaken, pieces: _LastTaken, rank: int, tolerance: float, found: Sequence[StateDifference]
+def _passing_differences(
+    uninterrupted: _Captures, pieces: _Captures, rank: int, tolerance: float, lasting: Sequence[StateDifference]
 ) -> Iterator[StateDifference]:
     """Yield the entries that differed at a step or a save after a resume, and not after the last step."""
-    known = {one.path for one in found}
-    for step, at in sorted(whole.keys() & pieces.keys()):
+    reported = {difference.path for difference in lasting}
+    for step, at in sorted(uninterrupted.keys() & pieces.keys()):
         launch, now = pieces[step, at]
         if launch == 1 or at not in ("step", "save"):
             continue
-        then = whole[step, at][1]
-        for path, one, other in _differing(then, now, tolerance, of_other_forms(then, now)):
-            if path in then.entries.keys() | now.entries.keys() and not _is_below(path, known):
-                known.add(path)
-                yield StateDifference(rank, path, step, launch, *_shown(one, other), other.saved, passing=True)
+        then = uninterrupted[step, at][1]
+        for path, expected, actual in _differing_leaves(then, now, tolerance, of_other_forms(then, now)):
+            if path in then.entries.keys() | now.entries.keys() and not _is_below(path, reported):
+                reported.add(path)
+                yield StateDifference(
+                    rank, path, step, launch, *_texts_and_distance(expected, actual), actual.saved, passing=True
+                )
 
 
 def compared(reference: History, killed: History, rank: int) -> int:
     """Count the values that were compared after the last step."""
-    whole, pieces = taken(reference, rank), taken(killed, rank)
-    last = _last(whole, pieces)
+    uninterrupted, pieces = taken(reference, rank), taken(killed, rank)
+    last = _end_moment(uninterrupted, pieces)
     if last is None:
         return 0
-    a, b = whole[last][1], pieces[last][1]
-    apart = of_other_forms(a, b)
-    entries = sum(not path.startswith(apart) for path in a.entries.keys() & b.entries.keys())
+    a, b = uninterrupted[last][1], pieces[last][1]
+    incomparable = of_other_forms(a, b)
+    entries = sum(not path.startswith(incomparable) for path in a.entries.keys() & b.entries.keys())
     return entries + len(a.beside.keys() & b.beside.keys())
 
 
-_LastTaken = dict[tuple[int, str], tuple[int, Taken]]
+_Captures = dict[tuple[int, str], tuple[int, Taken]]
 
 
-def _last(whole: _LastTaken, pieces: _LastTaken) -> tuple[int, str] | None:
+def _end_moment(uninterrupted: _Captures, pieces: _Captures) -> tuple[int, str] | None:
     """Return the moment after the last step if both runs were captured then; no earlier moment can replace it."""
-    return max((key for key in whole.keys() & pieces.keys() if key[1] == "end"), default=None)
+    return max((key for key in uninterrupted.keys() & pieces.keys() if key[1] == "end"), default=None)
 
 
 def of_other_forms(a: Taken, b: Taken) -> tuple[str, ...]:
@@ -144,40 +152,44 @@ def of_other_forms(a: Taken, b: Taken) -> tuple[str, ...]:
         return tuple((a.forms | b.forms).keys())
     (how, step), (other_how, other_step) = a.note, b.note
     saved = how == other_how == "save"
-    found = []
+    keys = []
     for key in a.forms.keys() | b.forms.keys():
-        ours, theirs = (one.forms.get(key, "") for one in (a, b))
-        form = ours.removeprefix("other ")
-        if "" in (ours, theirs):
+        a_form, b_form = (capture.forms.get(key, "") for capture in (a, b))
+        form = a_form.removeprefix("other ")
+        if "" in (a_form, b_form):
             alike = saved
         elif saved:
-            alike = form == theirs.removeprefix("other ")
+            alike = form == b_form.removeprefix("other ")
         else:
-            alike = ours == theirs and how != other_how
+            alike = a_form == b_form and how != other_how
         if not alike or (form in ("values", "both") and step != other_step):
-            found.append(key)
-    return tuple(found)
+            keys.append(key)
+    return tuple(keys)
 
 
-def taken(history: History, rank: int) -> _LastTaken:
+def taken(history: History, rank: int) -> _Captures:
     """Return the captured states of `rank` that count: (step, at) -> the launch that made the step, and the state."""
-    found: _LastTaken = {}
+    captures: _Captures = {}
     for number, launch in enumerate(history.launches, start=1):
-        seen = launch[rank]
-        if seen.first is not None:
-            found = {key: one for key, one in found.items() if key[0] < seen.first}
-            found |= {(one.step, one.at): (number, one) for one in seen.taken}
-    return found
+        record = launch[rank]
+        if record.first is not None:
+            captures = {key: numbered for key, numbered in captures.items() if key[0] < record.first}
+            captures |= {(capture.step, capture.at): (number, capture) for capture in record.taken}
+    return captures
 
 
-def unsteady(begun: Sequence[RankHistory]) -> set[str]:
+def unsteady(launches: Sequence[RankHistory]) -> set[str]:
     """Return the paths on which launches from the start did not agree, so that no resume caused the difference."""
-    whole, *others = begun
-    found: set[str] = set()
-    for one, other in _common(whole, others):
-        found |= {path for path, *_ in _differing(one, other, 0.0)}
-        found |= {path for path, leaf in other.evidence.items() if one.evidence.get(path, leaf).digest != leaf.digest}
-    return found
+    first_launch, *other_launches = launches
+    paths: set[str] = set()
+    for capture, other_capture in _common_captures(first_launch, other_launches):
+        paths |= {path for path, *_ in _differing_leaves(capture, other_capture, 0.0)}
+        paths |= {
+            path
+            for path, leaf in other_capture.evidence.items()
+            if capture.evidence.get(path, leaf).digest != leaf.digest
+        }
+    return paths
 
 
 def has_common_moment(reference: History, killed: History, rank: int) -> bool:
@@ -185,46 +197,55 @@ def has_common_moment(reference: History, killed: History, rank: int) -> bool:
 
     A rank that is killed because another one died may not have come so far.
     """
-    return any(True for _ in _common(reference.launches[0][rank], [killed.launches[0][rank]]))
+    return any(True for _ in _common_captures(reference.launches[0][rank], [killed.launches[0][rank]]))
 
 
-def _common(whole: RankHistory, others: Iterable[RankHistory]) -> Iterator[tuple[Taken, Taken]]:
-    at = {(one.step, one.at): one for one in whole.taken}
-    return ((at[one.step, one.at], one) for other in others for one in other.taken if (one.step, one.at) in at)
+def _common_captures(first_launch: RankHistory, other_launches: Iterable[RankHistory]) -> Iterator[tuple[Taken, Taken]]:
+    at = {(capture.step, capture.at): capture for capture in first_launch.taken}
+    return (
+        (at[capture.step, capture.at], capture)
+        for launch in other_launches
+        for capture in launch.taken
+        if (capture.step, capture.at) in at
+    )
 
 
-def _differing(
-    a: Taken, b: Taken, tolerance: float, apart: tuple[str, ...] = ()
+def _differing_leaves(
+    a: Taken, b: Taken, tolerance: float, incomparable: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ValueLeaf, ValueLeaf]]:
     """Yield the paths that differ, with both leaves.
 
     Args:
-        apart: keys of the state that are left out.
+        incomparable: keys of the state that are left out.
     """
-    for ours, theirs in ((a.entries, b.entries), (a.beside, b.beside)):
-        for path, leaf in ours.items():
-            other = theirs.get(path)
-            if other is None or leaf.digest == other.digest or (ours is a.entries and path.startswith(apart)):
+    for expected, actual in ((a.entries, b.entries), (a.beside, b.beside)):
+        for path, leaf in expected.items():
+            actual_leaf = actual.get(path)
+            if (
+                actual_leaf is None
+                or leaf.digest == actual_leaf.digest
+                or (expected is a.entries and path.startswith(incomparable))
+            ):
                 continue
-            _, relative = _apart(leaf, other)
+            _, relative = _distance(leaf, actual_leaf)
             if not (tolerance and relative is not None and relative <= tolerance):
-                yield path, leaf, other
-        if ours is a.entries:
-            for path in sorted(ours.keys() ^ theirs.keys()):
-                if path.startswith(apart):
+                yield path, leaf, actual_leaf
+        if expected is a.entries:
+            for path in sorted(expected.keys() ^ actual.keys()):
+                if path.startswith(incomparable):
                     continue
-                gone = ValueLeaf("", "nothing")
-                yield path, ours.get(path, gone), theirs.get(path, gone)
+                absent = ValueLeaf("", "nothing")
+                yield path, expected.get(path, absent), actual.get(path, absent)
 
 
-def _shown(a: ValueLeaf, b: ValueLeaf) -> tuple[str, str, float | None, float | None]:
+def _texts_and_distance(a: ValueLeaf, b: ValueLeaf) -> tuple[str, str, float | None, float | None]:
     """Return both values for a reader, and their distance; where no number shows a distance, the texts differ."""
-    distance, relative = _apart(a, b)
+    distance, relative = _distance(a, b)
     texts = both_texts(a, b) if distance is None else (a.text, b.text)
     return *texts, distance, relative
 
 
-def _apart(a: ValueLeaf, b: ValueLeaf) -> tuple[float | None, float | None]:
+def _distance(a: ValueLeaf, b: ValueLeaf) -> tuple[float | None, float | None]:
     if not a.sample or len(a.sample) != len(b.sample) or a.count != b.count:
         return None, None
     distance = max(abs(x - y) for x, y in zip(a.sample, b.sample, strict=True))
@@ -233,8 +254,8 @@ def _apart(a: ValueLeaf, b: ValueLeaf) -> tuple[float | None, float | None]:
     return distance, distance / max(map(abs, (*a.sample, *b.sample)))
 
 
-def _is_below(path: str, known: Collection[str]) -> bool:
-    return path in known or any(path.startswith((f"{one}[", f"{one}.")) for one in known)
+def _is_below(path: str, paths: Collection[str]) -> bool:
+    return path in paths or any(path.startswith((f"{parent}[", f"{parent}.")) for parent in paths)
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -244,22 +265,22 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatchcase(path, escaped)
 
 
-def summary(found: Iterable[StateDifference]) -> list[str]:
+def summary(states: Iterable[StateDifference]) -> list[str]:
     """Describe the first few differences for a reader."""
-    listed = list(found)
-    lines = [_line(one) for one in listed[:_SHOWN]]
-    return lines + ([f"and {len(listed) - _SHOWN} more"] if len(listed) > _SHOWN else [])
+    listed = list(states)
+    lines = [_describe(state) for state in listed[:_MAX_ENTRIES]]
+    return lines + ([f"and {len(listed) - _MAX_ENTRIES} more"] if len(listed) > _MAX_ENTRIES else [])
 
 
-def _line(one: StateDifference) -> str:
-    if one.magnitude is None:
-        apart = f"{one.expected} uninterrupted, {one.got} in the killed run"
+def _describe(state: StateDifference) -> str:
+    if state.magnitude is None:
+        comparison = f"{state.expected} uninterrupted, {state.got} in the killed run"
     else:
-        apart = f"apart by {one.magnitude:.3g}"
-        if one.relative:
-            apart += f" ({one.relative:.1e} of it)"
-        if one.expected != one.got:
-            apart += f": {one.expected} uninterrupted, {one.got} in the killed run"
-    where = "; not in the checkpoint" if one.saved is False else ""
-    where += "; equal again later" if one.passing else ""
-    return f"{one.path}: after step {one.step} {apart}{where}"
+        comparison = f"apart by {state.magnitude:.3g}"
+        if state.relative:
+            comparison += f" ({state.relative:.1e} of it)"
+        if state.expected != state.got:
+            comparison += f": {state.expected} uninterrupted, {state.got} in the killed run"
+    where = "; not in the checkpoint" if state.saved is False else ""
+    where += "; equal again later" if state.passing else ""
+    return f"{state.path}: after step {state.step} {comparison}{where}"

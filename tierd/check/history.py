@@ -19,7 +19,7 @@ from tierd.core.errors import ConfigError
 Sample = int | str
 PYTHON, NUMPY, TORCH, CUDA = "Python's random", "numpy.random", "torch's CPU generator", "torch's CUDA generators"
 GLOBAL = (PYTHON, NUMPY, TORCH, CUDA)  # the process's global generators
-_POINT = re.compile(r"(\d+)(\+save|\+(\d+(?:\.\d+)?)ms)?")
+_KILL_POINT = re.compile(r"(\d+)(\+save|\+(\d+(?:\.\d+)?)ms)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class KillPoint:
     @classmethod
     def parse(cls, text: int | str) -> KillPoint:
         """Parse `7`, `7+save` or `7+10ms`; raises `ConfigError`."""
-        match = _POINT.fullmatch(str(text).strip())
+        match = _KILL_POINT.fullmatch(str(text).strip())
         if not match:
             raise ConfigError(f"kill point {text!r}: a step, as 7 (right after it), 7+save or 7+10ms")
         return cls(int(match[1]), match[2] == "+save", float(match[3] or 0))
@@ -170,11 +170,11 @@ class RankHistory:
     @property
     def ended(self) -> bool:
         """Whether the state after the last step was captured."""
-        return any(one.at == "end" for one in self.taken)
+        return any(capture.at == "end" for capture in self.taken)
 
     def samples_after(self, step: int) -> int:
         """Return how many samples the rank read after `step`."""
-        return sum(len(one.samples) for number, one in self.observed.items() if number > step)
+        return sum(len(observation.samples) for number, observation in self.observed.items() if number > step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +193,14 @@ class History:
 
     def effective(self, rank: int) -> dict[int, Counted]:
         """Return the observations of `rank` that count: step -> the observation that no later launch has voided."""
-        found: dict[int, Counted] = {}
+        counted: dict[int, Counted] = {}
         for number, launch in enumerate(self.launches, start=1):
-            seen = launch[rank]
-            if seen.first is None:
+            record = launch[rank]
+            if record.first is None:
                 continue
-            found = {step: one for step, one in found.items() if step < seen.first}
-            found |= {step: Counted(number, one) for step, one in sorted(seen.observed.items())}
-        return found
+            counted = {step: entry for step, entry in counted.items() if step < record.first}
+            counted |= {step: Counted(number, observation) for step, observation in sorted(record.observed.items())}
+        return counted
 
     def resumes(self, rank: int, start: int) -> dict[int, int]:
         """Return launch -> its first step, for every launch after the first that began later than step `start`."""

@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 
-class _Then(Loader):
+class _CallbackLoader(Loader):
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
-        self._loader, self._then = loader, then
+        self._loader, self._on_import = loader, then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
@@ -26,20 +26,20 @@ class _Then(Loader):
         # Restore the original loader, so that the module shows no trace of this one.
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._then(module)
+        self._on_import(module)
 
 
-class _Watch(MetaPathFinder):
+class _ImportHook(MetaPathFinder):
     def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._then = then
+        self._on_import = then
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        then = self._then.pop(name, None)
+        then = self._on_import.pop(name, None)
         if then is None:
             return None
         spec = importlib.util.find_spec(name)  # asks the other finders, because this one has just removed the name
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, then)
+            spec.loader = _CallbackLoader(spec.loader, then)
         return spec
 
 
@@ -52,4 +52,4 @@ def once_imported(then: dict[str, Callable[[ModuleType], None]]) -> None:
         else:
             missing[name] = call
     if missing:
-        sys.meta_path.insert(0, _Watch(missing))
+        sys.meta_path.insert(0, _ImportHook(missing))

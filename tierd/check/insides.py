@@ -25,45 +25,49 @@ from tierd.check.owned import is_own_class
 from tierd.check.places import is_users, users_frames
 from tierd.check.usage import only_logged
 
-_MOST = 2000  # leaves in one capture, at most
-_DEEPEST = 12
-_OF_ONE = 200  # leaves of one attribute, at most
-_FEW = 100  # items of a list that may hold generators
-_INSIDES = ("torch.utils.data", "torchdata")
+_MAX_LEAVES = 2000  # leaves in one capture, at most
+_MAX_DEPTH = 12
+_MAX_ATTRIBUTE_LEAVES = 200  # leaves of one attribute, at most
+_MAX_LIST_ITEMS = 100  # items of a list that may hold generators
+_DATA_MODULES = ("torch.utils.data", "torchdata")
 
 
 def insides(
-    objects: LiveObjects, state: Mapping[str, Any] | None, entries: Collection[str] = (), seen: set[int] | None = None
+    objects: LiveObjects,
+    state: Mapping[str, Any] | None,
+    entries: Collection[str] = (),
+    visited: set[int] | None = None,
 ) -> dict[str, ValueLeaf]:
     """Return the leaves of all loaders, samplers and datasets in `state`, and of the user's generator functions.
 
     Args:
         entries: the paths of the saved state's values.
-        seen: gets the ids of the objects that were read.
+        visited: gets the ids of the objects that were read.
     """
-    read: set[int] = set() if seen is None else seen
-    leaves = chain(_in_state(state, read), _running(objects, read), _beside(state, entries, read))
-    return dict(islice(leaves, _MOST))
+    read: set[int] = set() if visited is None else visited
+    leaves = chain(_state_leaves(state, read), _generator_leaves(objects, read), _unsaved_leaves(state, entries, read))
+    return dict(islice(leaves, _MAX_LEAVES))
 
 
-def _in_state(state: Mapping[str, Any] | None, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
+def _state_leaves(state: Mapping[str, Any] | None, visited: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
     for key, value in (state or {}).items():
         if is_data(value):
-            yield from _walk(value, f'state["{key}"]', seen, 0)
+            yield from _walk(value, f'state["{key}"]', visited, 0)
 
 
-def _running(objects: LiveObjects, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
+def _generator_leaves(objects: LiveObjects, visited: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
     names: dict[str, int] = {}
-    for one in objects.generators:
-        if id(one) in seen:
+    for generator in objects.generators:
+        if id(generator) in visited:
             continue
-        name = f"{one.gi_code.co_qualname if hasattr(one.gi_code, 'co_qualname') else one.gi_code.co_name}()"
+        code = generator.gi_code
+        name = f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}()"
         names[name] = names.get(name, 0) + 1
-        yield from _walk(one, name if names[name] == 1 else f"{name} {names[name]}", seen, 0)
+        yield from _walk(generator, name if names[name] == 1 else f"{name} {names[name]}", visited, 0)
 
 
-def _beside(
-    state: Mapping[str, Any] | None, entries: Collection[str], seen: set[int]
+def _unsaved_leaves(
+    state: Mapping[str, Any] | None, entries: Collection[str], visited: set[int]
 ) -> Iterator[tuple[str, ValueLeaf]]:
     """Yield what the checkpoint lacks of what gives the samples or counts the steps.
 
@@ -71,16 +75,18 @@ def _beside(
     ahead of the source that is saved, and the attributes of the user's own objects in `state` that its
     entries do not have.
     """
-    there = False if state is not None else None
+    is_saved = False if state is not None else None
     for name, value in _variables():
-        if is_data(value) and not isinstance(value, GeneratorType) and _is_opened(value):
-            for path, leaf in _walk(value, name, seen, 0):
-                yield path, msgspec.structs.replace(leaf, saved=there)
+        if is_data(value) and not isinstance(value, GeneratorType) and _is_readable(value):
+            for path, leaf in _walk(value, name, visited, 0):
+                yield path, msgspec.structs.replace(leaf, saved=is_saved)
     for key, value in (state or {}).items():
-        if not is_data(value) and _is_opened(value):
+        if not is_data(value) and _is_readable(value):
             for attribute, inner in list(vars(value).items()):
                 if f'state["{key}"]["{attribute}"]' not in entries:
-                    for path, leaf in islice(_walk(inner, f'state["{key}"].{attribute}', seen, 0), _OF_ONE):
+                    for path, leaf in islice(
+                        _walk(inner, f'state["{key}"].{attribute}', visited, 0), _MAX_ATTRIBUTE_LEAVES
+                    ):
                         yield path, msgspec.structs.replace(leaf, saved=False)
 
 
@@ -99,7 +105,7 @@ def global_generators() -> dict[str, ValueLeaf]:
     if torch := sys.modules.get("torch"):
         states[TORCH] = torch.get_rng_state().numpy().tobytes()
         if torch.cuda.is_initialized():
-            states[CUDA] = b"".join(one.numpy().tobytes() for one in torch.cuda.get_rng_state_all())
+            states[CUDA] = b"".join(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
     digests = {name: xxhash.xxh3_64_hexdigest(state) for name, state in states.items()}
     return {name: ValueLeaf(digest, f"generator {digest[:8]}") for name, digest in digests.items()}
 
@@ -109,101 +115,105 @@ def held_generators(state: Mapping[str, Any] | None) -> dict[str, ValueLeaf]:
 
     `insides` has those of the data in `state`.
     """
-    found: dict[str, ValueLeaf] = {}
-    seen = {id(value) for value in (state or {}).values() if is_data(value)}
+    by_path: dict[str, ValueLeaf] = {}
+    visited = {id(value) for value in (state or {}).values() if is_data(value)}
     for frame in users_frames():
-        held = {f"{frame.f_code.co_name}() {name}": value for name, value in list(frame.f_locals.items())}
-        for path, value in [*held.items(), *list(frame.f_globals.items())]:
+        local_variables = {f"{frame.f_code.co_name}() {name}": value for name, value in list(frame.f_locals.items())}
+        for path, value in [*local_variables.items(), *list(frame.f_globals.items())]:
             if not path.startswith("__"):
-                found |= _generators(value, path, seen, 0)
-    return found
+                by_path |= _find_generators(value, path, visited, 0)
+    return by_path
 
 
-def _generators(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, ValueLeaf]]:
+def _find_generators(value: Any, path: str, visited: set[int], depth: int) -> Iterator[tuple[str, ValueLeaf]]:
     if is_generator(value):
-        if id(value) not in seen and (leaf := leaf_of(value)) is not None:
+        if id(value) not in visited and (leaf := leaf_of(value)) is not None:
             yield path, leaf
-        seen.add(id(value))
+        visited.add(id(value))
         return
-    if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
+    if id(value) in visited or depth > _MAX_DEPTH or len(visited) > _MAX_LEAVES:
         return
     inside = reached(value, path)
     if inside:
-        seen.add(id(value))
+        visited.add(id(value))
     for place, inner in inside:
-        yield from _generators(inner, place, seen, depth + 1)
+        yield from _find_generators(inner, place, visited, depth + 1)
 
 
 def reached(value: Any, path: str) -> list[tuple[str, Any]]:
     """Return what a container, an object of the user's own code, a module or a function refers to."""
     torch = sys.modules.get("torch")
-    if isinstance(value, dict) and len(value) < _MOST:
+    if isinstance(value, dict) and len(value) < _MAX_LEAVES:
         return [(f"{path}[{key!r}]", inner) for key, inner in list(value.items())]
-    if isinstance(value, list | tuple) and len(value) < _FEW:
+    if isinstance(value, list | tuple) and len(value) < _MAX_LIST_ITEMS:
         return [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
     if isinstance(value, partial):
-        return [(path, one) for one in (value.func, *value.args, *value.keywords.values())]
+        return [(path, inner) for inner in (value.func, *value.args, *value.keywords.values())]
     if isinstance(value, MethodType):
         return [(path, value.__self__)]
     if isinstance(value, FunctionType) and is_users(value.__code__.co_filename):
         names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(f"{path}.{name}", inner) for name, cell in names for inner in _content(cell)]
+        return [(f"{path}.{name}", inner) for name, cell in names for inner in _cell_contents(cell)]
     if torch is not None and isinstance(value, torch.nn.Module):
-        own = [(name, inner) for name, inner in list(vars(value).items()) if not name.startswith("_")]
-        return [(f"{path}.{name}", inner) for name, inner in [*own, *value._modules.items()]]
-    if _is_opened(value) and not isinstance(value, GeneratorType):
+        attributes = [(name, inner) for name, inner in list(vars(value).items()) if not name.startswith("_")]
+        return [(f"{path}.{name}", inner) for name, inner in [*attributes, *value._modules.items()]]
+    if _is_readable(value) and not isinstance(value, GeneratorType):
         return [(f"{path}.{name}", inner) for name, inner in list(vars(value).items())]
     return []
 
 
-def _content(cell: CellType) -> list[Any]:
+def _cell_contents(cell: CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
     except ValueError:  # a variable that the loop assigns only later
         return []
 
 
-def walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
+def walk(value: Any, path: str, visited: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
     """Yield the leaves below one object, if it is of the user's own code or of torch's."""
-    yield from islice(_walk(value, path, seen, 0), _MOST)
+    yield from islice(_walk(value, path, visited, 0), _MAX_LEAVES)
 
 
-def _walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, ValueLeaf]]:
-    if depth > _DEEPEST:
+def _walk(value: Any, path: str, visited: set[int], depth: int) -> Iterator[tuple[str, ValueLeaf]]:
+    if depth > _MAX_DEPTH:
         return
     if (leaf := leaf_of(value)) is not None:
         yield path, leaf
     elif is_generator(value):
         return
-    elif isinstance(value, Mapping) and len(value) < _MOST:
-        yield path, _count(len(value))
+    elif isinstance(value, Mapping) and len(value) < _MAX_LEAVES:
+        yield path, _count_leaf(len(value))
         for key, inner in list(value.items()):
-            yield from _walk(inner, f"{path}[{key!r}]", seen, depth + 1)
+            yield from _walk(inner, f"{path}[{key!r}]", visited, depth + 1)
     elif isinstance(value, list | tuple | deque | set | frozenset):
         if (run := run_of(value)) is not None:
             yield path, run
             return
-        yield path, _count(len(value))
+        yield path, _count_leaf(len(value))
         for index, inner in enumerate(list(value)):
-            yield from _walk(inner, f"{path}[{index}]", seen, depth + 1)
-    elif id(value) not in seen and _is_opened(value):
-        seen.add(id(value))
+            yield from _walk(inner, f"{path}[{index}]", visited, depth + 1)
+    elif id(value) not in visited and _is_readable(value):
+        visited.add(id(value))
         if isinstance(value, GeneratorType):
             inside = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
         else:
             logged = only_logged() if is_own_class(type(value)) else frozenset()
-            inside = {name: one for name, one in getattr(value, "__dict__", {}).copy().items() if name not in logged}
+            inside = {
+                name: attribute
+                for name, attribute in getattr(value, "__dict__", {}).copy().items()
+                if name not in logged
+            }
         for name, inner in inside.items():
-            yield from _walk(inner, f"{path}.{name}", seen, depth + 1)
+            yield from _walk(inner, f"{path}.{name}", visited, depth + 1)
 
 
-def _is_opened(value: object) -> bool:
+def _is_readable(value: object) -> bool:
     kind = type(value)
     if isinstance(value, GeneratorType):
         return value.gi_frame is not None and is_users(value.gi_code.co_filename)
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return False
-    if kind.__module__.startswith(_INSIDES):
+    if kind.__module__.startswith(_DATA_MODULES):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.nn.Module | torch.optim.Optimizer):
@@ -212,5 +222,5 @@ def _is_opened(value: object) -> bool:
     return is_users(getattr(module, "__file__", None) or "<builtin>")
 
 
-def _count(count: int) -> ValueLeaf:
+def _count_leaf(count: int) -> ValueLeaf:
     return ValueLeaf(str(count), f"{count} items", count)

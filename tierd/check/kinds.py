@@ -15,15 +15,15 @@ POSITION = "batches read"  # the end of the path of how far a loader is
 DATA = frozenset({"position", "epoch", "shuffle", "buffer", "prefetch", "order", "data"})
 _EPOCH, _SEED = re.compile(r"epoch"), re.compile(r"seed")
 _POSITION = re.compile(r"position|pos|sample|index|idx|offset|cursor|consumed|yielded|drawn|read|at")
-_AHEAD = re.compile(r"queue|prefetch")
-_LAST = re.compile(r"[A-Za-z_]\w*")
-_CALLS = ('["_step_count"]', '["_is_initial"]', '["_get_lr_called_within_step"]')
+_PREFETCH = re.compile(r"queue|prefetch")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_CALL_COUNTS = ('["_step_count"]', '["_is_initial"]', '["_get_lr_called_within_step"]')
 _OF_DATA = re.compile(r"\(\)( \w+)?\.")  # of a running generator function, or of a variable of the loop
 
 
-def values(one: Taken) -> dict[str, ValueLeaf]:
+def values(capture: Taken) -> dict[str, ValueLeaf]:
     """Return every value of a capture by its path."""
-    return one.entries | one.beside | one.evidence
+    return capture.entries | capture.beside | capture.evidence
 
 
 def same(a: ValueLeaf | None, b: ValueLeaf | None) -> bool:
@@ -36,7 +36,7 @@ def is_count_of_calls(path: str, kinds: Mapping[str, str]) -> bool:
 
     A scheduler that is made anew with `last_epoch` is right without it.
     """
-    return path.endswith(_CALLS) and kind_of_path(path, kinds) == "scheduler"
+    return path.endswith(_CALL_COUNTS) and kind_of_path(path, kinds) == "scheduler"
 
 
 def kind_of_path(
@@ -56,7 +56,7 @@ def kind_of_path(
         return "generator"
     if path in kinds:
         return kinds[path]
-    owner = max((one for one in kinds if path.startswith(one)), key=len, default="")
+    owner = max((prefix for prefix in kinds if path.startswith(prefix)), key=len, default="")
     kind = kinds.get(owner, "data" if _OF_DATA.search(path) else "state")
     if kind == "weights" and not path.startswith(f'{owner}["'):  # an attribute: a tensor, or a number
         return "state" if a is not None and a.count is None else "buffers"
@@ -65,12 +65,12 @@ def kind_of_path(
 
 def data_kind(path: str, a: ValueLeaf | None, b: ValueLeaf | None) -> str:
     """Name the kind of a data pipeline's attribute, by its name and its content."""
-    names = _LAST.findall(path)
+    names = _IDENTIFIER.findall(path)
     name = names[-1].lower() if names else ""
     if a is not None and b is not None and a.count is not None and a.count == b.count:
         return "order"  # different items, in the same number
     if (a is not None and a.count is not None) or (b is not None and b.count is not None):
-        return "prefetch" if _AHEAD.search(name) else "buffer"
+        return "prefetch" if _PREFETCH.search(name) else "buffer"
     if _SEED.search(name):
         return "shuffle"
     if _EPOCH.search(name):

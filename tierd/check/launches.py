@@ -26,8 +26,8 @@ from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
 from tierd.spool.spool import Spool
 
-_CODE = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
-_TAIL = 15  # lines of a failed launch's output in the error message
+_CHILD_CODE = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
+_TAIL_LINES = 15  # lines of a failed launch's output in the error message
 _POLL_S = 0.02
 
 
@@ -39,18 +39,18 @@ class Rank:
     record: Path
     output: Path
     seen: RankHistory = field(default_factory=RankHistory)
-    _read: int = 0
+    _read_bytes: int = 0
 
     def poll(self) -> bool:
         """Read the new lines of the record, and return whether there were any."""
         with suppress(FileNotFoundError), self.record.open("rb") as file:
-            file.seek(self._read)
+            file.seek(self._read_bytes)
             lines = file.read().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith(b"\n")]
-            for line in whole:
+            complete = [line for line in lines if line.endswith(b"\n")]
+            for line in complete:
                 self.seen.add(msgspec.json.decode(line, type=RecordLine))
-            self._read += sum(map(len, whole))
-            return bool(whole)
+            self._read_bytes += sum(map(len, complete))
+            return bool(complete)
         return False
 
     @property
@@ -61,10 +61,10 @@ class Rank:
         """
         if self.process.returncode is not None:
             return self.process.returncode
-        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
             return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def stop(self) -> None:
         """Send SIGKILL to the process and its workers, and return when it has ended."""
@@ -77,7 +77,7 @@ class Rank:
     def tail(self) -> str:
         """Return the last lines of the process's output."""
         with suppress(FileNotFoundError):
-            return "\n".join(self.output.read_text(errors="replace").splitlines()[-_TAIL:])
+            return "\n".join(self.output.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return ""
 
 
@@ -125,16 +125,16 @@ class CheckedLoop:
                 ranks.append(self._start(name, spool, rank, kill if rank == victim else None, port))
             self._watch(name, ranks, kill, ranks[victim], margin)
         finally:
-            for one in ranks:
-                one.stop()
-        return [one.seen for one in ranks]
+            for rank_process in ranks:
+                rank_process.stop()
+        return [process.seen for process in ranks]
 
     def _start(self, name: str, spool: Path, rank: int, kill: KillPoint | None, port: int) -> Rank:
-        path = list(dict.fromkeys(str(Path(one).absolute()) for one in ["", *sys.path]))
+        path = list(dict.fromkeys(str(Path(entry).absolute()) for entry in ["", *sys.path]))
         files = self.home / f"{name.replace(' ', '-')}-rank-{rank}"
         record, output = files.with_suffix(".jsonl"), files.with_suffix(".out")
         orders = self._orders(spool, record, kill)
-        command = [sys.executable, "-c", _CODE.format(path=path), msgspec.json.encode(orders).decode()]
+        command = [sys.executable, "-c", _CHILD_CODE.format(path=path), msgspec.json.encode(orders).decode()]
         with output.open("wb") as out:
             process = subprocess.Popen(
                 command,
@@ -172,59 +172,59 @@ class CheckedLoop:
         heard = time.monotonic()
         while True:
             # Before the records, because the record of an ended process is then complete.
-            ends = [one.ended for one in ranks]
-            new = [one.poll() for one in ranks]
+            ends = [process.ended for process in ranks]
+            new = [process.poll() for process in ranks]
             if any(new):
                 heard = time.monotonic()
             if victim.seen.killing is not None:
                 if victim.ended is not None:
                     return
-            elif all(self._through(one, end, margin) for one, end in zip(ranks, ends, strict=True)):
+            elif all(self._has_finished(process, end, margin) for process, end in zip(ranks, ends, strict=True)):
                 if kill is not None:
-                    raise LoopFailed(self._never_killed(name, ranks, kill))
+                    raise LoopFailed(self._not_killed_message(name, ranks, kill))
                 return
             else:
-                for rank, (one, end) in enumerate(zip(ranks, ends, strict=True)):
-                    if end is not None and not self._through(one, end, margin):
-                        raise LoopFailed(self._gone(name, rank, one, end))
+                for rank, (rank_process, end) in enumerate(zip(ranks, ends, strict=True)):
+                    if end is not None and not self._has_finished(rank_process, end, margin):
+                        raise LoopFailed(self._ended_message(name, rank, rank_process, end))
             if time.monotonic() - heard > self.patience:
-                raise LoopFailed(self._hung(name, ranks))
+                raise LoopFailed(self._hung_message(name, ranks))
             time.sleep(_POLL_S)
 
-    def _through(self, rank: Rank, end: int | None, margin: int) -> bool:
+    def _has_finished(self, rank: Rank, end: int | None, margin: int) -> bool:
         if not rank.seen.ended:  # because a slow machine captures the state long after it recorded the step
             return False
         return end is not None or rank.seen.samples_after(self.steps) >= margin
 
     # -- error messages ---------------------------------------------------------------------------------------------
 
-    def _gone(self, name: str, rank: int, one: Rank, end: int) -> str:
+    def _ended_message(self, name: str, rank: int, process: Rank, end: int) -> str:
         how = f"was killed by signal {-end}" if end < 0 else f"ended with exit code {end}"
-        last = one.seen.last
+        last = process.seen.last
         early = last is None or last < self.steps
         before = f"before step {self.steps}" if early else "before its state was taken"
-        return f"{name}: rank {rank} {how} {_after(one)}, {before}{_quoted(one)}"
+        return f"{name}: rank {rank} {how} {_progress(process)}, {before}{_output_tail(process)}"
 
-    def _hung(self, name: str, ranks: Sequence[Rank]) -> str:
+    def _hung_message(self, name: str, ranks: Sequence[Rank]) -> str:
         slowest = min(range(len(ranks)), key=lambda rank: -1 if (last := ranks[rank].seen.last) is None else last)
         return (
-            f"{name}: nothing new for {self.patience:g} s; rank {slowest} stands {_after(ranks[slowest])} "
-            f"(--patience says how long to wait){_quoted(ranks[slowest])}"
+            f"{name}: nothing new for {self.patience:g} s; rank {slowest} stands {_progress(ranks[slowest])} "
+            f"(--patience says how long to wait){_output_tail(ranks[slowest])}"
         )
 
-    def _never_killed(self, name: str, ranks: Sequence[Rank], kill: KillPoint) -> str:
-        saves = sorted({step for one in ranks for step in one.seen.saves})
-        said = f"it saved steps {', '.join(map(str, saves))}" if saves else "it never saved through tierd"
-        return f"{name}: came to step {self.steps} and could not be killed at {kill}: {said}"
+    def _not_killed_message(self, name: str, ranks: Sequence[Rank], kill: KillPoint) -> str:
+        saves = sorted({step for process in ranks for step in process.seen.saves})
+        explanation = f"it saved steps {', '.join(map(str, saves))}" if saves else "it never saved through tierd"
+        return f"{name}: came to step {self.steps} and could not be killed at {kill}: {explanation}"
 
 
-def _after(one: Rank) -> str:
-    last = one.seen.last
+def _progress(process: Rank) -> str:
+    last = process.seen.last
     return "before its first tierd.observe" if last is None else f"after step {last}"
 
 
-def _quoted(one: Rank) -> str:
-    tail = one.tail()
+def _output_tail(process: Rank) -> str:
+    tail = process.tail()
     return f"; its output ends with:\n{tail}" if tail else "; it printed nothing"
 
 
@@ -233,9 +233,9 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     if ranks == 1:
         return dict(os.environ)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    given = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     return (
-        given
+        environment
         | {name: str(value) for name, value in numbers.items()}
         | {
             "MASTER_ADDR": "127.0.0.1",

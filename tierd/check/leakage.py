@@ -13,7 +13,7 @@ import msgspec
 
 from tierd.check.history import History, Sample
 
-_SHOWN = 5
+_MAX_EXAMPLES = 5
 
 Epochs = Mapping[int | None, Mapping[int, Counter[Sample]]]  # epoch -> rank -> how often each sample was trained on
 
@@ -39,74 +39,76 @@ class Leak(msgspec.Struct, frozen=True):
 
 def leaks(reference: History, killed: History, ranks: int, steps: int) -> list[Leak]:
     """Return the leaks of the killed run that the uninterrupted run does not have, up to step `steps`."""
-    whole, pieces = _epochs(reference, ranks, steps), _epochs(killed, ranks, steps)
-    found = [*_counted(whole, pieces), *_shared(whole, pieces)]
+    uninterrupted, pieces = _samples_by_epoch(reference, ranks, steps), _samples_by_epoch(killed, ranks, steps)
+    leaked = [*_repeated_and_skipped(uninterrupted, pieces), *_shared_samples(uninterrupted, pieces)]
     for rank in range(ranks):
-        kept = _validation(reference, ranks) | _validation(killed, ranks)
+        validation = _validation_samples(reference, ranks) | _validation_samples(killed, ranks)
         for epoch, by_rank in pieces.items():
-            inside = [one for one in by_rank.get(rank, ()) if one in kept]
+            inside = [sample for sample in by_rank.get(rank, ()) if sample in validation]
             if inside:
-                found.append(_leak("validation", epoch, rank, inside))
-    return found
+                leaked.append(_make_leak("validation", epoch, rank, inside))
+    return leaked
 
 
-def _counted(whole: Epochs, pieces: Epochs) -> Iterator[Leak]:
-    last = max((one for one in pieces if one is not None), default=None)
+def _repeated_and_skipped(uninterrupted: Epochs, pieces: Epochs) -> Iterator[Leak]:
+    last = max((epoch for epoch in pieces if epoch is not None), default=None)
     for epoch, by_rank in pieces.items():
         for rank, counts in by_rank.items():
-            expected = whole.get(epoch, {}).get(rank, Counter())
-            twice = [one for one, count in counts.items() if count > max(expected[one], 1)]
+            expected = uninterrupted.get(epoch, {}).get(rank, Counter())
+            twice = [sample for sample, count in counts.items() if count > max(expected[sample], 1)]
             if twice:
-                yield _leak("twice", epoch, rank, twice)
+                yield _make_leak("twice", epoch, rank, twice)
             if epoch is not None and epoch != last:  # the last epoch may only be behind
-                skipped = [one for one in expected if one not in counts]
+                skipped = [sample for sample in expected if sample not in counts]
                 if skipped:
-                    yield _leak("skipped", epoch, rank, skipped)
+                    yield _make_leak("skipped", epoch, rank, skipped)
 
 
-def _shared(whole: Epochs, pieces: Epochs) -> Iterator[Leak]:
+def _shared_samples(uninterrupted: Epochs, pieces: Epochs) -> Iterator[Leak]:
     for epoch, by_rank in pieces.items():
-        before = _on_several(whole.get(epoch, {}))
-        several = [one for one in _on_several(by_rank) if one not in before]
+        before = _samples_on_several_ranks(uninterrupted.get(epoch, {}))
+        several = [sample for sample in _samples_on_several_ranks(by_rank) if sample not in before]
         if several:
-            yield _leak("two ranks", epoch, None, several)
+            yield _make_leak("two ranks", epoch, None, several)
 
 
-def _on_several(by_rank: Mapping[int, Counter[Sample]]) -> dict[Sample, None]:
-    seen = Counter(one for counts in by_rank.values() for one in counts)
-    return {one: None for one, count in seen.items() if count > 1}
+def _samples_on_several_ranks(by_rank: Mapping[int, Counter[Sample]]) -> dict[Sample, None]:
+    rank_counts = Counter(sample for counts in by_rank.values() for sample in counts)
+    return {sample: None for sample, count in rank_counts.items() if count > 1}
 
 
-def _epochs(history: History, ranks: int, steps: int) -> Epochs:
-    found: defaultdict[int | None, defaultdict[int, Counter[Sample]]] = defaultdict(lambda: defaultdict(Counter))
+def _samples_by_epoch(history: History, ranks: int, steps: int) -> Epochs:
+    epochs: defaultdict[int | None, defaultdict[int, Counter[Sample]]] = defaultdict(lambda: defaultdict(Counter))
     for rank in range(ranks):
-        for step, one in history.effective(rank).items():
+        for step, counted in history.effective(rank).items():
             if step <= steps:
-                found[one.observation.epoch][rank].update(one.observation.samples)
-    return found
+                epochs[counted.observation.epoch][rank].update(counted.observation.samples)
+    return epochs
 
 
-def _validation(history: History, ranks: int) -> set[Sample]:
+def _validation_samples(history: History, ranks: int) -> set[Sample]:
     return {
-        one
+        sample
         for rank in range(ranks)
         for counted in history.effective(rank).values()
-        for one in counted.observation.validation
+        for sample in counted.observation.validation
     }
 
 
-def _leak(kind: str, epoch: int | None, rank: int | None, samples: list[Sample]) -> Leak:
-    return Leak(kind, epoch, rank, len(samples), tuple(samples[:_SHOWN]))
+def _make_leak(kind: str, epoch: int | None, rank: int | None, samples: list[Sample]) -> Leak:
+    return Leak(kind, epoch, rank, len(samples), tuple(samples[:_MAX_EXAMPLES]))
 
 
-def line(one: Leak) -> str:
+def line(leak: Leak) -> str:
     """Describe one leak for a reader."""
-    where = "" if one.epoch is None else f"epoch {one.epoch}: "
-    who = "" if one.rank is None else f"rank {one.rank} "
-    what = {
-        "twice": f"{who}trained on {one.count} samples more than once",
-        "skipped": f"{who}skipped {one.count} samples",
-        "two ranks": f"{one.count} samples were trained on by more than one rank",
-        "validation": f"{who}trained on {one.count} samples of the validation split",
-    }[one.kind]
-    return f"{where}{what}: {', '.join(map(str, one.examples))}{', …' if one.count > len(one.examples) else ''}"
+    where = "" if leak.epoch is None else f"epoch {leak.epoch}: "
+    who = "" if leak.rank is None else f"rank {leak.rank} "
+    description = {
+        "twice": f"{who}trained on {leak.count} samples more than once",
+        "skipped": f"{who}skipped {leak.count} samples",
+        "two ranks": f"{leak.count} samples were trained on by more than one rank",
+        "validation": f"{who}trained on {leak.count} samples of the validation split",
+    }[leak.kind]
+    return (
+        f"{where}{description}: {', '.join(map(str, leak.examples))}{', …' if leak.count > len(leak.examples) else ''}"
+    )

@@ -19,11 +19,11 @@ import msgspec
 import xxhash
 
 SAMPLED = 64  # elements of a tensor that are kept to measure its distance from another
-_MOST = 20_000  # leaves of one tree; later ones are left out, the same ones each time
-_FEW = 8  # up to so many numbers are a leaf each; a longer sequence is one leaf
-_LONGEST = 100_000  # items of a sequence that is digested as a whole
-_TEXT = 80
-_WHOLE = 20_000  # characters of a long text that are kept
+_MAX_LEAVES = 20_000  # leaves of one tree; later ones are left out, the same ones each time
+_MAX_SEPARATE_NUMBERS = 8  # up to so many numbers are a leaf each; a longer sequence is one leaf
+_MAX_DIGESTED_ITEMS = 100_000  # items of a sequence that is digested as a whole
+_MAX_TEXT = 80
+_MAX_FULL_TEXT = 20_000  # characters of a long text that are kept
 _SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
@@ -47,42 +47,42 @@ class ValueLeaf(msgspec.Struct, frozen=True, omit_defaults=True):
     whole: str = ""
 
 
-def leaves(value: object, path: str, saved: bool | None = None, most: int = _MOST) -> dict[str, ValueLeaf]:
-    """Return the first `most` leaves of `value` by their paths.
+def leaves(value: object, path: str, saved: bool | None = None, limit: int = _MAX_LEAVES) -> dict[str, ValueLeaf]:
+    """Return the first `limit` leaves of `value` by their paths.
 
     Objects other than containers, tensors, arrays and generators have no leaf.
     """
-    found: dict[str, ValueLeaf] = {}
+    by_path: dict[str, ValueLeaf] = {}
     for place, leaf in _walk(value, path, set()):
-        found[place] = leaf if saved is None else msgspec.structs.replace(leaf, saved=saved)
-        if len(found) >= most:
+        by_path[place] = leaf if saved is None else msgspec.structs.replace(leaf, saved=saved)
+        if len(by_path) >= limit:
             break
-    return found
+    return by_path
 
 
 def leaf_of(value: Any) -> ValueLeaf | None:
     """Return the leaf of a single value; None for a container, and for values without a leaf."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _tensor(torch, value)
+        return _tensor_leaf(torch, value)
     if torch is not None and isinstance(value, torch.Generator):
-        return _generator(value.get_state().cpu().numpy().tobytes())
+        return _generator_leaf(value.get_state().cpu().numpy().tobytes())
     if isinstance(value, _SCALARS):
         sample = (float(value),) if isinstance(value, bool | int | float) and abs(value) < 1e300 else ()
         text = repr(value)
-        whole = text[:_WHOLE] if len(text) > _TEXT else ""
-        return ValueLeaf(_digest(text.encode()), _cut(text), sample=sample, whole=whole)
+        full_text = text[:_MAX_FULL_TEXT] if len(text) > _MAX_TEXT else ""
+        return ValueLeaf(_digest(text.encode()), _shorten(text), sample=sample, whole=full_text)
     if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else _generator(repr(value.getstate()).encode())
+        return None if isinstance(value, random.SystemRandom) else _generator_leaf(repr(value.getstate()).encode())
     if numpy is not None:
         if isinstance(value, numpy.ndarray):
-            return _array(numpy, value)
+            return _array_leaf(numpy, value)
         if isinstance(value, numpy.generic):
             return leaf_of(value.item())
         if isinstance(value, numpy.random.RandomState):
-            return _generator(repr([repr(part) for part in value.get_state(legacy=True)]).encode())
+            return _generator_leaf(repr([repr(part) for part in value.get_state(legacy=True)]).encode())
         if isinstance(value, numpy.random.Generator):
-            return _generator(repr(value.bit_generator.state).encode())
+            return _generator_leaf(repr(value.bit_generator.state).encode())
     return None
 
 
@@ -99,22 +99,26 @@ def is_generator(value: object) -> bool:
 def run_of(values: Any) -> ValueLeaf | None:
     """Return one leaf for a list, tuple, deque or set of many plain values."""
     count = len(values)
-    if count > _LONGEST:
+    if count > _MAX_DIGESTED_ITEMS:
         return ValueLeaf(_digest(str(count).encode()), f"{count} items", count)
     items = list(values)
-    if count <= _FEW or not all(_is_plain(one) for one in items):
+    if count <= _MAX_SEPARATE_NUMBERS or not all(_is_plain(item) for item in items):
         return None
     if isinstance(values, set | frozenset):
         items.sort(key=repr)
-    sample = tuple(float(one) for one in items[:SAMPLED] if isinstance(one, bool | int | float) and abs(one) < 1e300)
+    sample = tuple(
+        float(item) for item in items[:SAMPLED] if isinstance(item, bool | int | float) and abs(item) < 1e300
+    )
     text = repr(items)
-    shown = _cut(f"{count} items: {', '.join(map(repr, items[:4]))}, …")
-    return ValueLeaf(_digest(text.encode()), shown, count, sample, whole=text[:_WHOLE])
+    summary = _shorten(f"{count} items: {', '.join(map(repr, items[:4]))}, …")
+    return ValueLeaf(_digest(text.encode()), summary, count, sample, whole=text[:_MAX_FULL_TEXT])
 
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, _SCALARS) or (
-        isinstance(value, tuple | list) and len(value) <= _FEW and all(isinstance(one, _SCALARS) for one in value)
+        isinstance(value, tuple | list)
+        and len(value) <= _MAX_SEPARATE_NUMBERS
+        and all(isinstance(item, _SCALARS) for item in value)
     )
 
 
@@ -127,7 +131,7 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, ValueLe
     elif isinstance(value, Mapping):
         yield path, ValueLeaf(_digest(str(len(value)).encode()), f"{len(value)} items", len(value))
         for key, inner in list(value.items()):
-            yield from _walk(inner, f"{path}[{_key(key)}]", above | {id(value)})
+            yield from _walk(inner, f"{path}[{_key_text(key)}]", above | {id(value)})
     elif _is_sequence(value):
         if (run := run_of(value)) is not None:
             yield path, run
@@ -142,12 +146,12 @@ def _is_sequence(value: object) -> bool:
     return isinstance(value, list | tuple | deque | set | frozenset)
 
 
-def _key(key: object) -> str:
+def _key_text(key: object) -> str:
     text = repr(key) if not isinstance(key, str) else '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return _cut(text)
+    return _shorten(text)
 
 
-def _tensor(torch: Any, value: Any) -> ValueLeaf | None:
+def _tensor_leaf(torch: Any, value: Any) -> ValueLeaf | None:
     try:
         plain = value.detach()
         if (
@@ -170,29 +174,29 @@ def _tensor(torch: Any, value: Any) -> ValueLeaf | None:
         sample: tuple[float, ...] = ()
         if flat.numel() and not plain.is_complex():
             step = max(1, flat.numel() // SAMPLED)
-            sample = tuple(float(one) for one in flat[::step][:SAMPLED].double().tolist())
-        return ValueLeaf(digest.hexdigest(), form, flat.numel(), _finite(sample))
+            sample = tuple(float(number) for number in flat[::step][:SAMPLED].double().tolist())
+        return ValueLeaf(digest.hexdigest(), form, flat.numel(), _replace_nonfinite(sample))
     except Exception:  # a tensor that cannot be read
         return None
 
 
-def _array(numpy: Any, value: Any) -> ValueLeaf | None:
+def _array_leaf(numpy: Any, value: Any) -> ValueLeaf | None:
     if value.dtype.hasobject:
         return None
-    whole = numpy.ascontiguousarray(value)
+    contiguous = numpy.ascontiguousarray(value)
     form = f"array {value.dtype.str} {value.shape}"
-    flat = whole.reshape(-1)
+    flat = contiguous.reshape(-1)
     sample: tuple[float, ...] = ()
     if flat.size and value.dtype.kind in "biuf":
-        sample = tuple(float(one) for one in flat[:: max(1, flat.size // SAMPLED)][:SAMPLED])
-    return ValueLeaf(_digest(form.encode() + whole.tobytes()), form, flat.size, _finite(sample))
+        sample = tuple(float(number) for number in flat[:: max(1, flat.size // SAMPLED)][:SAMPLED])
+    return ValueLeaf(_digest(form.encode() + contiguous.tobytes()), form, flat.size, _replace_nonfinite(sample))
 
 
-def _finite(sample: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(one if math.isfinite(one) else 0.0 for one in sample)
+def _replace_nonfinite(sample: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(number if math.isfinite(number) else 0.0 for number in sample)
 
 
-def _generator(state: bytes) -> ValueLeaf:
+def _generator_leaf(state: bytes) -> ValueLeaf:
     digest = _digest(state)
     return ValueLeaf(digest, f"generator {digest[:8]}")
 
@@ -201,5 +205,5 @@ def _digest(data: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"

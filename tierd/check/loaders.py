@@ -30,17 +30,17 @@ def loader_leaves(places: ObjectPlaces, iterators: Iterable[Any], read: set[int]
         read: gets the ids of the objects that were read.
     """
     newest: dict[str, Any] = {}
-    for one in sorted(iterators, key=lambda one: places.of(one)[0]):
-        newest[_name(one)] = one
-    found: dict[str, ValueLeaf] = {}
-    for name, one in newest.items():
-        batches = _batches(one)
-        found[f"{name}: {POSITION}"] = ValueLeaf(str(batches), str(batches), sample=(float(batches),))
-        seen: set[int] = set()  # another loader may have the same dataset
-        found |= dict(_parts(one, name, seen))
+    for iterator in sorted(iterators, key=lambda candidate: places.of(candidate)[0]):
+        newest[_loader_name(iterator)] = iterator
+    by_path: dict[str, ValueLeaf] = {}
+    for name, iterator in newest.items():
+        batches = _count_batches(iterator)
+        by_path[f"{name}: {POSITION}"] = ValueLeaf(str(batches), str(batches), sample=(float(batches),))
+        visited: set[int] = set()  # another loader may have the same dataset
+        by_path |= dict(_part_leaves(iterator, name, visited))
         if read is not None:
-            read |= seen
-    return found
+            read |= visited
+    return by_path
 
 
 def order_digests(orders: Iterable[Any]) -> list[str]:
@@ -49,15 +49,19 @@ def order_digests(orders: Iterable[Any]) -> list[str]:
     Args:
         orders: the loaders and samplers. A loader with workers seeds these, and so what a dataset draws there.
     """
-    found = set()
-    for one in orders:
-        generator = getattr(one, "__dict__", {}).get("generator")
-        if is_generator(generator) and not getattr(one, "num_workers", 0) and (leaf := leaf_of(generator)) is not None:
-            found.add(leaf.digest)
-    return sorted(found)
+    digests = set()
+    for source in orders:
+        generator = getattr(source, "__dict__", {}).get("generator")
+        if (
+            is_generator(generator)
+            and not getattr(source, "num_workers", 0)
+            and (leaf := leaf_of(generator)) is not None
+        ):
+            digests.add(leaf.digest)
+    return sorted(digests)
 
 
-def _name(iterator: Any) -> str:
+def _loader_name(iterator: Any) -> str:
     dataset = iterator._dataset
     count = ""
     with suppress(Exception):  # a stream has no length
@@ -65,7 +69,7 @@ def _name(iterator: Any) -> str:
     return f"DataLoader of {type(dataset).__name__}{count}"
 
 
-def _batches(iterator: Any) -> int:
+def _count_batches(iterator: Any) -> int:
     """Return the batches that were read, with those that a loader of accelerate skipped at its beginning."""
     skipped, sampler = 0, getattr(iterator, "_index_sampler", None)
     for _ in range(len(_LINKS)):
@@ -74,22 +78,22 @@ def _batches(iterator: Any) -> int:
     return int(iterator._num_yielded + skipped)
 
 
-def _parts(iterator: Any, name: str, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
+def _part_leaves(iterator: Any, name: str, visited: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
     sampler = getattr(iterator, "_index_sampler", None)
     todo = [sampler]
     while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen or not hasattr(one, "__dict__"):
+        current = todo.pop()
+        if current is None or id(current) in visited or not hasattr(current, "__dict__"):
             continue
-        seen.add(id(one))
-        where = f"{type(one).__name__} of the {name}"
-        for key, value in list(vars(one).items()):
+        visited.add(id(current))
+        where = f"{type(current).__name__} of the {name}"
+        for key, value in list(vars(current).items()):
             if key in _LINKS:
                 todo.append(value)
-            elif key != "skip_batches" and (leaf := _setting(value)) is not None:
+            elif key != "skip_batches" and (leaf := _setting_leaf(value)) is not None:
                 yield f"{where}.{key}", leaf
-    yield from walk(iterator._dataset, f"{type(iterator._dataset).__name__} of the {name}", seen)
+    yield from walk(iterator._dataset, f"{type(iterator._dataset).__name__} of the {name}", visited)
 
 
-def _setting(value: object) -> ValueLeaf | None:
+def _setting_leaf(value: object) -> ValueLeaf | None:
     return leaf_of(value) if type(value) in (int, float, bool, str) or is_generator(value) else None

@@ -14,21 +14,25 @@ def loads_later(saved: Taken, loaded: Taken) -> bool:
     return any(then.endswith(("object", "both")) and now.endswith("values") for then, now in forms)
 
 
-def capture_of(seen: RankHistory, at: str, step: int | None = None) -> Taken | None:
-    return next((one for one in seen.taken if one.at == at and step in (None, one.step)), None)
+def capture_of(record: RankHistory, at: str, step: int | None = None) -> Taken | None:
+    return next((capture for capture in record.taken if capture.at == at and step in (None, capture.step)), None)
 
 
-def capture_before(whole: RankHistory, then: Taken) -> Taken | None:
+def capture_before(uninterrupted: RankHistory, then: Taken) -> Taken | None:
     """Return the last capture before `then`, after a step or at a save."""
-    earlier = [one for one in whole.taken[: whole.taken.index(then)] if one.at in ("step", "save")]
+    earlier = [
+        capture for capture in uninterrupted.taken[: uninterrupted.taken.index(then)] if capture.at in ("step", "save")
+    ]
     return earlier[-1] if earlier else None
 
 
-def beginnings(whole: RankHistory, here: RankHistory, begun: int) -> tuple[Taken, Taken] | None:
+def beginnings(uninterrupted: RankHistory, resumed: RankHistory, first_step: int) -> tuple[Taken, Taken] | None:
     """Return both runs' states at the first step: right before its forward pass, or else when it was observed."""
     # After a restore the first one is the first step's, whatever the number of the checkpoint.
-    restored = here.begun is None or capture_of(here, "loaded") is not None
-    first = capture_of(here, "forward") if restored else here.begun
-    pairs = [(capture_of(whole, "forward", begun - 1), first)]
-    pairs += [(capture_of(whole, at, begun), capture_of(here, at, begun)) for at in ("step", "end")]
+    restored = resumed.begun is None or capture_of(resumed, "loaded") is not None
+    first = capture_of(resumed, "forward") if restored else resumed.begun
+    pairs = [(capture_of(uninterrupted, "forward", first_step - 1), first)]
+    pairs += [
+        (capture_of(uninterrupted, at, first_step), capture_of(resumed, at, first_step)) for at in ("step", "end")
+    ]
     return next(((then, before) for then, before in pairs if then is not None and before is not None), None)

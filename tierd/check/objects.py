@@ -18,7 +18,7 @@ from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
 from tierd.check.owned import is_kerass_callback, is_kerass_optimizer, is_own_class, set_by_user
 from tierd.check.places import ObjectPlaces, is_users, users_frames
 
-_DEEPEST = 30  # frames and containers
+_MAX_DEPTH = 30  # frames and containers
 
 
 def is_data(value: object) -> bool:
@@ -57,99 +57,107 @@ def live(
     and others. The generators and tensors that the loop holds are leaves as well.
     """
     torch = sys.modules.get("torch")
-    saved = _Saved(state)
-    found: dict[str, ValueLeaf] = {}
+    saved = _SavedState(state)
+    by_path: dict[str, ValueLeaf] = {}
     kinds: dict[str, str] = {}
     if torch is not None:
-        for name, one in _named(places, objects.stateful, saved):
-            kinds[name] = kind_of(one)
-            found |= _of_module(torch, one, name, saved) if isinstance(one, torch.nn.Module) else _of(one, name, saved)
-    for name, value in _held():
-        if is_generator(value) and torch is not None and _is_of_data(value):
+        for name, stateful in _name_objects(places, objects.stateful, saved):
+            kinds[name] = kind_of(stateful)
+            by_path |= (
+                _module_leaves(torch, stateful, name, saved)
+                if isinstance(stateful, torch.nn.Module)
+                else _state_dict_leaves(stateful, name, saved)
+            )
+    for name, value in _local_values():
+        if is_generator(value) and torch is not None and _is_data_generator(value):
             continue  # the samples show the generator of a loader or sampler
         if not (torch is not None and isinstance(value, torch.Tensor) and saved.has(value)):
-            found |= leaves(value, name, False if saved.known and id(value) not in saved.objects else None)
-    return found, kinds
+            by_path |= leaves(value, name, False if saved.known and id(value) not in saved.objects else None)
+    return by_path, kinds
 
 
-def details(places: ObjectPlaces, objects: LiveObjects, known: bool) -> dict[str, ValueLeaf]:
+def details(places: ObjectPlaces, objects: LiveObjects, is_captured: bool) -> dict[str, ValueLeaf]:
     """Return the attributes of modules outside of parameters and buffers.
 
     These are gradients, numbers, the training mode, and which parameters are trained and which are frozen; and of an
     optimizer, how many of its parameters no module has.
 
     Args:
-        known: whether the saved state was captured; it does not contain the numbers.
+        is_captured: whether the saved state was captured; it does not contain the numbers.
     """
-    found = gradients(places, objects) | _apart(places, objects)
-    for name, one in _modules(places, objects):
-        for path, weight in one.named_parameters():
+    by_path = gradients(places, objects) | _orphan_parameters(places, objects)
+    for name, module in _modules(places, objects):
+        for path, weight in module.named_parameters():
             trained = str(weight.requires_grad)
-            found[f'{name}["{path}"].requires_grad'] = ValueLeaf(trained, trained)
-        for path, inner in one.named_modules():
+            by_path[f'{name}["{path}"].requires_grad'] = ValueLeaf(trained, trained)
+        for path, inner in module.named_modules():
             where = f"{name}{f'.{path}' if path else ''}"
-            found[f"{where}.training"] = ValueLeaf(str(inner.training), str(inner.training))
+            by_path[f"{where}.training"] = ValueLeaf(str(inner.training), str(inner.training))
             for key, value in vars(inner).items():
                 if type(value) in (int, float) and (leaf := leaf_of(value)) is not None:
-                    found[f"{where}.{key}"] = ValueLeaf(leaf.digest, leaf.text, saved=False if known else None)
-    return found
+                    by_path[f"{where}.{key}"] = ValueLeaf(leaf.digest, leaf.text, saved=False if is_captured else None)
+    return by_path
 
 
-def _apart(places: ObjectPlaces, objects: LiveObjects) -> dict[str, ValueLeaf]:
+def _orphan_parameters(places: ObjectPlaces, objects: LiveObjects) -> dict[str, ValueLeaf]:
     """Return how many parameters of each optimizer are of no module, as after a load that replaced the module's."""
     optimizer: Any = sys.modules["torch"].optim.Optimizer
-    trained = {id(weight) for _, one in _modules(places, objects) for weight in one.parameters()}
-    found: dict[str, ValueLeaf] = {}
-    for name, one in _named(places, (one for one in objects.stateful if isinstance(one, optimizer)), _Saved(None)):
-        count = sum(id(weight) not in trained for group in one.param_groups for weight in group["params"])
-        found[f"{name}: its parameters that no module has"] = ValueLeaf(str(count), str(count))
-    return found
+    trained = {id(weight) for _, module in _modules(places, objects) for weight in module.parameters()}
+    by_path: dict[str, ValueLeaf] = {}
+    for name, instance in _name_objects(
+        places, (stateful for stateful in objects.stateful if isinstance(stateful, optimizer)), _SavedState(None)
+    ):
+        count = sum(id(weight) not in trained for group in instance.param_groups for weight in group["params"])
+        by_path[f"{name}: its parameters that no module has"] = ValueLeaf(str(count), str(count))
+    return by_path
 
 
 def gradients(places: ObjectPlaces, objects: LiveObjects) -> dict[str, ValueLeaf]:
     """Return the gradients of all modules' parameters."""
-    found: dict[str, ValueLeaf] = {}
-    for name, one in _modules(places, objects):
-        for path, weight in one.named_parameters():
+    by_path: dict[str, ValueLeaf] = {}
+    for name, module in _modules(places, objects):
+        for path, weight in module.named_parameters():
             if weight.grad is not None and (leaf := leaf_of(weight.grad)) is not None:
-                found[f'gradient of {name}["{path}"]'] = leaf
-    return found
+                by_path[f'gradient of {name}["{path}"]'] = leaf
+    return by_path
 
 
 def _modules(places: ObjectPlaces, objects: LiveObjects) -> Iterator[tuple[str, Any]]:
     torch: Any = sys.modules["torch"]
-    return _named(places, (one for one in objects.stateful if isinstance(one, torch.nn.Module)), _Saved(None))
+    return _name_objects(
+        places, (stateful for stateful in objects.stateful if isinstance(stateful, torch.nn.Module)), _SavedState(None)
+    )
 
 
 def named(places: ObjectPlaces, objects: LiveObjects) -> dict[str, object]:
     """Return the objects outside of the saved state by the names that `live` and `details` have for them."""
-    return dict(_named(places, objects.stateful, _Saved(None)))
+    return dict(_name_objects(places, objects.stateful, _SavedState(None)))
 
 
-class _Saved:
+class _SavedState:
     """The content of the saved state: the identities of objects, and the addresses of tensors."""
 
     def __init__(self, state: Mapping[str, Any] | None) -> None:
         self.known = state is not None
         self.objects: set[int] = set()
         self.memory: set[int] = set()
-        self._note(state, 0)
+        self._add(state, 0)
 
-    def _note(self, value: Any, depth: int) -> None:
+    def _add(self, value: Any, depth: int) -> None:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             self.memory.add(value.data_ptr())
-        elif depth < _DEEPEST and isinstance(value, Mapping):
+        elif depth < _MAX_DEPTH and isinstance(value, Mapping):
             for inner in value.values():
-                self._note(inner, depth + 1)
-        elif depth < _DEEPEST and isinstance(value, list | tuple):
+                self._add(inner, depth + 1)
+        elif depth < _MAX_DEPTH and isinstance(value, list | tuple):
             for inner in value[:1000]:
-                self._note(inner, depth + 1)
+                self._add(inner, depth + 1)
         elif value is not None:
             self.objects.add(id(value))
             if torch is not None and isinstance(value, torch.nn.Module):
-                self.objects |= {id(one) for one in value.modules()}
-                self._note(value.state_dict(), depth + 1)
+                self.objects |= {id(module) for module in value.modules()}
+                self._add(value.state_dict(), depth + 1)
 
     def has(self, tensor: Any) -> bool | None:
         return tensor.data_ptr() in self.memory if self.known else None
@@ -195,36 +203,36 @@ def find_live() -> LiveObjects:
         "owned": [],
         "other": [],
     }
-    for one in gc.get_objects():
-        kind = type(one)
-        if kind is GeneratorType and one.gi_frame is not None and is_users(one.gi_code.co_filename):
-            running.append(one)
-        if kind is FunctionType and (one.__closure__ or one.__dict__ or one.__defaults__):
-            if is_users(one.__code__.co_filename):
-                functions.append(one)
+    for candidate in gc.get_objects():
+        kind = type(candidate)
+        if kind is GeneratorType and candidate.gi_frame is not None and is_users(candidate.gi_code.co_filename):
+            running.append(candidate)
+        if kind is FunctionType and (candidate.__closure__ or candidate.__dict__ or candidate.__defaults__):
+            if is_users(candidate.__code__.co_filename):
+                functions.append(candidate)
             continue
         group = groups.get(kind)
         if group is None:
-            group = groups[kind] = _group(torch, kind)
+            group = groups[kind] = _group_of_class(torch, kind)
         if group:
-            by_group[group].append(one)
+            by_group[group].append(candidate)
     modules, stateful = by_group["module"], by_group["stateful"]
-    inner = {id(child) for one in modules for child in one.children()}
-    top = [one for one in modules if id(one) not in inner]
-    own = [one for one in modules + stateful if is_own_class(type(one))] + by_group["owned"]
-    own += set_by_user(by_group["other"])
+    inner = {id(child) for module in modules for child in module.children()}
+    top = [module for module in modules if id(module) not in inner]
+    user_objects = [instance for instance in modules + stateful if is_own_class(type(instance))] + by_group["owned"]
+    user_objects += set_by_user(by_group["other"])
     return LiveObjects(
-        top + [one for one in stateful if not is_data(one)],
+        top + [instance for instance in stateful if not is_data(instance)],
         running,
         by_group["iterator"],
-        [one for one in own if not is_data(one)],
+        [instance for instance in user_objects if not is_data(instance)],
         by_group["order"],
         functions,
-        [one for one in own if is_data(one)],
+        [instance for instance in user_objects if is_data(instance)],
     )
 
 
-def _group(torch: Any, kind: type) -> str:
+def _group_of_class(torch: Any, kind: type) -> str:
     """Return the group of the objects of a class in a capture; empty if they are in none."""
     from tierd.state.kinds.rng import RngState
 
@@ -243,68 +251,68 @@ def _group(torch: Any, kind: type) -> str:
     return "other" if kind.__dictoffset__ else ""
 
 
-def _named(places: ObjectPlaces, objects: Iterable[Any], saved: _Saved) -> Iterator[tuple[str, Any]]:
+def _name_objects(places: ObjectPlaces, objects: Iterable[Any], saved: _SavedState) -> Iterator[tuple[str, Any]]:
     """Name each object by its type, its place of creation, and its number among equal ones."""
     kinds: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
-    for one in objects:
-        order, place = places.of(one)
-        kinds[f"{type(one).__qualname__}{f' of {place}' if place else ''}"].append((order, one))
-    for name, found in kinds.items():
-        found.sort(key=lambda item: item[0])
-        for number, (_, one) in enumerate(found, start=1):
-            if id(one) not in saved.objects or not saved.known or hasattr(one, "named_buffers"):
-                yield name if len(found) == 1 else f"{name} ({number} of {len(found)})", one
+    for instance in objects:
+        order, place = places.of(instance)
+        kinds[f"{type(instance).__qualname__}{f' of {place}' if place else ''}"].append((order, instance))
+    for name, instances in kinds.items():
+        instances.sort(key=lambda item: item[0])
+        for number, (_, instance) in enumerate(instances, start=1):
+            if id(instance) not in saved.objects or not saved.known or hasattr(instance, "named_buffers"):
+                yield name if len(instances) == 1 else f"{name} ({number} of {len(instances)})", instance
 
 
-def _of_module(torch: Any, module: Any, name: str, saved: _Saved) -> dict[str, ValueLeaf]:
-    found: dict[str, ValueLeaf] = {}
+def _module_leaves(torch: Any, module: Any, name: str, saved: _SavedState) -> dict[str, ValueLeaf]:
+    by_path: dict[str, ValueLeaf] = {}
 
-    def add(path: str, value: Any, there: bool | None) -> None:
-        if not there and (leaf := leaf_of(value)) is not None:
-            found[path] = ValueLeaf(leaf.digest, leaf.text, leaf.count, leaf.sample, there)
+    def add(path: str, value: Any, is_saved: bool | None) -> None:
+        if not is_saved and (leaf := leaf_of(value)) is not None:
+            by_path[path] = ValueLeaf(leaf.digest, leaf.text, leaf.count, leaf.sample, is_saved)
 
     for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
         add(f'{name}["{path}"]', tensor, saved.has(tensor))
-    for path, one in module.named_modules():
-        for key, value in vars(one).items():
+    for path, inner in module.named_modules():
+        for key, value in vars(inner).items():
             where = f"{name}{f'.{path}' if path else ''}.{key}"
-            is_unset = value is None and key[0] != "_" and is_own_class(type(one))  # a tensor, perhaps, later
+            is_unset = value is None and key[0] != "_" and is_own_class(type(inner))  # a tensor, perhaps, later
             if is_unset or isinstance(value, torch.Tensor):
                 add(where, value, False if is_unset else saved.has(value))
-    return found
+    return by_path
 
 
-def _of(one: Any, name: str, saved: _Saved) -> dict[str, ValueLeaf]:
+def _state_dict_leaves(stateful: Any, name: str, saved: _SavedState) -> dict[str, ValueLeaf]:
     try:
-        return leaves(one.state_dict(), name, False if saved.known else None)
+        return leaves(stateful.state_dict(), name, False if saved.known else None)
     except Exception:  # half constructed, or already released
         return {}
 
 
-def _is_of_data(generator: object) -> bool:
+def _is_data_generator(generator: object) -> bool:
     """Return whether a loader, a sampler or a dataset draws from this generator."""
     owners = gc.get_referrers(generator)
-    owners += [owner for one in owners if type(one) is dict for owner in gc.get_referrers(one)]
-    return any(is_data(one) and not isinstance(one, GeneratorType) for one in owners)
+    owners += [owner for referrer in owners if type(referrer) is dict for owner in gc.get_referrers(referrer)]
+    return any(is_data(owner) and not isinstance(owner, GeneratorType) for owner in owners)
 
 
-def _held() -> Iterator[tuple[str, Any]]:
+def _local_values() -> Iterator[tuple[str, Any]]:
     """Yield the tensors and random number generators in local variables of the loop's own functions."""
-    for frame in users_frames(1 + _DEEPEST):  # this call is one of them
+    for frame in users_frames(1 + _MAX_DEPTH):  # this call is one of them
         code = frame.f_code
         inside = code.co_name == "<module>"
         for name, value in list(frame.f_locals.items()):
             if not name.startswith("__"):
-                yield from _tensors(value, name if inside else f"{code.co_name}() {name}", 0)
+                yield from _find_tensors(value, name if inside else f"{code.co_name}() {name}", 0)
 
 
-def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _find_tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     torch = sys.modules.get("torch")
     if depth < 4 and isinstance(value, Mapping) and len(value) < 10_000:
         for key, inner in list(value.items()):
-            yield from _tensors(inner, f"{path}[{key!r}]", depth + 1)
+            yield from _find_tensors(inner, f"{path}[{key!r}]", depth + 1)
     elif depth < 4 and isinstance(value, list | tuple) and len(value) < 1000:
         for index, inner in enumerate(value):
-            yield from _tensors(inner, f"{path}[{index}]", depth + 1)
+            yield from _find_tensors(inner, f"{path}[{index}]", depth + 1)
     elif (torch is not None and isinstance(value, torch.Tensor)) or is_generator(value):
         yield path, value

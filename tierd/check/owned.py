@@ -23,9 +23,9 @@ from tierd.check.leaves import ValueLeaf, leaves
 from tierd.check.places import is_users
 from tierd.check.usage import only_logged, set_elsewhere
 
-_SAME = 16  # objects of one class; of more, none is read, because they are records or samples
-_MOST = 2000  # leaves in one capture, at most
-_OF_ONE = 200  # leaves of one attribute, at most
+_MAX_OF_CLASS = 16  # objects of one class; of more, none is read, because they are records or samples
+_MAX_LEAVES = 2000  # leaves in one capture, at most
+_MAX_ATTRIBUTE_LEAVES = 200  # leaves of one attribute, at most
 
 
 def is_own_class(kind: type) -> bool:
@@ -38,7 +38,7 @@ def set_by_user(objects: Iterable[Any]) -> list[Any]:
     """Return the objects of libraries' classes of which the user's code sets an attribute."""
     names = set_elsewhere()
     # Past methods of the object's class, one of which may warn or import.
-    return [one for one in objects if not names.isdisjoint(object.__getattribute__(one, "__dict__"))]
+    return [instance for instance in objects if not names.isdisjoint(object.__getattribute__(instance, "__dict__"))]
 
 
 def is_kerass_callback(kind: type) -> bool:
@@ -52,8 +52,8 @@ def is_kerass_optimizer(kind: type) -> bool:
     return any(base.__name__ == "BaseOptimizer" and base.__module__.startswith("keras.") for base in kind.__mro__)
 
 
-def _variables(optimizer: Any) -> dict[str, Any]:
-    return {str(one.name): one.value for one in optimizer.variables}
+def _optimizer_variables(optimizer: Any) -> dict[str, Any]:
+    return {str(variable.name): variable.value for variable in optimizer.variables}
 
 
 def owned_leaves(objects: Iterable[Any], known: bool) -> dict[str, ValueLeaf]:
@@ -63,11 +63,16 @@ def owned_leaves(objects: Iterable[Any], known: bool) -> dict[str, ValueLeaf]:
         known: whether the saved state was captured; it does not contain them.
     """
     by_class: defaultdict[str, list[Any]] = defaultdict(list)
-    for one in objects:
-        by_class[type(one).__qualname__.split("<locals>.")[-1]].append(one)
-    found = (leaf for name, some in by_class.items() if len(some) <= _SAME for leaf in _of_class(name, some))
+    for instance in objects:
+        by_class[type(instance).__qualname__.split("<locals>.")[-1]].append(instance)
+    pairs = (
+        leaf
+        for name, instances in by_class.items()
+        if len(instances) <= _MAX_OF_CLASS
+        for leaf in _class_leaves(name, instances)
+    )
     saved = False if known else None
-    return {path: msgspec.structs.replace(leaf, saved=saved) for path, leaf in islice(found, _MOST)}
+    return {path: msgspec.structs.replace(leaf, saved=saved) for path, leaf in islice(pairs, _MAX_LEAVES)}
 
 
 @lru_cache(maxsize=4096)
@@ -78,37 +83,40 @@ def _is_own_attribute(kind: type, name: str) -> bool:
     if not is_own_class(kind):
         return name in set_elsewhere()
     libraries = [base for base in kind.__mro__[:-1] if not is_own_class(base)]
-    return not libraries or not any(name in _set_by(base) for base in libraries)
+    return not libraries or not any(name in _attributes_set_by(base) for base in libraries)
 
 
 def _class_values(kind: type) -> dict[str, Any]:
     """Return the values that a user's class sets for its objects, which have their own only after an assignment."""
-    own = [base for base in kind.__mro__[-2::-1] if is_own_class(base)]
+    own_bases = [base for base in kind.__mro__[-2::-1] if is_own_class(base)]
     kinds = (bool, int, float, str, list, dict, set, deque)
     return {
         name: value
-        for base in own
+        for base in own_bases
         for name, value in vars(base).items()
         if type(value) in kinds and not name.startswith("__")
     }
 
 
-def _in_slots(one: object) -> dict[str, Any]:
+def _slot_values(instance: object) -> dict[str, Any]:
     """Return the values in the slots of an object of a user's class."""
-    names = [name for base in type(one).__mro__ for name in _names(vars(base).get("__slots__", ()))]
-    return {name: getattr(one, name) for name in names if name[:2] != "__" and hasattr(one, name)}
+    names = [name for base in type(instance).__mro__ for name in _slot_names(vars(base).get("__slots__", ()))]
+    return {name: getattr(instance, name) for name in names if name[:2] != "__" and hasattr(instance, name)}
 
 
-def _names(slots: object) -> list[str]:
+def _slot_names(slots: object) -> list[str]:
     return [slots] if isinstance(slots, str) else [str(name) for name in slots]  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)
-def _set_by(kind: type) -> frozenset[str]:
+def _attributes_set_by(kind: type) -> frozenset[str]:
     """Return the names of the attributes that the methods of a class set."""
-    codes = [one.__code__ for one in vars(kind).values() if isinstance(one, FunctionType)]
+    codes = [method.__code__ for method in vars(kind).values() if isinstance(method, FunctionType)]
     return frozenset(
-        str(one.argval) for code in codes for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"
+        str(instruction.argval)
+        for code in codes
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "STORE_ATTR"
     )
 
 
@@ -116,20 +124,22 @@ def _is_read_with_modules(value: object) -> bool:
     return type(value) in (int, float) or isinstance(value, sys.modules["torch"].Tensor)
 
 
-def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
+def _class_leaves(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
     torch, logged = sys.modules["torch"], only_logged()
-    for number, one in enumerate(objects, start=1):
+    for number, instance in enumerate(objects, start=1):
         where = name if len(objects) == 1 else f"{name} ({number} of {len(objects)})"
-        kind: Any = type(one)
+        kind: Any = type(instance)
         if is_kerass_optimizer(kind):
-            yield from leaves(_variables(one), where).items()
+            yield from leaves(_optimizer_variables(instance), where).items()
             if not is_own_class(kind):
                 continue
-        is_module = isinstance(one, torch.nn.Module)
-        for key, value in (_class_values(kind) | _in_slots(one) | dict(getattr(one, "__dict__", {}))).items():
+        is_module = isinstance(instance, torch.nn.Module)
+        for key, value in (
+            _class_values(kind) | _slot_values(instance) | dict(getattr(instance, "__dict__", {}))
+        ).items():
             # Other functions read the numbers and tensors of modules, their mode, and their inner modules.
             if key in logged or not _is_own_attribute(kind, key):
                 continue
             if is_module and (key.startswith("_") or key == "training" or _is_read_with_modules(value)):
                 continue
-            yield from leaves(value, f"{where}.{key}", None, _OF_ONE).items()
+            yield from leaves(value, f"{where}.{key}", None, _MAX_ATTRIBUTE_LEAVES).items()

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from tierd.check.imported import once_imported
 
 _T = TypeVar("_T")
-_OURS = str(Path(__file__).parent.parent)
+_TIERD_DIRECTORY = str(Path(__file__).parent.parent)
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
-_HOOKED = {
+_HOOKED_CLASSES = {
     "torch.nn.modules.module": "Module",
     "torch.optim.optimizer": "Optimizer",
     "torch.optim.lr_scheduler": "LRScheduler",
@@ -35,7 +35,7 @@ def is_users(file: str) -> bool:
     Packages are also installed outside of this interpreter's directories: for the user, for the system, or in the
     environment below a virtual one. They all lie in a directory of one of two names.
     """
-    return not file.startswith(_not_users()) and _PACKAGES.isdisjoint(Path(file).parts)
+    return not file.startswith(_library_prefixes()) and _PACKAGES.isdisjoint(Path(file).parts)
 
 
 def is_alone(value: object) -> bool:
@@ -44,9 +44,9 @@ def is_alone(value: object) -> bool:
     It does if `value` is of the user's own code, and no thread or process reads ahead.
     """
     module = sys.modules.get(type(value).__module__)
-    threads = [one for one in threading.enumerate() if one is not threading.main_thread()]
-    others = [one for one in threads if not _is_tierds(one)]
-    return is_users(getattr(module, "__file__", None) or "<builtin>") and not others and not active_children()
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    foreign_threads = [thread for thread in threads if not _is_tierds(thread)]
+    return is_users(getattr(module, "__file__", None) or "<builtin>") and not foreign_threads and not active_children()
 
 
 def _is_tierds(thread: threading.Thread) -> bool:
@@ -75,13 +75,13 @@ def read_source(file: str, read: Callable[[ast.Module], _T], otherwise: _T) -> _
 
 @lru_cache(maxsize=1)  # because a framework has thousands, and each capture asks
 def _users_modules(_names: frozenset[str]) -> tuple[ModuleType, ...]:
-    return tuple(one for one in list(sys.modules.values()) if is_users(getattr(one, "__file__", None) or "<"))
+    return tuple(module for module in list(sys.modules.values()) if is_users(getattr(module, "__file__", None) or "<"))
 
 
 @cache
-def _not_users() -> tuple[str, ...]:
+def _library_prefixes() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return ("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    return ("<", _TIERD_DIRECTORY, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 class ObjectPlaces:
@@ -89,7 +89,7 @@ class ObjectPlaces:
 
     def __init__(self) -> None:
         # By id, because a class may have a hash that fails before its constructor has ended.
-        self._made: dict[int, tuple[int, str]] = {}
+        self._creations: dict[int, tuple[int, str]] = {}
         self._count = 0
 
     def hook(self) -> None:
@@ -98,32 +98,32 @@ class ObjectPlaces:
         def wrap(name: str) -> Callable[[ModuleType], None]:
             return lambda module: self._wrap(getattr(module, name))
 
-        once_imported({module: wrap(name) for module, name in _HOOKED.items()})
+        once_imported({module: wrap(name) for module, name in _HOOKED_CLASSES.items()})
 
     def _wrap(self, kind: Any) -> None:
-        made: Callable[..., None] = kind.__init__
+        init: Callable[..., None] = kind.__init__
 
-        @wraps(made)
-        def making(one: Any, *args: Any, **kwargs: Any) -> None:
-            made(one, *args, **kwargs)
+        @wraps(init)
+        def making(instance: Any, *args: Any, **kwargs: Any) -> None:
+            init(instance, *args, **kwargs)
             try:
-                weakref.finalize(one, self._made.pop, id(one), None).atexit = False
+                weakref.finalize(instance, self._creations.pop, id(instance), None).atexit = False
             except TypeError:  # the object cannot be weakly referenced
                 return
             self._count += 1
-            self._made[id(one)] = self._count, _caller(sys._getframe(1), one)
+            self._creations[id(instance)] = self._count, _users_caller(sys._getframe(1), instance)
 
         kind.__init__ = making
 
-    def of(self, one: object) -> tuple[int, str]:
+    def of(self, instance: object) -> tuple[int, str]:
         """Return the object's number in order of creation, and `file:line`; (0, "") if neither was recorded."""
-        return self._made.get(id(one), (0, ""))
+        return self._creations.get(id(instance), (0, ""))
 
 
-def users_frames(most: int = sys.maxsize) -> Iterator[FrameType]:
-    """Yield the calls of the user's own functions among the `most` innermost that are under way, innermost first."""
+def users_frames(limit: int = sys.maxsize) -> Iterator[FrameType]:
+    """Yield the calls of the user's own functions among the `limit` innermost that are under way, innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(most):
+    for _ in range(limit):
         if frame is None:
             return
         if is_users(frame.f_code.co_filename):
@@ -131,9 +131,9 @@ def users_frames(most: int = sys.maxsize) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _caller(frame: FrameType | None, one: object) -> str:
+def _users_caller(frame: FrameType | None, instance: object) -> str:
     while frame is not None:
-        if is_users(frame.f_code.co_filename) and not any(value is one for value in frame.f_locals.values()):
+        if is_users(frame.f_code.co_filename) and not any(value is instance for value in frame.f_locals.values()):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

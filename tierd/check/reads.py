@@ -12,33 +12,33 @@ from tierd.check.cause import Cause
 from tierd.check.compare import Divergence, Terms, samples
 from tierd.check.history import Counted, History, Sample
 
-_FOLLOWED = 3  # steps from the first wrong one
+_FOLLOWED_STEPS = 3  # steps from the first wrong one
 
 
 def whose(reference: History, rank: int, divergence: Divergence) -> int | None:
     """Return the other rank that should have got these samples."""
-    for other in range(len(reference.launches[0])):
-        theirs = reference.effective(other).get(divergence.step)
-        if other != rank and theirs and theirs.observation.samples == divergence.got != ():
-            return other
+    for other_rank in range(len(reference.launches[0])):
+        expected = reference.effective(other_rank).get(divergence.step)
+        if other_rank != rank and expected and expected.observation.samples == divergence.got != ():
+            return other_rank
     return None
 
 
 def from_samples(
     reference: History,
     expected: Mapping[int, Counted],
-    got: Mapping[int, Counted],
+    actual: Mapping[int, Counted],
     rank: int,
     divergence: Divergence,
     terms: Terms,
 ) -> Iterator[Cause]:
     step, launch = divergence.step, divergence.launch
-    if (other := whose(reference, rank, divergence)) is not None:
-        yield Cause("ranks", f"rank {rank} got the samples of rank {other} at step {step}: each needs its own state")
+    if (owner := whose(reference, rank, divergence)) is not None:
+        yield Cause("ranks", f"rank {rank} got the samples of rank {owner} at step {step}: each needs its own state")
         return
-    whole = samples(expected)
+    uninterrupted = samples(expected)
     before = len(samples(expected, step - 1))
-    place = _find(whole, divergence.got, before)
+    place = _find_batch(uninterrupted, divergence.got, before)
     if place is not None and place < before:
         where = "from the very first sample" if place == 0 else f"from sample {place} of the run"
         yield Cause(
@@ -47,7 +47,9 @@ def from_samples(
             "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())"
             + (", or the step to go on from is one too high" if before - place == len(divergence.expected) else ""),
         )
-    elif place is not None and place > before and not _goes_on(whole[place:], got, divergence):
+    elif (
+        place is not None and place > before and not _continues_uninterrupted(uninterrupted[place:], actual, divergence)
+    ):
         yield Cause(
             "unknown",
             f"launch {launch} read samples at step {step} that an uninterrupted run reads later, and went on with "
@@ -77,39 +79,39 @@ def from_samples(
         )
 
 
-def _goes_on(rest: Sequence[Sample], got: Mapping[int, Counted], divergence: Divergence) -> bool:
-    """Return whether the next few steps have the samples in `rest` as well, as far as both runs were observed."""
-    steps = range(divergence.step, divergence.step + _FOLLOWED)
-    read = [one for step in steps if step in got for one in got[step].observation.samples]
-    return all(one == other for one, other in zip(rest, read, strict=False))
+def _continues_uninterrupted(expected: Sequence[Sample], actual: Mapping[int, Counted], divergence: Divergence) -> bool:
+    """Return whether the next few steps have the samples in `expected` as well, as far as both runs were observed."""
+    steps = range(divergence.step, divergence.step + _FOLLOWED_STEPS)
+    read = [sample for step in steps if step in actual for sample in actual[step].observation.samples]
+    return all(sample == read_sample for sample, read_sample in zip(expected, read, strict=False))
 
 
-def repeats(launch: int, again: int) -> Cause:
+def repeats(launch: int, count: int) -> Cause:
     return Cause(
         "position",
-        f"launch {launch} read {again} samples again that had been trained on, in an order of its own: the position in "
+        f"launch {launch} read {count} samples again that had been trained on, in an order of its own: the position in "
         "the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())",
     )
 
 
-def _find(whole: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | None:
-    """Return the index of `batch` in `whole` that is nearest to `near`; None if it does not occur."""
+def _find_batch(uninterrupted: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | None:
+    """Return the index of `batch` in `uninterrupted` that is nearest to `near`; None if it does not occur."""
     if not batch:
         return None
     places = [
         start
-        for start in range(len(whole) - len(batch) + 1)
-        if whole[start] == batch[0] and tuple(whole[start : start + len(batch)]) == tuple(batch)
+        for start in range(len(uninterrupted) - len(batch) + 1)
+        if uninterrupted[start] == batch[0] and tuple(uninterrupted[start : start + len(batch)]) == tuple(batch)
     ]
     return min(places, key=lambda place: abs(place - near), default=None)
 
 
-def repeated(expected: Mapping[int, Counted], got: Mapping[int, Counted], launch: int, last: int) -> int:
+def repeated(expected: Mapping[int, Counted], actual: Mapping[int, Counted], launch: int, last: int) -> int:
     """Count the samples that this launch or a later one read again.
 
     Only reads beyond the highest count of any sample in an uninterrupted run are counted.
     """
-    most = max(Counter(samples(expected, last)).values(), default=0)
-    earlier = {one for step in got if got[step].launch < launch for one in got[step].observation.samples}
-    counts = Counter(samples(got, last))
-    return sum(count - most for one, count in counts.items() if one in earlier and count > most)
+    max_reads = max(Counter(samples(expected, last)).values(), default=0)
+    earlier = {sample for step in actual if actual[step].launch < launch for sample in actual[step].observation.samples}
+    counts = Counter(samples(actual, last))
+    return sum(count - max_reads for sample, count in counts.items() if sample in earlier and count > max_reads)

@@ -15,7 +15,7 @@ from tierd.check.final import StateDifference, summary
 from tierd.check.history import Sample
 from tierd.check.leakage import Leak, line
 
-_SHOWN = 6  # samples of a batch that are printed
+_MAX_SAMPLES = 6  # samples of a batch that are printed
 
 
 class LaunchResult(msgspec.Struct, frozen=True):
@@ -74,87 +74,92 @@ class Report(msgspec.Struct, frozen=True):
         return "\n".join(
             [
                 self._verdict(),
-                *map(_launch, self.launches),
-                *self._ranks(),
-                *self._states(),
-                *self._leaks(),
-                *self._causes(),
-                *self._kept(),
+                *map(_launch_line, self.launches),
+                *self._rank_lines(),
+                *self._state_lines(),
+                *self._leak_lines(),
+                *self._cause_lines(),
+                *self._kept_lines(),
             ]
         )
 
     def _verdict(self) -> str:
-        kills = sum(one.killed_at is not None for one in self.launches)
-        what = f"{self.target}: {self.steps} steps, {_many(kills, 'kill')}, {_many(len(self.ranks), 'rank')}"
+        kills = sum(launch.killed_at is not None for launch in self.launches)
+        subject = f"{self.target}: {self.steps} steps, {_plural(kills, 'kill')}, {_plural(len(self.ranks), 'rank')}"
         if self.exact and self.ok:
             tolerance = f" within {self.loss_tolerance:g}" if self.loss_tolerance else ", bit for bit"
-            state = f"; {_many(self.entries, 'value')} of the state as well" if self.entries else ""
-            return f"exact: {what}; every sample and every loss as uninterrupted{tolerance}{state}"
+            state = f"; {_plural(self.entries, 'value')} of the state as well" if self.entries else ""
+            return f"exact: {subject}; every sample and every loss as uninterrupted{tolerance}{state}"
         if self.ok:
-            return f"within the allowance: {what}"
-        return f"NOT EXACT: {what}"
+            return f"within the allowance: {subject}"
+        return f"NOT EXACT: {subject}"
 
-    def _ranks(self) -> list[str]:
+    def _rank_lines(self) -> list[str]:
         lines = []
-        for one in self.ranks:
-            lines.append(f"  rank {one.rank}: {_counts(one, self.allowance)}")
-            if one.divergence is not None:
-                lines += [f"    {line}" for line in _divergence(one.divergence)]
+        for result in self.ranks:
+            lines.append(f"  rank {result.rank}: {_counts_text(result, self.allowance)}")
+            if result.divergence is not None:
+                lines += [f"    {line}" for line in _divergence_lines(result.divergence)]
         return lines
 
-    def _states(self) -> list[str]:
+    def _state_lines(self) -> list[str]:
         return [f"  state: {line}" for line in summary(self.states)]
 
-    def _leaks(self) -> list[str]:
-        return [f"  leakage: {line(one)}" for one in self.leaks]
+    def _leak_lines(self) -> list[str]:
+        return [f"  leakage: {line(leak)}" for leak in self.leaks]
 
-    def _causes(self) -> list[str]:
-        return [f"  likely cause ({one.kind}): {one.says}" for one in self.causes]
+    def _cause_lines(self) -> list[str]:
+        return [f"  likely cause ({cause.kind}): {cause.says}" for cause in self.causes]
 
-    def _kept(self) -> list[str]:
+    def _kept_lines(self) -> list[str]:
         return [f"  left to look at: {self.kept}"] if self.kept else []
 
 
-def _launch(one: LaunchResult) -> str:
-    if one.began is None:
-        made = "made no step"
+def _launch_line(launch: LaunchResult) -> str:
+    if launch.began is None:
+        steps = "made no step"
     else:
-        begun = f"resumed, steps {one.began}" if one.resumed else f"from the start, steps {one.began}"
-        made = f"{begun} to {one.ended}"
-    return f"  launch {one.launch}: {made}{f'; killed at {one.killed_at}' if one.killed_at else ''}"
+        start = f"resumed, steps {launch.began}" if launch.resumed else f"from the start, steps {launch.began}"
+        steps = f"{start} to {launch.ended}"
+    return f"  launch {launch.launch}: {steps}{f'; killed at {launch.killed_at}' if launch.killed_at else ''}"
 
 
-def _counts(one: RankResult, allowance: int) -> str:
-    text = f"{one.samples} samples, {one.again} read again, {one.skipped} skipped"
-    for what, examples in (("again", one.again_examples), ("skipped", one.skipped_examples)):
+def _counts_text(result: RankResult, allowance: int) -> str:
+    text = f"{result.samples} samples, {result.again} read again, {result.skipped} skipped"
+    for label, examples in (("again", result.again_examples), ("skipped", result.skipped_examples)):
         if examples:
-            text += f"; {what}: {_list(examples)}"
+            text += f"; {label}: {_list_samples(examples)}"
     if allowance:
         text += (
-            f"; {one.again + one.skipped} of {one.allowed} allowed were used "
-            f"({allowance} for each of {one.resumes} resumes)"
+            f"; {result.again + result.skipped} of {result.allowed} allowed were used "
+            f"({allowance} for each of {result.resumes} resumes)"
         )
     return text
 
 
-def _divergence(one: Divergence) -> list[str]:
-    launch = f"launch {one.launch}" if one.launch else "no launch"
-    lines = [f"first differs at step {one.step} ({launch}): {one.what}"]
-    if one.what != "loss":
-        lines += [f"  uninterrupted: {_list(one.expected)}", f"  killed run:    {_list(one.got)}"]
-    if one.expected_loss != one.got_loss:
-        lines.append(f"  loss {_number(one.expected_loss)}, and {_number(one.got_loss)} in the killed run")
+def _divergence_lines(divergence: Divergence) -> list[str]:
+    launch = f"launch {divergence.launch}" if divergence.launch else "no launch"
+    lines = [f"first differs at step {divergence.step} ({launch}): {divergence.what}"]
+    if divergence.what != "loss":
+        lines += [
+            f"  uninterrupted: {_list_samples(divergence.expected)}",
+            f"  killed run:    {_list_samples(divergence.got)}",
+        ]
+    if divergence.expected_loss != divergence.got_loss:
+        lines.append(
+            f"  loss {_loss_text(divergence.expected_loss)}, and {_loss_text(divergence.got_loss)} in the killed run"
+        )
     return lines
 
 
-def _list(samples: Sequence[Sample]) -> str:
-    more = f", … ({len(samples)} in all)" if len(samples) > _SHOWN else ""
-    return ", ".join(map(str, samples[:_SHOWN])) + more if samples else "nothing"
+def _list_samples(samples: Sequence[Sample]) -> str:
+    suffix = f", … ({len(samples)} in all)" if len(samples) > _MAX_SAMPLES else ""
+    return ", ".join(map(str, samples[:_MAX_SAMPLES])) + suffix if samples else "nothing"
 
 
-def _many(count: int, noun: str) -> str:
+def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _number(loss: str | None) -> str:
+def _loss_text(loss: str | None) -> str:
     return "none" if loss is None else f"{float.fromhex(loss):.9g}"

@@ -19,29 +19,29 @@ _SETTING = re.compile(r'\["param_groups"\]\[\d+\]\["(?!params")\w+"\](\[\d+\])?|
 
 
 def schedule_findings(
-    whole: RankHistory, here: RankHistory, begin: tuple[Taken, Taken], begun: int
+    uninterrupted: RankHistory, resumed: RankHistory, begin: tuple[Taken, Taken], first_step: int
 ) -> Iterator[StateFinding]:
-    """Report the first setting that was right before step `begun`, and is not after it.
+    """Report the first setting that was right before step `first_step`, and is not after it.
 
     Args:
         begin: both runs' captures before the step.
     """
-    done, now = capture_of(whole, "step", begun), capture_of(here, "step", begun)
-    if done is None or now is None or begin[1].at != "forward":
+    expected, now = capture_of(uninterrupted, "step", first_step), capture_of(resumed, "step", first_step)
+    if expected is None or now is None or begin[1].at != "forward":
         return
-    before, after, killed = (values(taken) for taken in (begin[0], done, now))
-    restored, kinds = values(begin[1]), done.kinds | now.kinds
-    apart = of_other_forms(done, now)
+    before, after, killed = (values(capture) for capture in (begin[0], expected, now))
+    restored, kinds = values(begin[1]), expected.kinds | now.kinds
+    incomparable = of_other_forms(expected, now)
     for path in sorted(after.keys() & killed.keys() & before.keys()):
         was, is_ = after[path], killed[path]
         if not _SETTING.search(path) or same(was, is_) or not same(before[path], restored.get(path)):
             continue
-        if path.startswith(apart) or kind_of_path(path, kinds) not in ("optimizer", "scheduler"):
+        if path.startswith(incomparable) or kind_of_path(path, kinds) not in ("optimizer", "scheduler"):
             continue
         yield StateFinding(
             "scheduler" if "scheduler" in kinds.values() else "optimizer",
             path,
-            f"{path}: as uninterrupted before step {begun}, and {is_.text} after it, {was.text} uninterrupted: it "
+            f"{path}: as uninterrupted before step {first_step}, and {is_.text} after it, {was.text} uninterrupted: it "
             "follows a schedule that is made of other numbers in a resumed launch, as of the steps that are left, or "
             "that counts from another step",
             lost=True,

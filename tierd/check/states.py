@@ -33,8 +33,8 @@ class States:
     def __init__(self) -> None:
         self._places = ObjectPlaces()
         self._state: Mapping[str, Any] | None = None
-        self._noted: tuple[str, int] | None = None
-        self._kept: set[str] = set()  # keys whose save gets the same object as the restore did
+        self._last_note: tuple[str, int] | None = None
+        self._stable_keys: set[str] = set()  # keys whose save gets the same object as the restore did
         self._places.hook()
 
     def note(self, state: object, how: str, step: int) -> None:
@@ -46,44 +46,44 @@ class States:
         if not isinstance(state, Mapping):
             return
         if how == "restore":
-            self._kept = set(state)
+            self._stable_keys = set(state)
         elif state is not self._state:
             before = self._state or {}
-            self._kept = {
-                key for key in self._kept if not _is_scalar(state.get(key)) and state.get(key) is before.get(key)
+            self._stable_keys = {
+                key for key in self._stable_keys if not _is_scalar(state.get(key)) and state.get(key) is before.get(key)
             }
-        self._state, self._noted = state, (how, step)
+        self._state, self._last_note = state, (how, step)
 
     def take(self, step: int, at: str) -> Taken:
         """Capture everything after a step."""
         generators = global_generators()
         if "torch" not in sys.modules:  # without torch tierd saves nothing, and no state is known
             return Taken(step, at, {}, {}, generators)
-        entries, forms = _entries(self._state or {}, self._kept)
+        entries, forms = _read_entries(self._state or {}, self._stable_keys)
         objects = find_live()
-        beside, kinds = live(self._places, objects, self._state)
+        unsaved, kinds = live(self._places, objects, self._state)
         for key, value in (self._state or {}).items():
             kinds[f'state["{key}"]'] = kind = kind_of(value)
             if kind == "weights":
                 kinds |= {f'state["{key}"]["{name}"]': "buffers" for name, _ in value.named_buffers()}
-        generators |= {path: leaf for path, leaf in held_generators(self._state).items() if path not in beside}
-        known = self._state is not None
+        generators |= {path: leaf for path, leaf in held_generators(self._state).items() if path not in unsaved}
+        is_captured = self._state is not None
         read: set[int] = set()  # by id, what is read as data already
         data = insides(objects, self._state, entries, read)
         loaders = loader_leaves(self._places, objects.iterators, read)
-        own = [*objects.owned, *(value for value in objects.data if id(value) not in read)]
-        owned = owned_leaves(_unsaved(own, self._state), known)
-        owned |= variable_leaves(objects.functions, self._state, {*owned, *beside, *generators, *data})
-        evidence = owned | generators | data | details(self._places, objects, known)
+        user_objects = [*objects.owned, *(value for value in objects.data if id(value) not in read)]
+        owned = owned_leaves(_drop_saved(user_objects, self._state), is_captured)
+        owned |= variable_leaves(objects.functions, self._state, {*owned, *unsaved, *generators, *data})
+        evidence = owned | generators | data | details(self._places, objects, is_captured)
         return Taken(
             step,
             at,
             entries,
-            beside,
+            unsaved,
             evidence,
             kinds,
             forms,
-            self._noted,
+            self._last_note,
             loaders,
             order_digests(objects.orders),
             users_names(named(self._places, objects), objects.owned),
@@ -96,9 +96,9 @@ class States:
         return Taken(step, "backward", {}, {}, gradients(self._places, find_live()))
 
 
-def _unsaved(objects: Iterable[Any], state: Mapping[str, Any] | None) -> list[Any]:
+def _drop_saved(objects: Iterable[Any], state: Mapping[str, Any] | None) -> list[Any]:
     saved = {id(value) for value in (state or {}).values()}
-    return [one for one in objects if id(one) not in saved]
+    return [instance for instance in objects if id(instance) not in saved]
 
 
 def _is_scalar(value: object) -> bool:
@@ -106,24 +106,24 @@ def _is_scalar(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | bytes | tuple)
 
 
-def _entries(state: Mapping[str, Any], kept: Set[str]) -> tuple[dict[str, ValueLeaf], dict[str, str]]:
+def _read_entries(state: Mapping[str, Any], stable_keys: Set[str]) -> tuple[dict[str, ValueLeaf], dict[str, str]]:
     """Return the leaves of a state, and the form of each of its keys."""
     from tierd.state.classify import is_stateful  # torch is imported here
 
-    found: dict[str, ValueLeaf] = {}
+    by_path: dict[str, ValueLeaf] = {}
     forms: dict[str, str] = {}
     for key, value in state.items():
         forms[path := f'state["{key}"]'] = "unread"
         with suppress(Exception):  # the loop's next save reports the reason
             if not is_data(value) or (is_stateful(value) and is_alone(value)):
                 objects: list[Any] = []
-                found |= leaves(_given(value, objects), path, True)
+                by_path |= leaves(_replace_objects(value, objects), path, True)
                 form = "object" if is_stateful(value) else "both" if objects else "values"
-                forms[path] = form if key in kept else f"other {form}"
-    return found, forms
+                forms[path] = form if key in stable_keys else f"other {form}"
+    return by_path, forms
 
 
-def _given(value: Any, objects: list[Any], depth: int = 0) -> Any:
+def _replace_objects(value: Any, objects: list[Any], depth: int = 0) -> Any:
     """Replace each object inside `value` by its `state_dict()`, and add the object to `objects`."""
     from tierd.state.classify import is_stateful
 
@@ -131,7 +131,7 @@ def _given(value: Any, objects: list[Any], depth: int = 0) -> Any:
         objects.append(value)
         return value.state_dict()
     if depth < 20 and type(value) is dict:
-        return {key: _given(inner, objects, depth + 1) for key, inner in value.items() if not is_data(inner)}
+        return {key: _replace_objects(inner, objects, depth + 1) for key, inner in value.items() if not is_data(inner)}
     if depth < 20 and type(value) in (list, tuple) and len(value) < 1000:
-        return [_given(inner, objects, depth + 1) for inner in value]
+        return [_replace_objects(inner, objects, depth + 1) for inner in value]
     return value

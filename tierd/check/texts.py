@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tierd.check.leaves import ValueLeaf
 
-_AROUND = 24  # characters before the first difference that are shown
+_CONTEXT = 24  # characters before the first difference that are shown
 
 
 def both_texts(a: ValueLeaf, b: ValueLeaf) -> tuple[str, str]:
@@ -16,7 +16,7 @@ def both_texts(a: ValueLeaf, b: ValueLeaf) -> tuple[str, str]:
         return a.text, b.text
     if a.whole and b.whole:
         start = next((at for at, (x, y) in enumerate(zip(a.whole, b.whole)) if x != y), min(len(a.whole), len(b.whole)))  # noqa: B905
-        return _around(a.whole, start), _around(b.whole, start)
+        return _excerpt(a.whole, start), _excerpt(b.whole, start)
     if len(a.sample) == len(b.sample):
         for x, y in zip(a.sample, b.sample, strict=True):
             if x != y:
@@ -24,7 +24,7 @@ def both_texts(a: ValueLeaf, b: ValueLeaf) -> tuple[str, str]:
     return f"{a.text} #{a.digest[:8]}", f"{b.text} #{b.digest[:8]}"
 
 
-def _around(text: str, start: int) -> str:
-    begin = max(0, start - _AROUND)
-    shown = text[begin : start + 2 * _AROUND]
-    return f"{'…' if begin else ''}{shown}{'…' if begin + len(shown) < len(text) else ''} (from character {begin})"
+def _excerpt(text: str, start: int) -> str:
+    begin = max(0, start - _CONTEXT)
+    excerpt = text[begin : start + 2 * _CONTEXT]
+    return f"{'…' if begin else ''}{excerpt}{'…' if begin + len(excerpt) < len(text) else ''} (from character {begin})"

@@ -15,17 +15,17 @@ from types import ModuleType
 
 from tierd.check.places import read_source, users_files, users_modules
 
-_LOGS = frozenset({"print", "log", "log_dict", "log_metrics", "info", "debug", "warning", "write", "observe"})
-_LOGS_TOO = frozenset({"set_postfix", "set_description", "add_scalar", "add_scalars", "writerow"})
+_LOG_CALLS = frozenset({"print", "log", "log_dict", "log_metrics", "info", "debug", "warning", "write", "observe"})
+_MORE_LOG_CALLS = frozenset({"set_postfix", "set_description", "add_scalar", "add_scalars", "writerow"})
 COLLECT = frozenset({"append", "appendleft", "extend", "add", "update", "clear"})
 # Functions and methods that give a value made of their arguments, and do nothing else.
-_PURE = frozenset(
+_PURE_FUNCTIONS = frozenset(
     {"sum", "len", "min", "max", "float", "int", "str", "round", "abs", "sorted", "list", "tuple", "mean", "item"}
     | {"detach", "cpu", "tolist", "numpy", "clone", "sqrt", "exp", "format", "join", "stack", "tensor"}
 )
 
 
-class _Reads(ast.NodeVisitor):
+class _NameUses(ast.NodeVisitor):
     """Records which names are used, and into which other names the values of names go."""
 
     def __init__(self) -> None:
@@ -35,85 +35,87 @@ class _Reads(ast.NodeVisitor):
         self.set_elsewhere: set[str] = set()
         self._targets: set[str] | None = None  # of the values that are visited; None: they are used
 
-    def _name(self, name: str) -> None:
+    def _record_name(self, name: str) -> None:
         if self._targets is None:
             self.used.add(name)
         else:
             self.into[name] |= self._targets
 
-    def _values(self, nodes: Iterable[ast.AST], targets: set[str] | None) -> None:
+    def _visit_values(self, nodes: Iterable[ast.AST], targets: set[str] | None) -> None:
         before, self._targets = self._targets, targets
         for node in nodes:
             self.visit(node)
         self._targets = before
 
     def visit_Name(self, node: ast.Name) -> None:
-        self._name(node.id)
+        self._record_name(node.id)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        self._name(node.attr)
+        self._record_name(node.attr)
         self.visit(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
         arguments = [*node.args, *node.keywords]
-        if _last(node.func) in _PURE:
+        if _target_name(node.func) in _PURE_FUNCTIONS:
             inside = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             for part in (*inside, *arguments):
                 self.visit(part)
         else:
-            self._values([node.func, *arguments], None)
+            self._visit_values([node.func, *arguments], None)
 
     def visit_If(self, node: ast.If) -> None:
         if all(map(_is_log, [*node.body, *node.orelse])):  # what decides when to log is in no more than a log
-            self._values([node.test], set())
-            self._values([*node.body, *node.orelse], self._targets)
+            self._visit_values([node.test], set())
+            self._visit_values([*node.body, *node.orelse], self._targets)
         else:
             self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value
         if isinstance(call, ast.Call) and _is_log(node):
-            self._values([*call.args, *call.keywords], set())
+            self._visit_values([*call.args, *call.keywords], set())
         elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in COLLECT:
-            name = _last(call.func.value)
+            name = _target_name(call.func.value)
             self.assigned.add(name)
-            self._values([*call.args, *call.keywords], {name} if name else None)
+            self._visit_values([*call.args, *call.keywords], {name} if name else None)
         else:
-            self._values([call], None)
+            self._visit_values([call], None)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        self._assign(node.targets, node.value)
+        self._record_assignment(node.targets, node.value)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._assign([node.target], node.value)
-        self.into[_last(node.target)] |= set()  # read, too
+        self._record_assignment([node.target], node.value)
+        self.into[_target_name(node.target)] |= set()  # read, too
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._assign([node.target], node.value)
+        self._record_assignment([node.target], node.value)
 
-    def _assign(self, targets: list[ast.expr], value: ast.expr | None) -> None:
-        flat = [part for target in targets for part in _parts(target)]
-        names = {_last(target) for target in flat if _is_own(target)}
+    def _record_assignment(self, targets: list[ast.expr], value: ast.expr | None) -> None:
+        flat = [part for target in targets for part in _split_target(target)]
+        names = {_target_name(target) for target in flat if _is_local_target(target)}
         self.assigned |= names
-        self.set_elsewhere |= {part.attr for part in flat if isinstance(part, ast.Attribute) and not _is_own(part)}
+        self.set_elsewhere |= {
+            part.attr for part in flat if isinstance(part, ast.Attribute) and not _is_local_target(part)
+        }
         if value is not None:  # another object's attribute may be read by a library
-            self._values([value], names if all(map(_is_own, flat)) else None)
+            self._visit_values([value], names if all(map(_is_local_target, flat)) else None)
         for target in flat:
             while isinstance(target, ast.Subscript | ast.Attribute):  # which item, and of which object
-                self._values([target.slice] if isinstance(target, ast.Subscript) else [], None)
+                self._visit_values([target.slice] if isinstance(target, ast.Subscript) else [], None)
                 target = target.value
 
 
 def _is_log(node: ast.stmt) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and _last(call.func) in _LOGS | _LOGS_TOO
+    return isinstance(call, ast.Call) and _target_name(call.func) in _LOG_CALLS | _MORE_LOG_CALLS
 
 
-def _parts(target: ast.expr) -> list[ast.expr]:
+def _split_target(target: ast.expr) -> list[ast.expr]:
     return target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
 
 
-def _is_own(target: ast.AST) -> bool:
+def _is_local_target(target: ast.AST) -> bool:
     """Return whether a target is a variable, an attribute of `self`, or an item of one of them."""
     while isinstance(target, ast.Subscript):
         target = target.value
@@ -122,7 +124,7 @@ def _is_own(target: ast.AST) -> bool:
     return isinstance(target, ast.Name)
 
 
-def _last(node: ast.AST) -> str:
+def _target_name(node: ast.AST) -> str:
     """Return the name of a variable or an attribute, of which an item may be meant; empty if it has none."""
     while isinstance(node, ast.Subscript):
         node = node.value
@@ -130,12 +132,12 @@ def _last(node: ast.AST) -> str:
 
 
 @lru_cache(maxsize=256)
-def _reads(file: str) -> _Reads:
-    return read_source(file, _read, _Reads())  # without a source nothing is known to be unused
+def _name_uses(file: str) -> _NameUses:
+    return read_source(file, _visit_code, _NameUses())  # without a source nothing is known to be unused
 
 
-def _read(code: ast.Module) -> _Reads:
-    reads = _Reads()
+def _visit_code(code: ast.Module) -> _NameUses:
+    reads = _NameUses()
     reads.visit(code)
     return reads
 
@@ -152,21 +154,21 @@ def only_logged() -> frozenset[str]:
 
 @lru_cache(maxsize=1)  # because a capture asks for each object
 def _set_elsewhere(modules: tuple[ModuleType, ...]) -> frozenset[str]:
-    return frozenset(name for module in modules for name in _reads(str(module.__file__)).set_elsewhere)
+    return frozenset(name for module in modules for name in _name_uses(str(module.__file__)).set_elsewhere)
 
 
 @lru_cache(maxsize=16)
 def _only_logged(files: frozenset[str]) -> frozenset[str]:
-    every = [_reads(file) for file in files]
-    used = {name for reads in every for name in reads.used}
+    all_reads = [_name_uses(file) for file in files]
+    used = {name for reads in all_reads for name in reads.used}
     into: defaultdict[str, set[str]] = defaultdict(set)
-    for reads in every:
+    for reads in all_reads:
         for name, targets in reads.into.items():
             into[name] |= targets - {name}
     rising = True
     while rising:
-        more = {name for name, targets in into.items() if name not in used and targets & used}
-        used |= more
-        rising = bool(more)
+        added = {name for name, targets in into.items() if name not in used and targets & used}
+        used |= added
+        rising = bool(added)
     # A name that no code reads is not of a log: a library may read it.
-    return frozenset({name for reads in every for name in reads.assigned} & into.keys() - used - {""})
+    return frozenset({name for reads in all_reads for name in reads.assigned} & into.keys() - used - {""})

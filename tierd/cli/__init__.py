@@ -49,7 +49,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help
     "acting.prepare": ("prepare",),
     "acting.move": ("copy", "import"),
 }
-_CODES: dict[type[errors.TierdError], int] = {
+_EXIT_CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,
     errors.ObjectNotFound: 4,
     errors.CorruptChunk: 5,
@@ -104,7 +104,7 @@ def _module_of(arguments: list[str]) -> str | None:
     """The module of the command that is asked for; None for help, completion, or a command that does not exist."""
     if "_TIERD_COMPLETE" in os.environ:
         return None
-    command = next((one for one in arguments if not one.startswith("-")), "")
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
     return next((module for module, commands in MODULES.items() if command in commands), None)
 
 
@@ -128,7 +128,7 @@ def run(arguments: list[str] | None = None) -> int:
         return 130
     except errors.TierdError as error:
         complain(error)
-        return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 3)
+        return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 3)
     except (OSError, TimeoutError) as error:
         complain(error)
         return 1

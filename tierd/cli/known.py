@@ -22,52 +22,52 @@ def answering(where: Places, run: str | None) -> Iterator[None]:
     try:
         yield
     except CheckpointNotFound as error:
-        if run is None or (more := unknown(where, run)) is None or more in str(error):
+        if run is None or (known_runs := unknown(where, run)) is None or known_runs in str(error):
             raise
-        raise CheckpointNotFound(f"{error}\n  {more}") from None
+        raise CheckpointNotFound(f"{error}\n  {known_runs}") from None
 
 
 def no_such(
     run: str | None, step: int | None, steps: Collection[int], attempt: str | None = None
 ) -> CheckpointNotFound:
     """Make the error for a checkpoint that no place has. It names the steps that there are, if a step was asked for."""
-    asked = "" if run is None else f"run {run!r}"
-    asked += "" if step is None else f" step {step}"
-    asked += "" if attempt is None else f" of attempt {attempt}"
-    there = steps_there(step, steps) if step is not None else ""
-    why = f"{asked.strip() or 'the places named'}: there is no such checkpoint; it was never saved, or is retired"
-    return CheckpointNotFound(why + (f"\n  {there}" if there else ""))
+    subject = "" if run is None else f"run {run!r}"
+    subject += "" if step is None else f" step {step}"
+    subject += "" if attempt is None else f" of attempt {attempt}"
+    steps_text = steps_there(step, steps) if step is not None else ""
+    why = f"{subject.strip() or 'the places named'}: there is no such checkpoint; it was never saved, or is retired"
+    return CheckpointNotFound(why + (f"\n  {steps_text}" if steps_text else ""))
 
 
 def note_unknown(where: Places, run: str) -> None:
     """Say on the standard error which runs there are if no place has this one: it may be new, or misspelt."""
-    if there := unknown(where, run):
-        complain(f"run {run!r}: no place has a checkpoint of it; {there}")
+    if known_runs := unknown(where, run):
+        complain(f"run {run!r}: no place has a checkpoint of it; {known_runs}")
 
 
 def check_known(where: Places, run: str) -> None:
     """Raise `CheckpointNotFound` with the runs that there are if no place has this one."""
-    if there := unknown(where, run):
-        raise CheckpointNotFound(f"run {run!r}: no place has a checkpoint of it\n  {there}")
+    if known_runs := unknown(where, run):
+        raise CheckpointNotFound(f"run {run!r}: no place has a checkpoint of it\n  {known_runs}")
 
 
 def unknown(where: Places, run: str) -> str | None:
     """Return the runs that places hold, as a message has them; None if `run` is one of them, or a place is silent."""
     try:
-        there = asyncio.run(_runs(where))
+        run_names = asyncio.run(_list_runs(where))
     except (TierdError, OSError):
         return None  # the first error is the one to be told
-    return None if run in there else runs_there(run, there)
+    return None if run in run_names else runs_there(run, run_names)
 
 
-async def _runs(where: Places) -> set[str]:
-    found = set[str]()
+async def _list_runs(where: Places) -> set[str]:
+    names = set[str]()
     if where.spool is not None:
-        found |= {one for one in where.spool.runs() if where.spool.newest(one, 1)}
+        names |= {name for name in where.spool.runs() if where.spool.newest(name, 1)}
         with suppress(TierdError, TimeoutError, KeyError), Link(where.spool) as link:  # its daemon knows the tiers'
             report = link.ask(messages.Report(run=None))["report"]
-            found |= {str(one["run"]) for one in report["checkpoints"]}
+            names |= {str(checkpoint["run"]) for checkpoint in report["checkpoints"]}
     async with AsyncExitStack() as stack:
         for store in (await open_tiers(where.config, stack)).values() if where.config else ():
-            found |= await TierObserver(store).runs()
-    return found
+            names |= await TierObserver(store).runs()
+    return names

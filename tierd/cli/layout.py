@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 _GAP, _INDENT = 2, 4  # columns of the terminal
-_LEAST = 30  # columns that wrapped text needs to be readable beside others
+_MIN_WRAP_WIDTH = 30  # columns that wrapped text needs to be readable beside others
 
 _folding = Console(file=io.StringIO(), width=80)  # only for the rules by which rich wraps text
 
@@ -31,12 +31,12 @@ class _Line:
         """Return the cells of a row; several lines if some are wrapped."""
         cells = [wrapped(row[at], width) for at, width in zip(self.columns, self.widths, strict=True)]
         tall = max(map(len, cells))
-        found = []
+        lines = []
         for number in range(tall):
             pieces = [cell[number] if number < len(cell) else "" for cell in cells]
-            shown = (" " * _GAP).join(map(_padded, pieces, self.widths))
-            found.append((" " * self.indent + shown).rstrip())
-        return found
+            text = (" " * _GAP).join(map(_padded, pieces, self.widths))
+            lines.append((" " * self.indent + text).rstrip())
+        return lines
 
 
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, key: int = 0) -> list[str]:
@@ -53,54 +53,54 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
             own, which are left out where they repeat those of the row before.
     """
     widths = [max(map(_width, column)) for column in zip(columns, *rows, strict=True)]
-    every = range(len(columns))
+    all_columns = range(len(columns))
     if width is None or sum(widths) + _GAP * (len(widths) - 1) <= width:
-        line = _Line(0, tuple(every), tuple(widths))
-        return [shown for row in (columns, *rows) for shown in line.of(row)]
-    shown = [at for at in every if any(row[at] for row in rows)] or every
-    if fitting := _one_line(shown, widths, width):
+        line = _Line(0, tuple(all_columns), tuple(widths))
+        return [text for row in (columns, *rows) for text in line.of(row)]
+    filled_columns = [at for at in all_columns if any(row[at] for row in rows)] or all_columns
+    if fitting := _one_line(filled_columns, widths, width):
         return [text for row in (columns, *rows) for text in fitting.of(row)]
-    naming = _lines([at for at in shown if at < key], widths, width, first=True)
-    informative = _lines([at for at in shown if at >= key], widths, width, first=not naming)
-    found = [text for line in (*naming, *informative) for text in line.of(columns)]
+    naming = _lines([at for at in filled_columns if at < key], widths, width, first=True)
+    informative = _lines([at for at in filled_columns if at >= key], widths, width, first=not naming)
+    lines = [text for line in (*naming, *informative) for text in line.of(columns)]
     before: list[str] = []
     for row in rows:
         name = [text for line in naming for text in line.of(row)]
-        found += name if name != before else []
-        found += [text for line in informative for text in line.of(row)]
+        lines += name if name != before else []
+        lines += [text for line in informative for text in line.of(row)]
         before = name
-    return found
+    return lines
 
 
-def _one_line(chosen: Sequence[int], widths: Sequence[int], width: int) -> _Line | None:
+def _one_line(columns: Sequence[int], widths: Sequence[int], width: int) -> _Line | None:
     """Return one line of all columns, with the last one wrapped; None if it is too narrow for that."""
-    *most, last = chosen
-    room = width - sum(widths[at] + _GAP for at in most)
-    if room < min(_LEAST, widths[last]):
+    *leading, last = columns
+    room = width - sum(widths[at] + _GAP for at in leading)
+    if room < min(_MIN_WRAP_WIDTH, widths[last]):
         return None
-    return _Line(0, tuple(chosen), (*(widths[at] for at in most), min(widths[last], room)))
+    return _Line(0, tuple(columns), (*(widths[at] for at in leading), min(widths[last], room)))
 
 
-def _lines(chosen: Sequence[int], widths: Sequence[int], width: int, *, first: bool) -> list[_Line]:
+def _lines(columns: Sequence[int], widths: Sequence[int], width: int, *, first: bool) -> list[_Line]:
     """Distribute columns over lines, in order. `first`: whether the first one is a row's first, and not indented."""
-    found: list[_Line] = []
-    here: list[int] = []
+    lines: list[_Line] = []
+    line_columns: list[int] = []
     room = width if first else width - _INDENT
-    for at in chosen:
-        wraps = at == chosen[-1] and room >= _LEAST
-        if here and widths[at] > room and not wraps:
-            found.append(_line(here, widths, width, indented=bool(found) or not first))
-            here, room = [], width - _INDENT
-        here.append(at)
+    for at in columns:
+        wraps = at == columns[-1] and room >= _MIN_WRAP_WIDTH
+        if line_columns and widths[at] > room and not wraps:
+            lines.append(_line(line_columns, widths, width, indented=bool(lines) or not first))
+            line_columns, room = [], width - _INDENT
+        line_columns.append(at)
         room -= widths[at] + _GAP
-    return [*found, _line(here, widths, width, indented=bool(found) or not first)] if here else found
+    return [*lines, _line(line_columns, widths, width, indented=bool(lines) or not first)] if line_columns else lines
 
 
-def _line(chosen: Sequence[int], widths: Sequence[int], width: int, *, indented: bool) -> _Line:
+def _line(columns: Sequence[int], widths: Sequence[int], width: int, *, indented: bool) -> _Line:
     indent = _INDENT if indented else 0
-    *most, last = chosen
-    room = width - indent - sum(widths[at] + _GAP for at in most)
-    return _Line(indent, tuple(chosen), (*(widths[at] for at in most), max(1, min(widths[last], room))))
+    *leading, last = columns
+    room = width - indent - sum(widths[at] + _GAP for at in leading)
+    return _Line(indent, tuple(columns), (*(widths[at] for at in leading), max(1, min(widths[last], room))))
 
 
 def _padded(cell: str, width: int) -> str:

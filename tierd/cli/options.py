@@ -98,10 +98,10 @@ def places(
                 "--config names the spool, the tiers and their keys itself; "
                 "leave --spool, URLs, --keep-last and --key-file out"
             )
-        found = load_config(config)
-        home = Path(found.spool)
+        loaded_config = load_config(config)
+        home = Path(loaded_config.spool)
         check_whose(home)
-        return Places(_spool(home) if home.exists() else None, found, policy=True)
+        return Places(_spool(home) if home.exists() else None, loaded_config, policy=True)
     if spool is None and not urls:
         raise ConfigError("nothing to look at: give --spool DIR, a tier's URL, or --config FILE")
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
@@ -117,7 +117,7 @@ def places(
 
 def _run_meant(urls: Sequence[str]) -> str:
     """Return the hint for a run's name in place of a URL, or nothing."""
-    name = next((one for one in urls if _is_run(one)), None)
+    name = next((url for url in urls if _is_run(url)), None)
     return f"; if {name!r} is a run's name, write --run {name}" if name else ""
 
 
@@ -129,10 +129,10 @@ def _is_run(text: str) -> bool:
 
 def check_whose(path: Path) -> None:
     """Raise `ConfigError`, which says whose it is, if a directory on a spool's path is closed to this account."""
-    for one in (*reversed(path.absolute().parents), path):
-        if one.is_dir() and not os.access(one, os.X_OK):
-            owner = one.stat().st_uid
-            raise ConfigError(f"{one}: {whose(owner)}; run as its owner: {as_account(owner)} tierd ...")
+    for directory in (*reversed(path.absolute().parents), path):
+        if directory.is_dir() and not os.access(directory, os.X_OK):
+            owner = directory.stat().st_uid
+            raise ConfigError(f"{directory}: {whose(owner)}; run as its owner: {as_account(owner)} tierd ...")
 
 
 def _spool(path: Path) -> Spool:

@@ -23,11 +23,11 @@ class Meter:
     """How far a transfer is.
 
     Args:
-        what: for people, in the `-ing` form.
+        label: for people, in the `-ing` form.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -37,45 +37,45 @@ class Meter:
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._bar.add_task(printable(what), total=None)
+        self._task = self._bar.add_task(printable(label), total=None)
 
-    def update(self, done: float, total: float | None, what: str | None = None) -> None:
-        """Say how many bytes are done, of how many; `what` replaces the words."""
-        self._what = what or self._what
-        self._bar.update(self._task, completed=done, total=total, description=printable(self._what))
+    def update(self, done_bytes: float, total: float | None, label: str | None = None) -> None:
+        """Say how many bytes are done, of how many; `label` replaces the words."""
+        self._label = label or self._label
+        self._bar.update(self._task, completed=done_bytes, total=total, description=printable(self._label))
 
-    def advance(self, done: int) -> None:
+    def advance(self, size_bytes: int) -> None:
         """Say that so many more bytes are done."""
-        self._bar.update(self._task, advance=done)
+        self._bar.update(self._task, advance=size_bytes)
 
     def line(self) -> str:
         """Describe the present state on one line."""
         task = self._bar.tasks[0]
         of = "" if task.total is None else f" of {size(task.total)}"
         speed = f", {size(task.speed)}/s" if task.speed else ""
-        left = f", {span(task.time_remaining)} left" if task.time_remaining else ""
-        return f"{self._what}: {size(task.completed)}{of}{speed}{left}"
+        remaining = f", {span(task.time_remaining)} left" if task.time_remaining else ""
+        return f"{self._label}: {size(task.completed)}{of}{speed}{remaining}"
 
-    def show(self, ended: threading.Event) -> None:
-        """Show the progress until `ended`, in a thread, because the work may hang."""
-        if ended.wait(timings.given().shown_s):
+    def show(self, finished: threading.Event) -> None:
+        """Show the progress until `finished`, in a thread, because the work may hang."""
+        if finished.wait(timings.given().shown_s):
             return
         if sys.stderr.isatty():
             with self._bar:
-                ended.wait()
+                finished.wait()
         else:
-            while not ended.wait(timings.given().logged_s):
+            while not finished.wait(timings.given().logged_s):
                 complain(self.line())
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Meter]:
+def progress(label: str) -> Iterator[Meter]:
     """Show the progress of what the context does."""
-    meter, ended = Meter(what), threading.Event()
-    shows = threading.Thread(target=meter.show, args=(ended,), daemon=True)
+    meter, finished = Meter(label), threading.Event()
+    shows = threading.Thread(target=meter.show, args=(finished,), daemon=True)
     shows.start()
     try:
         yield meter
     finally:
-        ended.set()
+        finished.set()
         shows.join()

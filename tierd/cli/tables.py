@@ -22,17 +22,19 @@ from tierd.core.report import Checkpoint, Copy, Report
 from tierd.logs import last_word
 from tierd.watching.naming import is_order
 
-_PIPE = 1 << 20  # columns without a terminal, because one row is one line there
+_PIPE_WIDTH = 1 << 20  # columns without a terminal, because one row is one line there
 
 
-class _Plain(Console):
+class _PrintableConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*[printable(one) if isinstance(one, str) else one for one in objects], **options)
+        super().print(*[printable(value) if isinstance(value, str) else value for value in objects], **options)
 
 
 def console() -> Console:
     """Return standard output, at the terminal's width, or without an end for a pipe."""
-    return _Plain(width=None if sys.stdout.isatty() else _PIPE, highlight=False, markup=False, emoji=False)
+    return _PrintableConsole(
+        width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False, emoji=False
+    )
 
 
 def complain(text: object) -> None:
@@ -51,16 +53,16 @@ def print_json(answer: Any) -> None:
     try:
         data = msgspec.json.encode(answer)
     except UnicodeEncodeError:
-        data = json.dumps(_shown(msgspec.to_builtins(answer)), ensure_ascii=False).encode()
+        data = json.dumps(_printable_values(msgspec.to_builtins(answer)), ensure_ascii=False).encode()
     sys.stdout.write(printable_json(msgspec.json.format(data, indent=2).decode()) + "\n")
 
 
-def _shown(value: Any) -> Any:
+def _printable_values(value: Any) -> Any:
     """Return an answer with every unpaired surrogate escaped."""
     if isinstance(value, dict):
-        return {_shown(key): _shown(inner) for key, inner in value.items()}
+        return {_printable_values(key): _printable_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_shown(inner) for inner in value]
+        return [_printable_values(inner) for inner in value]
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
@@ -80,12 +82,15 @@ def paused(until: str | None) -> str:
 
 def disagreements(policies: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Return a line with the remedy for each policy that is unreadable or differs from another of its run and tier."""
-    found = [one for one in policies if one["disagrees"]]
-    for one in found:
-        rules = {name: value for name, value in (one["retention"] or {}).items() if value is not None}
-        says = f"keeps {rules}" if one["retention"] else f"cannot be read, so nothing is deleted: {one['why']}"
-        yield f"{one['tier']}: run {one['run']}: {one['key']} ({one['given']} on {one['host'] or '?'}) {says}"
-    if found:
+    conflicts = [policy for policy in policies if policy["disagrees"]]
+    for conflict in conflicts:
+        rules = {name: value for name, value in (conflict["retention"] or {}).items() if value is not None}
+        says = (
+            f"keeps {rules}" if conflict["retention"] else f"cannot be read, so nothing is deleted: {conflict['why']}"
+        )
+        origin = f"{conflict['given']} on {conflict['host'] or '?'}"
+        yield f"{conflict['tier']}: run {conflict['run']}: {conflict['key']} ({origin}) {says}"
+    if conflicts:
         yield "Whatever any of these keeps is kept. Make them agree, or delete the object of a node that is gone."
 
 
@@ -109,7 +114,7 @@ class Table:
         return [*title, *lay_out(self._columns, self._rows, width, self._key)]
 
     def __rich_console__(self, on: Console, options: ConsoleOptions) -> RenderResult:
-        width = None if options.max_width == _PIPE else options.max_width
+        width = None if options.max_width == _PIPE_WIDTH else options.max_width
         yield Text("\n".join(self.lines(width)), no_wrap=True, overflow="ignore")
 
 
@@ -122,13 +127,13 @@ _COLUMNS = (
     *("RUN", "STEP", "ATTEMPT", "CREATED", "METRICS"),
     *("WHERE", "STATE", "RANKS", "BYTES", "STORED", "KEPT BECAUSE"),
 )
-_NAMING = 5  # of these columns say which checkpoint it is, and the others are about one copy
+_ID_COLUMNS = 5  # of these columns say which checkpoint it is, and the others are about one copy
 _MOST_METRICS = 3
 
 
 def checkpoints(report: Report) -> Table:
     """Return one line for each copy of each checkpoint."""
-    return table(None, _COLUMNS, _rows(report), _NAMING)
+    return table(None, _COLUMNS, _rows(report), _ID_COLUMNS)
 
 
 def print_checkpoints(report: Report) -> None:
@@ -136,18 +141,18 @@ def print_checkpoints(report: Report) -> None:
     print_table(checkpoints(report))
 
 
-def print_table(shown: Table) -> None:
+def print_table(content: Table) -> None:
     """Print a table of any length. rich takes longer for many lines than it takes to observe what they show."""
     out = console()
-    sys.stdout.write("\n".join(shown.lines(None if out.width == _PIPE else out.width)) + "\n")
+    sys.stdout.write("\n".join(content.lines(None if out.width == _PIPE_WIDTH else out.width)) + "\n")
 
 
-def metrics(found: Mapping[str, float | None]) -> str:
+def metrics(values: Mapping[str, float | None]) -> str:
     """Format metrics for people, the first few by name: losses first, because frameworks log many others."""
-    ordered = sorted(found.items(), key=lambda metric: ("loss" not in metric[0], metric[0]))
-    named = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in ordered]
-    more = f", {len(named) - _MOST_METRICS} more" if len(named) > _MOST_METRICS else ""
-    return ", ".join(named[:_MOST_METRICS]) + more
+    ordered = sorted(values.items(), key=lambda metric: ("loss" not in metric[0], metric[0]))
+    texts = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in ordered]
+    remainder = f", {len(texts) - _MOST_METRICS} more" if len(texts) > _MOST_METRICS else ""
+    return ", ".join(texts[:_MOST_METRICS]) + remainder
 
 
 def step(number: int, created: str | None) -> str:
@@ -162,7 +167,7 @@ def _rows(report: Report) -> list[list[str]]:
 def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
     marks = ("→" if checkpoint.resumes else "") + ("*" if checkpoint.pinned else "")
     verdict = "; ".join(copy.reasons) if copy.keep else f"to be pruned: {'; '.join(copy.reasons)}"
-    more = "≥ " if copy.read < len(copy.ranks) - len(copy.defects) else ""  # not every rank's manifest was read
+    bound_mark = "≥ " if copy.read < len(copy.ranks) - len(copy.defects) else ""  # not every rank's manifest was read
     return [
         checkpoint.run,
         f"{step(checkpoint.step, checkpoint.created)}{marks}",
@@ -172,7 +177,7 @@ def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
         copy.place,
         copy.state,
         f"{len(copy.ranks)}/{checkpoint.world_size}",
-        more + size(copy.size),
-        more + size(copy.stored_size) if copy.stored_size else "",
+        bound_mark + size(copy.size),
+        bound_mark + size(copy.stored_size) if copy.stored_size else "",
         verdict,
     ]

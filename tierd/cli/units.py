@@ -18,7 +18,7 @@ _SIZE = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,9}})?)({'|'.join(_BYTES)})")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,9}})?)({'|'.join(_SECONDS)})")
 SHORTEST, LONGEST = 1e-6, 1e12  # seconds; beyond these, counts of steps would not fit JSON's integers
-_MOST = 10**9
+_MAX_COUNT = 10**9
 
 
 def time(option: str, text: str, *, zero: bool = False) -> float:
@@ -54,8 +54,8 @@ def rate(option: str, text: str) -> float:
 
 def count(option: str, value: int) -> int:
     """Parse a count; raises `ConfigError`."""
-    if not 1 <= value <= _MOST:
-        raise ConfigError(f"{option} {value}: at least 1, at most {_MOST}")
+    if not 1 <= value <= _MAX_COUNT:
+        raise ConfigError(f"{option} {value}: at least 1, at most {_MAX_COUNT}")
     return value
 
 

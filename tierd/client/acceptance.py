@@ -32,9 +32,9 @@ class Acceptance:
 
     def hear(self, backlog: Unflushed, now_s: float) -> None:
         """Log that no tier accepts checkpoints: at once if every tier refuses, else after three such answers."""
-        trouble = backlog.trouble
-        self.trouble = trouble is not None
-        if trouble is None:
+        problem = backlog.trouble
+        self.trouble = problem is not None
+        if problem is None:
             if self._warned_at is not None and any(tier.accepts for tier in backlog.tiers.values()):
                 log.warning("a tier accepts checkpoints again")
                 self._warned_at = None
@@ -43,7 +43,7 @@ class Acceptance:
         self._in_a_row += 1
         lasts = self._in_a_row >= _PASSING or all(tier.refused for tier in backlog.tiers.values())
         if lasts and (self._warned_at is None or now_s - self._warned_at >= _AGAIN_S):
-            log.warning("no tier accepts checkpoints, they are only in the spool: %s", trouble)
+            log.warning("no tier accepts checkpoints, they are only in the spool: %s", problem)
             self._warned_at = now_s
 
 
@@ -60,7 +60,7 @@ class AcceptanceWatch:
         self._ask, self._soon_s = ask, soon_s
         self._acceptance = Acceptance()
         self._changed = threading.Condition()
-        self._saved = self._ended = False
+        self._saved = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="tierd-tiers", daemon=True)
         try:
             self._thread.start()
@@ -76,28 +76,28 @@ class AcceptanceWatch:
     def close(self, patience_s: float) -> None:
         """Ask no more; wait at most `patience_s` seconds for a running question."""
         with self._changed:
-            self._ended = True
+            self._is_closed = True
             self._changed.notify()
         if self._thread.ident:
             self._thread.join(patience_s)
 
     def _run(self) -> None:
-        accepted = asked = False
-        while not self._rest(_SELDOM_S if accepted and not self._acceptance.trouble else self._soon_s):
+        accepted = asked_before = False
+        while not self._pause(_SELDOM_S if accepted and not self._acceptance.trouble else self._soon_s):
             try:
-                backlog = self._ask(not asked)
+                backlog = self._ask(not asked_before)
             except (TierdError, TimeoutError, OSError):  # `Attachment.keep` logs this failure
                 continue
-            asked = True
+            asked_before = True
             accepted |= any(tier.accepts for tier in backlog.tiers.values())
             self._acceptance.hear(backlog, time.monotonic())
 
-    def _rest(self, seconds: float) -> bool:
+    def _pause(self, seconds: float) -> bool:
         """Wait until the next question is due; return whether `close` was called meanwhile."""
         with self._changed:
             if not self._saved:
-                self._changed.wait_for(lambda: self._ended or self._saved, seconds)
+                self._changed.wait_for(lambda: self._is_closed or self._saved, seconds)
             if self._saved:
                 self._saved = False
-                self._changed.wait_for(lambda: self._ended, min(_AFTER_SAVE_S, seconds))
-            return self._ended
+                self._changed.wait_for(lambda: self._is_closed, min(_AFTER_SAVE_S, seconds))
+            return self._is_closed

@@ -112,17 +112,17 @@ class Attachment:
     def attempts(self, run: str) -> set[str]:
         """Return every attempt in the spool and, if the daemon answers within seconds, on the tiers."""
         try:
-            seen = self._spool.attempts(run)
+            attempts = self._spool.attempts(run)
         except OSError as error:  # the clock decides then, because naming an attempt must not end a training
             log.warning("spool %s: %s", self._spool.root, error)
-            seen = set()
+            attempts = set()
         if self.tiers:
             try:
-                found = self._ask_for_save(Candidates(run=run), self._timings.names_s)
-                seen |= read_member(found, "sight", RunView).attempts
+                answer = self._ask_for_save(Candidates(run=run), self._timings.names_s)
+                attempts |= read_member(answer, "sight", RunView).attempts
             except (TierdError, TimeoutError):
                 pass  # the spool and the clock decide then
-        return seen
+        return attempts
 
     def keep(self) -> None:
         """Renew the registration after a save, because the daemon may have ended, or another one may have started.
@@ -190,15 +190,15 @@ class Attachment:
 
     def _ask_for_save(self, request: Request, timeout_s: float) -> dict[str, Any]:
         """Ask while a save waits. A stopped daemon costs `room_silence_s`, and is then not asked for a while."""
-        begun = time.monotonic()
-        if begun < self._not_before:
+        start_s = time.monotonic()
+        if start_s < self._not_before:
             raise DaemonUnavailable("the daemon was silent a moment ago")
         try:
             with Link(self._spool, silence_s=self._timings.room_silence_s) as link:
                 return link.ask(request, timeout_s)
         except DaemonUnavailable:
             # Then the daemon is stopped: an absent one would have failed at once.
-            if time.monotonic() - begun >= self._timings.room_silence_s:
+            if time.monotonic() - start_s >= self._timings.room_silence_s:
                 self._not_before = time.monotonic() + self._timings.alone_s
             raise
 

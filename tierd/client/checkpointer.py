@@ -168,10 +168,10 @@ class Checkpointer:
             StoreUnavailable: another rank cannot be reached.
         """
         self._inner.check_open()
-        due = self._inner.schedule.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
-        if due and self.notice not in (None, self._noticed):
+        saves_now = self._inner.schedule.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
+        if saves_now and self.notice not in (None, self._noticed):
             self._report_preempted(step)
-        return due
+        return saves_now
 
     def _report_preempted(self, step: int) -> None:
         """Log a notice and report it to the daemon, which then sends the newest checkpoint first."""

@@ -29,14 +29,14 @@ LAST_FLUSH_S = 600.0  # how long a plain close waits for tiers if the daemon end
 _ANSWER_S = 10.0  # how long the daemon may take to answer a question
 _SOON_S = 3.0  # how long a plain close waits for the daemon's first answer
 _LEAST_S = 0.25  # how long a question may take if no time is left
-_NAMED = 10  # steps that a message names
+_LISTED_STEPS = 10  # steps that a message names
 
 
 class Closing:
     """The saves of one launch that are not on every tier yet, as the daemon reports them.
 
     Args:
-        mine: returns whether this launch saved a part.
+        has_saved: returns whether this launch saved a part.
         renew: makes sure that a daemon runs, if one was asked for.
         silent: returns why a daemon that runs cannot be asked, with the way out; empty if it can.
         node_ends: whether the node ends soon, and the daemon with it.
@@ -46,7 +46,7 @@ class Closing:
     def __init__(
         self,
         spool: Spool,
-        mine: Callable[[PartId], bool],
+        has_saved: Callable[[PartId], bool],
         renew: Callable[[], None],
         silent: Callable[[], str] = str,
         *,
@@ -54,7 +54,7 @@ class Closing:
         timings: ClientTimings = USUAL,
     ) -> None:
         self._timings = timings
-        self._spool, self._mine, self._renew, self._node_ends = spool, mine, renew, node_ends
+        self._spool, self._has_saved, self._renew, self._node_ends = spool, has_saved, renew, node_ends
         self._silent = silent
         self._ends_with_us = node_ends
 
@@ -73,27 +73,27 @@ class Closing:
         try:
             backlog = self._ask(end_s, hurry=True)
         except TimeoutError as error:
-            left = self._in_spool()
-            raise TimeoutError(f"{tier}: {_steps(left)} not known to be verified there: {error}") from None
+            unsent = self._in_spool()
+            raise TimeoutError(f"{tier}: {_steps(unsent)} not known to be verified there: {error}") from None
         if tier not in backlog.tiers:
             self._warn(backlog, waited=False)
             raise ConfigError(f"wait={tier!r}: the daemon has no tier of that name; it has {', '.join(backlog.tiers)}")
 
-        def done(now: Unflushed) -> bool:
-            left = [one for one in self._left(now) if tier in one.lacks]
+        def is_sent(now: Unflushed) -> bool:
+            unsent = [remainder for remainder in self._unsent(now) if tier in remainder.lacks]
             state = now.tiers.get(tier)
-            if left and (state is None or state.refused):
+            if unsent and (state is None or state.refused):
                 self._warn(now, waited=True)
-                raise StoreRefused(f"{tier}: {_steps(left)} not there: {state.error if state else 'no such tier'}")
-            return not left
+                raise StoreRefused(f"{tier}: {_steps(unsent)} not there: {state.error if state else 'no such tier'}")
+            return not unsent
 
-        last = self._poll(done, end_s, backlog)
-        if not done(last):
+        last = self._poll(is_sent, end_s, backlog)
+        if not is_sent(last):
             self._warn(last, waited=True)
-            left = [one for one in self._left(last) if tier in one.lacks]
+            unsent = [remainder for remainder in self._unsent(last) if tier in remainder.lacks]
             why = f"; its last error: {last.tiers[tier].error}" if last.tiers[tier].error else ""
             why += f"; paused: {last.paused}" if last.paused else ""
-            raise TimeoutError(f"{tier}: {_steps(left)} not verified there after {timeout_s:g} s{why}")
+            raise TimeoutError(f"{tier}: {_steps(unsent)} not verified there after {timeout_s:g} s{why}")
 
     def end(self, *, patient: bool, timeout_s: float | None) -> None:
         """Report the saves that are on no tier if nobody may flush them any more; raises nothing.
@@ -127,24 +127,27 @@ class Closing:
         if backlog.paused:
             return False
         return any(
-            (state := backlog.tiers[name]).accepts or (not one.on and not state.refused)
-            for one in self._left(backlog)
-            for name in one.lacks
+            (state := backlog.tiers[name]).accepts or (not remainder.on and not state.refused)
+            for remainder in self._unsent(backlog)
+            for name in remainder.lacks
         )
 
-    def _poll(self, done: Callable[[Unflushed], bool], end_s: float | None, backlog: Unflushed) -> Unflushed:
-        """Return the first backlog that is `done`, or the last one before `end_s`."""
-        begun = logged = time.monotonic()
+    def _poll(self, is_over: Callable[[Unflushed], bool], end_s: float | None, backlog: Unflushed) -> Unflushed:
+        """Return the first backlog for which `is_over` is true, or the last one before `end_s`."""
+        start_s = logged = time.monotonic()
         first = backlog.left_bytes
         with TerminalLine() as line:
-            while not done(backlog) and (end_s is None or time.monotonic() < end_s):
-                now, left = time.monotonic(), backlog.left_bytes
-                what = f"closing: {_steps(self._left(backlog))} not on every tier yet"
-                sizes = f"{left / 1e9:.1f} GB of the node to send{pace(first - left, now - begun, left)}"
-                shown = now - begun < self._timings.close_shown_s or line.draw(f"tierd: {sizes}: {what}")
-                if not shown and now - logged >= self._timings.close_logged_s:
+            while not is_over(backlog) and (end_s is None or time.monotonic() < end_s):
+                now, left_bytes = time.monotonic(), backlog.left_bytes
+                activity = f"closing: {_steps(self._unsent(backlog))} not on every tier yet"
+                sizes = (
+                    f"{left_bytes / 1e9:.1f} GB of the node to "
+                    f"send{pace(first - left_bytes, now - start_s, left_bytes)}"
+                )
+                drawn = now - start_s < self._timings.close_shown_s or line.draw(f"tierd: {sizes}: {activity}")
+                if not drawn and now - logged >= self._timings.close_logged_s:
                     logged = now
-                    log.info("%s; %s", what, sizes)
+                    log.info("%s; %s", activity, sizes)
                 left_s = math.inf if end_s is None else end_s - time.monotonic()
                 time.sleep(max(0.0, min(self._timings.close_poll_s, left_s)))
                 try:
@@ -175,36 +178,38 @@ class Closing:
             self._ends_with_us = self._node_ends or link.about_peer(ends_with_us)
             return backlog_of(link.ask(request, limit_s))
 
-    def _left(self, backlog: Unflushed) -> list[Remaining]:
-        return [one for one in backlog.left if self._mine(one.part)]
+    def _unsent(self, backlog: Unflushed) -> list[Remaining]:
+        return [remainder for remainder in backlog.left if self._has_saved(remainder.part)]
 
     def _warn(self, backlog: Unflushed, *, waited: bool) -> None:
         if self._ends_with_us or backlog.trouble:
             self._report(backlog, waited=waited)
 
     def _report(self, backlog: Unflushed, *, waited: bool) -> None:
-        nowhere = [one for one in self._left(backlog) if not one.on]
+        nowhere = [remainder for remainder in self._unsent(backlog) if not remainder.on]
         if not nowhere:
             return
         why = "they were not flushed in time" if waited else "this close waited for no tier"
         if backlog.trouble:
             why = f"no tier accepts checkpoints ({backlog.trouble})"
-        what = "node ends" if self._node_ends else "daemon ends with this container"
-        last = f"; the {what}, and nobody flushes them" if self._ends_with_us else ""
+        ending = "node ends" if self._node_ends else "daemon ends with this container"
+        last = f"; the {ending}, and nobody flushes them" if self._ends_with_us else ""
         log.warning("closed: %s on no tier, only in the spool: %s%s", _steps(nowhere), why, last)
 
     def _in_spool(self) -> list[Remaining]:
         """Return this launch's saves that the spool still has, newest first."""
         try:
-            parts = [part for part in self._spool.parts() if self._mine(part)]
+            parts = [part for part in self._spool.parts() if self._has_saved(part)]
         except (OSError, TierdError):
             parts = []
         return [Remaining(part=part, size_bytes=0, on=(), lacks=()) for part in reversed(parts)]
 
     def _report_unknown(self, error: Exception) -> None:
-        if left := self._in_spool():
+        if remainders := self._in_spool():
             log.warning(
-                "closed: %s in the spool, and on no tier that is known of: %s", _steps(left), self._silent() or error
+                "closed: %s in the spool, and on no tier that is known of: %s",
+                _steps(remainders),
+                self._silent() or error,
             )
 
 
@@ -236,8 +241,8 @@ def lost(spool: Spool, nowhere: Mapping[PartId, str]) -> str:
         nowhere: as `SaveRecords.nowhere`.
     """
     with suppress(OSError, TierdError):  # a trainer may take a save for failed that its daemon committed
-        held = set(spool.parts())
-        nowhere = {part: why for part, why in nowhere.items() if part not in held}
+        present = set(spool.parts())
+        nowhere = {part: why for part, why in nowhere.items() if part not in present}
     if not nowhere:
         return ""
     last = max(nowhere, key=lambda part: part.checkpoint.step)
@@ -258,13 +263,13 @@ def _limit(end_s: float | None, share: float = 1.0) -> float:
     return _ANSWER_S if end_s is None else min(_ANSWER_S, max(_LEAST_S, share * (end_s - time.monotonic())))
 
 
-def _steps(left: Sequence[Remaining]) -> str:
-    return _steps_are([one.part.checkpoint.step for one in left])
+def _steps(remainders: Sequence[Remaining]) -> str:
+    return _steps_are([remainder.part.checkpoint.step for remainder in remainders])
 
 
 def _steps_are(newest_first: Sequence[int]) -> str:
     """Format as `2 saves (steps 7, 9) are`, newest last."""
     steps = [str(step) for step in newest_first]
-    named = ", ".join(reversed(steps[:_NAMED]))
-    older = f"{len(steps) - _NAMED} older and " if len(steps) > _NAMED else ""
-    return f"1 save (step {named}) is" if len(steps) == 1 else f"{len(steps)} saves ({older}steps {named}) are"
+    listing = ", ".join(reversed(steps[:_LISTED_STEPS]))
+    older = f"{len(steps) - _LISTED_STEPS} older and " if len(steps) > _LISTED_STEPS else ""
+    return f"1 save (step {listing}) is" if len(steps) == 1 else f"{len(steps)} saves ({older}steps {listing}) are"

@@ -131,16 +131,16 @@ class Composition:
             if self._when_busy not in _BUSY:
                 raise ConfigError(f"when_busy={self._when_busy!r}: one of {', '.join(_BUSY)}")
             check_run(run)
-            given = check_attempt(attempt) if attempt is not None else None
+            given_attempt = check_attempt(attempt) if attempt is not None else None
             self.schedule = Schedule(when, self.ranks)
             attach()
         except Exception as error:
             report_failure(self.ranks, run, error)
             raise
         self.beside = Beside(self.spool, asks=self.daemon.tiers, ask_s=timings.given().launches_s)
-        seen = functools.partial(self.daemon.attempts, run)
+        list_attempts = functools.partial(self.daemon.attempts, run)
         options = {"when": repr(when), "to": self.daemon.to, "retention": repr(retention)}
-        self.launch = Launch(self.spool, run, self.ranks, given, seen, options, self._saving)
+        self.launch = Launch(self.spool, run, self.ranks, given_attempt, list_attempts, options, self._saving)
         self._make_savers(slots)
         if self.schedule.preemption is not None:
             self.schedule.preemption.begin()
@@ -220,7 +220,7 @@ class Composition:
         self.daemon.close(patience_s)
 
 
-def _seconds(name: str, given: float) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 1 <= given < math.inf:
-        raise ConfigError(f"{name}={given!r}: seconds, at least 1")
-    return float(given)
+def _seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+        raise ConfigError(f"{name}={value!r}: seconds, at least 1")
+    return float(value)

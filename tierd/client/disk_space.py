@@ -44,16 +44,16 @@ class SpaceCheck:
         except OSError:  # a save reports it
             return
         ranks = local_ranks()
-        needed = (self._keep_last() or RetentionPolicy().keep_last) + 1
-        if total >= needed * ranks * size_bytes:
+        checkpoints = (self._keep_last() or RetentionPolicy().keep_last) + 1
+        if total >= checkpoints * ranks * size_bytes:
             return
         log.warning(
             "spool %s: its disk has %d bytes, too few for %d checkpoints of %d bytes%s: keep_last = %d and the one "
             "being written; saves may find it full. Use a larger disk, or a lower keep_last for the spool",
             self._spool.root,
             total,
-            needed,
+            checkpoints,
             size_bytes,
             f" from each of {ranks} ranks" if ranks > 1 else "",
-            needed - 1,
+            checkpoints - 1,
         )

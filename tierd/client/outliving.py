@@ -34,9 +34,9 @@ def namespace_ends_with_us() -> bool:
     """Whether this process's pid namespace ends when this process ends."""
     pid = os.getpid()
     try:
-        own = Path("/proc/self/ns/pid").stat().st_ino != _FIRST_NAMESPACE
+        own_namespace = Path("/proc/self/ns/pid").stat().st_ino != _FIRST_NAMESPACE
         first = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-        return would_end(pid, _ancestors(pid), first, own_namespace=own)
+        return would_end(pid, _ancestors(pid), first, own_namespace=own_namespace)
     except (OSError, ValueError):  # no /proc, or another user's: answer only what is certain
         return pid == 1
 
@@ -61,8 +61,8 @@ def would_end(pid: int, ancestors: Sequence[int], first: Sequence[str], *, own_n
 
 
 def _ancestors(pid: int) -> list[int]:
-    found: list[int] = []
-    while pid > 1 and len(found) < _DEPTH:
+    ancestors: list[int] = []
+    while pid > 1 and len(ancestors) < _DEPTH:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        found.append(pid)
-    return found
+        ancestors.append(pid)
+    return ancestors

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierd")
 
 _MASK = (1 << 63) - 1
-_SHOWN = 5
+_LISTED_SAMPLES = 5
 
 
 class SampleWatch:
@@ -43,8 +43,8 @@ class SampleWatch:
     def __init__(self, checkpointer: Checkpointer | None = None, validation: Iterable[Hashable] = ()) -> None:
         self.repeated = self.leaked = 0
         self._checkpointer = checkpointer
-        self._kept = set(_numbers(validation))
-        self._seen: set[int] = set()
+        self._validation = set(_numbers(validation))
+        self._epoch_samples: set[int] = set()
         self._epoch: int | None = None
         self._reported: set[str] = set()
 
@@ -58,19 +58,19 @@ class SampleWatch:
         """
         if epoch != self._epoch:
             self._epoch, self._reported = int(epoch), set()
-            self._seen.clear()
+            self._epoch_samples.clear()
         numbers = _numbers(samples)
-        before = len(self._seen)
-        again: list[int] = []
-        if not self._seen.isdisjoint(numbers):
-            again = [one for one in numbers if one in self._seen]
-        self._seen.update(numbers)
-        count = before + len(numbers) - len(self._seen)
-        inside = [one for one in numbers if one in self._kept] if self._kept else []
+        before = len(self._epoch_samples)
+        repeats: list[int] = []
+        if not self._epoch_samples.isdisjoint(numbers):
+            repeats = [number for number in numbers if number in self._epoch_samples]
+        self._epoch_samples.update(numbers)
+        count = before + len(numbers) - len(self._epoch_samples)
+        inside = [number for number in numbers if number in self._validation] if self._validation else []
         self.repeated += count
         self.leaked += len(inside)
         if count:
-            self._report(step, "twice", f"{count} samples of step {step} came twice in epoch {epoch}", again)
+            self._report(step, "twice", f"{count} samples of step {step} came twice in epoch {epoch}", repeats)
         if inside:
             self._report(
                 step, "validation", f"{len(inside)} samples of step {step} are of the validation split", inside
@@ -81,20 +81,20 @@ class SampleWatch:
         if kind in self._reported:
             return
         self._reported.add(kind)
-        why += f": {', '.join(map(str, examples[:_SHOWN]))}" if examples else ""
+        why += f": {', '.join(map(str, examples[:_LISTED_SAMPLES]))}" if examples else ""
         log.error("%s", why)
         if self._checkpointer is not None:
             self._checkpointer.report_leaked(step, why)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the samples seen in this epoch."""
-        seen = torch.tensor(sorted(self._seen), dtype=torch.int64)
-        return {"epoch": self._epoch, "seen": seen, "told": sorted(self._reported)}
+        samples = torch.tensor(sorted(self._epoch_samples), dtype=torch.int64)
+        return {"epoch": self._epoch, "seen": samples, "told": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the samples of a saved epoch."""
         self._epoch, self._reported = state["epoch"], set(state["told"])
-        self._seen = set(state["seen"].tolist())
+        self._epoch_samples = set(state["seen"].tolist())
 
 
 def _numbers(samples: Iterable[Hashable]) -> list[int]:
@@ -104,6 +104,6 @@ def _numbers(samples: Iterable[Hashable]) -> list[int]:
     if isinstance(listed, str | bytes):
         raise ConfigError(f"samples={listed!r}: several of them, such as a list")
     return [
-        one & _MASK if type(one) is int else xxhash.xxh3_64_intdigest(repr(one).encode()) & _MASK
-        for one in (listed if isinstance(listed, Iterable) else [listed])
+        number & _MASK if type(number) is int else xxhash.xxh3_64_intdigest(repr(number).encode()) & _MASK
+        for number in (listed if isinstance(listed, Iterable) else [listed])
     ]

@@ -64,13 +64,13 @@ class Schedule:
         self._best: float | None = None  # of the saves that have ended
         self._values: dict[int, float] = {}  # metric values by step, of saves whose result was not taken yet
         self._results: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()  # a step, and whether it is durable
-        self._asked = _NOTHING
+        self._last_asked = _NOTHING
         self._next_clock = 0
         self._decided: tuple[int, float] | None = None  # the step and time at which rank 0's clock last decided
         if when is not None and not ranks.talk and (when.every is not None or when.best is not None):
-            what = f"every={when.every!r}" if when.every is not None else f"best={when.best!r}"
+            rule = f"every={when.every!r}" if when.every is not None else f"best={when.best!r}"
             raise ConfigError(
-                f"When({what}): rank 0 decides, and {ranks.world} ranks have no way to be told: initialise "
+                f"When({rule}): rank 0 decides, and {ranks.world} ranks have no way to be told: initialise "
                 "torch.distributed first, or let steps and epochs decide"
             )
         self.preemption = Preemption(when.preemption, ranks) if when is not None and when.preemption else None
@@ -84,25 +84,29 @@ class Schedule:
         when = self.when
         if when is None:
             raise ConfigError("when is a checkpoint due? Checkpointer(…, when=tierd.When(steps=…)) says it")
-        asked, ended, _ = self._asked
-        if asked != step and self._ranks.world > 1:
-            self._count(asked, ended)
-            self._asked = _NOTHING
+        asked_step, asked_epoch, _ = self._last_asked
+        if asked_step != step and self._ranks.world > 1:
+            self._count(asked_step, asked_epoch)
+            self._last_asked = _NOTHING
         if self.preemption is not None and self.preemption.due(step):  # on every rank, so none waits in an exchange
-            self._asked, self._next_clock = (step, epoch, None), step + 1
+            self._last_asked, self._next_clock = (step, epoch, None), step + 1
             return True
-        given = metrics if when.best is not None else None
+        judged_metrics = metrics if when.best is not None else None
         if self._ranks.world == 1:
-            value = value_of(given, when.best or "") if given is not None else None
-            found = is_due(when, self._so_far(), step, epoch, value, self._now())
-        elif self._is_asked(when, step, epoch, judged=given is not None):
-            value, found = self._agreed(when, step, epoch, given)
+            value = value_of(judged_metrics, when.best or "") if judged_metrics is not None else None
+            decision = is_due(when, self._so_far(), step, epoch, value, self._now())
+        elif self._needs_agreement(when, step, epoch, judged=judged_metrics is not None):
+            value, decision = self._agreed(when, step, epoch, judged_metrics)
         else:
-            found = not when.best_only and is_counted(when, self._so_far(), step, epoch)
-            value = value_of(given, when.best or "") if found and given and when.best in given else None
-        if found:
-            self._asked = step, epoch, value
-        return found
+            decision = not when.best_only and is_counted(when, self._so_far(), step, epoch)
+            value = (
+                value_of(judged_metrics, when.best or "")
+                if decision and judged_metrics and when.best in judged_metrics
+                else None
+            )
+        if decision:
+            self._last_asked = step, epoch, value
+        return decision
 
     def is_urgent(self, step: int) -> bool:
         """Return whether a checkpoint was found due at `step` by a notice. The result is the same on every rank."""
@@ -119,7 +123,7 @@ class Schedule:
         length_s = length("deadline=", deadline)
         return length_s + (self.preemption.begun_s() if self.preemption is not None else time.monotonic())
 
-    def _is_asked(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
+    def _needs_agreement(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
         """Return whether rank 0 has to decide. The result is the same on every rank."""
         counted = is_counted(when, self._so_far(), step, epoch)
         is_timed = when.every is not None and step >= self._next_clock
@@ -135,15 +139,15 @@ class Schedule:
             try:
                 value = value_of(metrics, when.best or "") if metrics is not None else None
                 now = self._now()
-                found = is_due(when, self._so_far(), step, epoch, value, now)
-                word = Word(found, step + self._ahead(when, step, now), "")
+                decision = is_due(when, self._so_far(), step, epoch, value, now)
+                word = Word(decision, step + self._ahead(when, step, now), "")
             except ConfigError as error:
                 word = Word(error=str(error))
-        said = self._ranks.gather(word, first=True)[0]  # a rank may evaluate for long before it calls `due`
-        if said.error:
-            raise ConfigError(said.error if self._ranks.rank == 0 else f"rank 0: {said.error}")
-        self._next_clock = step + 1 if said.due else said.look
-        return value, said.due
+        rank0_word = self._ranks.gather(word, first=True)[0]  # a rank may evaluate for long before it calls `due`
+        if rank0_word.error:
+            raise ConfigError(rank0_word.error if self._ranks.rank == 0 else f"rank 0: {rank0_word.error}")
+        self._next_clock = step + 1 if rank0_word.due else rank0_word.look
+        return value, rank0_word.due
 
     def _ahead(self, when: When, step: int, now: float) -> int:
         before, self._decided = self._decided, (step, now)
@@ -176,22 +180,22 @@ class Schedule:
                 self._best = self._better(self._best, value)
             self._values.pop(step, None)  # only now, so that a handler's save finds it in one of both
 
-    def resume(self, here: CheckpointId | None, resume: RestoreOrder) -> None:
+    def resume(self, checkpoint: CheckpointId | None, resume: RestoreOrder) -> None:
         """Start counting from the checkpoint that training resumes from, or from nothing.
 
         The best value so far is the best of the complete checkpoints on the timeline up to there, among the places that
         answered.
         """
         best: float | None = None
-        if self.when and self.when.goal and here:
+        if self.when and self.when.goal and checkpoint:
             values = resume.values.get(self.when.goal.metric, {})
-            whole = {one: value for one, value in values.items() if one in resume.whole}
-            best = best_so_far(whole, here, resume.origins, self.when.goal)
+            complete = {candidate: value for candidate, value in values.items() if candidate in resume.whole}
+            best = best_so_far(complete, checkpoint, resume.origins, self.when.goal)
         self._take_results()
         self._values = {}
         self._best, self._saved_at = best, self._now()
-        self._counted = (here.step, None) if here else _START
-        self._asked, self._next_clock, self._decided = _NOTHING, 0, None
+        self._counted = (checkpoint.step, None) if checkpoint else _START
+        self._last_asked, self._next_clock, self._decided = _NOTHING, 0, None
         if self.preemption is not None:
             self.preemption.restored()
 
@@ -201,8 +205,8 @@ class Schedule:
         if metric is None:
             return numbers
         self._take_results()  # first, because an earlier save of this step may have failed
-        asked, _, value = self._asked
-        if asked == step and value is not None:
+        asked_step, _, value = self._last_asked
+        if asked_step == step and value is not None:
             numbers = {metric: value, **numbers}
         if metric in numbers:
             self._values[step] = numbers[metric]
@@ -210,12 +214,12 @@ class Schedule:
 
     def took(self, step: int | None) -> None:
         """Count a save whose snapshot is taken, or a DCP save that begins (None: at the step last found due)."""
-        asked, epoch, _ = self._asked
+        asked_step, epoch, _ = self._last_asked
         self._saved_at = self._now()
         if self.preemption is not None:
             self.preemption.saved()
         if self._ranks.world == 1:
-            self._count(asked if step is None else step, epoch if step in (None, asked) else None)
+            self._count(asked_step if step is None else step, epoch if step in (None, asked_step) else None)
 
     def ended(self, step: int, *, durable: bool) -> None:
         """Record that the save at `step` became durable or failed. Any thread may call this."""

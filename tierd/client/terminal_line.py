@@ -45,9 +45,9 @@ class TerminalLine:
         sys.stderr.flush()
 
 
-def pace(moved: float, took_s: float, left: float) -> str:
-    """Describe the rate by which `moved` bytes were moved, and the time that those `left` take; empty if unknown."""
+def pace(moved: float, took_s: float, left_bytes: float) -> str:
+    """Describe the rate by which `moved` bytes were moved, and the time that `left_bytes` take; empty if unknown."""
     if moved <= 0 or took_s <= 0:
         return ""
     rate = moved / took_s
-    return f", {rate / 1e9:.2f} GB/s, {left / rate:.0f} s left"
+    return f", {rate / 1e9:.2f} GB/s, {left_bytes / rate:.0f} s left"

@@ -43,8 +43,8 @@ BLOCK_LOG = 20  # measured: with smaller blocks Python's overhead shows, larger 
 BLOCK_LOGS = range(12, 21)
 
 _STRETCH = 8  # blocks that share one detected layout, unless one of them compresses differently
-_OTHERS = 8  # at most one byte in this many may lie outside the 15 neighbours
-_FEW = 512  # bytes of a plane below which pairs are not worth their header
+_ESCAPE_SHARE = 8  # at most one byte in this many may lie outside the 15 neighbours
+_MIN_PAIRS_BYTES = 512  # bytes of a plane below which pairs are not worth their header
 _EDGE = 64  # bytes; an upper bound for the headers and edges of a block
 _WINDOW = 1 << 20
 _HIGHEST = 255 - 15  # a higher base plus a code would not fit into a byte; codes of other bytes are added, too
@@ -95,9 +95,9 @@ def pack(raw: Buffer) -> memoryview | None:
         # The numbers differ from those in the block from which the layout was detected.
         if not fresh and abs(top - expected) * 8 > expected:
             fresh = True
-            other = detect(block)
-            if other != layout:
-                layout, out.at = other, at
+            detected = detect(block)
+            if detected != layout:
+                layout, out.at = detected, at
                 top = _write_block(out, block, layout)
         if not _block_reads_back(out.view[at : out.at], block):
             log.error("a block of %d bytes does not come back from %s, and is not split", len(block), layout)
@@ -109,16 +109,16 @@ def pack(raw: Buffer) -> memoryview | None:
     return out.view[: out.at] if out.at < len(data) - len(data) // 64 else None
 
 
-def _block_reads_back(written: memoryview, block: Bytes) -> bool:
+def _block_reads_back(encoded: memoryview, block: Bytes) -> bool:
     """Whether reading a block that was just written gives its bytes."""
-    found, reader = _tools.read_back[: len(block)], _Reader(written)
+    decoded, reader = _tools.read_back[: len(block)], _Reader(encoded)
     try:
-        _read_block(reader, found)
+        _read_block(reader, decoded)
         reader.end()
     except Exception as error:  # whatever a fault here or in the processor raises
         log.error("a block cannot be read as it was written: %r", error)
         return False
-    return np.array_equal(found, block)
+    return np.array_equal(decoded, block)
 
 
 class _Writer:
@@ -158,7 +158,7 @@ def _write_block(out: _Writer, block: Bytes, layout: NumberLayout) -> int:
     spare = _tools.scratch
     elements = block[lead:end].view(f"<u{width}")
     if not elements.flags.aligned:
-        elements = _copied(elements.view(np.uint8), spare[0]).view(f"<u{width}")
+        elements = _copy_into(elements.view(np.uint8), spare[0]).view(f"<u{width}")
     words = elements.view("<u2").reshape(count, width // 2)
     for index, worth in enumerate(layout.words):
         if worth:
@@ -174,7 +174,7 @@ def _write_block(out: _Writer, block: Bytes, layout: NumberLayout) -> int:
     return _write_top(out, top, layout)
 
 
-def _copied(data: Bytes, to: Bytes) -> Bytes:
+def _copy_into(data: Bytes, to: Bytes) -> Bytes:
     to[: len(data)] = data
     return to[: len(data)]
 
@@ -209,7 +209,7 @@ def _write_plane(out: _Writer, plane: Bytes, compressor: zstandard.ZstdCompresso
 
 
 def _write_pairs(out: _Writer, plane: Bytes) -> int:
-    if len(plane) < _FEW:
+    if len(plane) < _MIN_PAIRS_BYTES:
         return _write_plane(out, plane, _tools.entropy)
     base = neighbours(plane)
     spare = _tools.scratch
@@ -217,10 +217,10 @@ def _write_pairs(out: _Writer, plane: Bytes) -> int:
     codes[-1] = 0  # fills up the last pair if the number of codes is odd
     near = codes[: len(plane)]
     np.subtract(plane, np.uint8(base), out=near)
-    others = np.flatnonzero(near > 14)
-    if len(others) * _OTHERS > len(plane):
+    escapes = np.flatnonzero(near > 14)
+    if len(escapes) * _ESCAPE_SHARE > len(plane):
         return _write_plane(out, plane, _tools.entropy)
-    near[others] = 15
+    near[escapes] = 15
     pairs, shifted = codes.view("<u2"), spare[1][: len(codes)].view("<u2")
     np.right_shift(pairs, 4, out=shifted)
     np.bitwise_or(pairs, shifted, out=pairs)
@@ -228,9 +228,9 @@ def _write_pairs(out: _Writer, plane: Bytes) -> int:
     np.copyto(halves, pairs, casting="unsafe")
     packed = _tools.entropy.compress(halves.data)
     start = out.at
-    out.put_plane(PAIRS, PAIRS_HEAD.pack(base, len(others)))
-    if len(others):
-        _write_plane(out, plane[others], _tools.search)
+    out.put_plane(PAIRS, PAIRS_HEAD.pack(base, len(escapes)))
+    if len(escapes):
+        _write_plane(out, plane[escapes], _tools.search)
     out.put(packed)
     if (length := out.at - start - PLANE_HEAD.size) >= len(plane):
         out.at = start
@@ -319,7 +319,7 @@ class _Pairs:
         self._base, number = reader.heads(PAIRS_HEAD)
         if number > size:
             raise ValueError(f"{number} of {size} bytes are other ones")
-        self._others = reader.plane(number) if number else np.empty(0, np.uint8)
+        self._escapes = reader.plane(number) if number else np.empty(0, np.uint8)
         self._halves = _expand(reader.bytes(len(body) - reader.at), (size + 1) // 2)
         self._places = _fifteens(self._halves, size)
         if len(self._places) != number:
@@ -327,21 +327,21 @@ class _Pairs:
 
     def put(self, to: Words, shift: int) -> None:
         """Write the plane's bytes into the words `to`, each shifted left by `shift` bits."""
-        halves, whole = self._halves, len(to) // 2
+        halves, word_pairs = self._halves, len(to) // 2
         if self._base > _HIGHEST:  # a sum would carry into the neighbouring word
             codes = np.stack((halves & 15, halves >> 4), axis=1).reshape(-1)[: len(to)] + np.uint8(self._base)
             np.multiply(codes, 1 << shift, out=to, dtype=np.uint16)
         else:
             # For two words at once: the multiplication moves each code into its own word, the addition adds the base to
             # both.
-            both = to[: 2 * whole].view("<u4")
-            np.copyto(both, halves[:whole])
-            np.multiply(both, np.uint32(0x1001 << shift), out=both)
-            np.bitwise_and(both, np.uint32(0x000F_000F << shift), out=both)
-            np.add(both, np.uint32(0x0001_0001 * self._base << shift), out=both)
+            double_words = to[: 2 * word_pairs].view("<u4")
+            np.copyto(double_words, halves[:word_pairs])
+            np.multiply(double_words, np.uint32(0x1001 << shift), out=double_words)
+            np.bitwise_and(double_words, np.uint32(0x000F_000F << shift), out=double_words)
+            np.add(double_words, np.uint32(0x0001_0001 * self._base << shift), out=double_words)
             if len(to) % 2:
                 to[-1] = (int(halves[-1] & 15) + self._base) << shift
-        to[self._places] = self._others.astype("<u2") << shift
+        to[self._places] = self._escapes.astype("<u2") << shift
 
 
 def _fifteens(halves: Bytes, size: int) -> npt.NDArray[np.intp]:
@@ -353,8 +353,8 @@ def _fifteens(halves: Bytes, size: int) -> npt.NDArray[np.intp]:
     np.greater_equal(halves, 0xF0, out=high)
     np.bitwise_or(high, low, out=low)
     pairs = np.flatnonzero(low)
-    found = np.stack((halves[pairs] & 15, halves[pairs] >> 4), axis=1) == 15
-    places = np.asarray((2 * pairs[:, None] + np.arange(2))[found])
+    is_fifteen = np.stack((halves[pairs] & 15, halves[pairs] >> 4), axis=1) == 15
+    places = np.asarray((2 * pairs[:, None] + np.arange(2))[is_fifteen])
     return np.asarray(places[places < size])
 
 

@@ -103,15 +103,15 @@ def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:
     if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):
         return RAW, raw
     numbers = found_kind is ChunkKind.NUMBERS
-    found: list[tuple[str, Buffer]] = [(RAW, raw)]
+    encodings: list[tuple[str, Buffer]] = [(RAW, raw)]
     if not numbers or len(raw) < _SMALL:
-        found.append((ZSTD, _zstd(raw)))
+        encodings.append((ZSTD, _zstd(raw)))
     if numbers:
         with _cores:
             packed = byte_planes.pack(raw)
         if packed is not None:
-            found.append((PLANES, packed))
-    codec, data = min(found, key=lambda each: len(each[1]))
+            encodings.append((PLANES, packed))
+    codec, data = min(encodings, key=lambda encoding: len(encoding[1]))
     if codec == ZSTD and not _decodes_to(chunk, lambda: _expand_zstd(chunk, data)):
         return RAW, raw
     return codec, data
@@ -153,13 +153,13 @@ def check_stored(stored: Stored, data: Buffer, where: str) -> None:
     check_digest(stored, len(data), digest(data) if len(data) == stored.size else "", where)
 
 
-def check_digest(stored: Stored, size: int, found: str, where: str) -> None:
+def check_digest(stored: Stored, size: int, read_digest: str, where: str) -> None:
     """Compare the size and the digest of stored bytes with their entry in the manifest; raises as `check_stored`."""
     if size != stored.size:
         raise CorruptChunk(f"{where}: {stored.key}: {size} bytes, not the {stored.size} of its manifest")
-    if found != stored.xxh3_128:
+    if read_digest != stored.xxh3_128:
         error = CorruptChunk(f"{where}: {stored.key}: its bytes differ from their digest")
-        error.read_digest = found
+        error.read_digest = read_digest
         raise error
 
 
@@ -205,9 +205,9 @@ def recognize(chunk: Chunk, codec: str, key: str, data: Buffer, where: str) -> t
         CorruptChunk, FormatTooNew: as `decode`.
     """
     stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
-    found = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
+    entry = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
     try:
-        return found, decode(found, data, where)
+        return entry, decode(entry, data, where)
     except CorruptChunk as error:
         error.read_digest = stored.xxh3_128
         raise

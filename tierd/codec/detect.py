@@ -52,10 +52,10 @@ def detect(block: Bytes) -> NumberLayout:
     The cost is an estimate of a Huffman coder's output: the order-0 entropy (Shannon) of the bytes by their position
     modulo 8. Miller and Madow's correction accounts for the small number of sampled bytes.
     """
-    return _best(*_counted(block))
+    return _best(*_count_bytes(block))
 
 
-def _counted(block: Bytes) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+def _count_bytes(block: Bytes) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
     # Returns the histograms of all widths, and the entropy of each.
     by_eight = _histograms(block)
     by_four = by_eight[:4] + by_eight[4:]
@@ -70,8 +70,8 @@ def _best(rows: npt.NDArray[np.intp], entropy: npt.NDArray[np.float64]) -> Numbe
     for index, cost in enumerate(costs.tolist()):
         if cost < costs[best] * _WIDER:
             best = index
-    mine = slice(_FIRST[best], _FIRST[best] + WIDTHS[best])
-    return _layout(WIDTHS[best], rows[mine], entropy[mine])
+    best_rows = slice(_FIRST[best], _FIRST[best] + WIDTHS[best])
+    return _layout(WIDTHS[best], rows[best_rows], entropy[best_rows])
 
 
 def _histograms(block: Bytes) -> npt.NDArray[np.intp]:
@@ -120,7 +120,7 @@ def kind(raw: bytes | bytearray | memoryview) -> ChunkKind:
     step = max(len(data) // 16, _SAMPLE) & ~7
     noise = True
     for at in range(0, len(data) - SMALLEST + 1, step):
-        rows, entropy = _counted(data[at : at + step])
+        rows, entropy = _count_bytes(data[at : at + step])
         if _best(rows, entropy).width > 1:
             return ChunkKind.NUMBERS
         noise = noise and float(entropy[0]) >= _NOISE

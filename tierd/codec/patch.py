@@ -38,10 +38,10 @@ def make(raw: Buffer, base: Buffer) -> bytes | None:
     count = int(np.count_nonzero(differs))
     if count > MOST_SHARE * len(differs):
         return None
-    whole = len(new) // BLOCK
-    blocks = new[: whole * BLOCK].reshape(whole, BLOCK)[differs[:whole]]
-    rest = new[whole * BLOCK :] if len(differs) > whole and differs[whole] else new[:0]
-    body = b"".join((np.packbits(differs, bitorder="little").tobytes(), blocks.tobytes(), rest.tobytes()))
+    whole_blocks = len(new) // BLOCK
+    blocks = new[: whole_blocks * BLOCK].reshape(whole_blocks, BLOCK)[differs[:whole_blocks]]
+    tail = new[whole_blocks * BLOCK :] if len(differs) > whole_blocks and differs[whole_blocks] else new[:0]
+    body = b"".join((np.packbits(differs, bitorder="little").tobytes(), blocks.tobytes(), tail.tobytes()))
     frame = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(body)
     return HEAD.pack(MAGIC, len(new), count) + frame
 
@@ -73,25 +73,27 @@ def apply(patch: Buffer, base: Buffer, into: memoryview | None = None) -> memory
     array = np.frombuffer(out, np.uint8)
     if not np.shares_memory(array, old := np.frombuffer(base, np.uint8)):
         array[:] = old
-    whole = size // BLOCK
-    inside = int(np.count_nonzero(flags[:whole])) * BLOCK
-    array[: whole * BLOCK].reshape(whole, BLOCK)[flags[:whole]] = changed[:inside].reshape(-1, BLOCK)
-    if blocks > whole and flags[whole]:
-        array[whole * BLOCK :] = changed[inside:]
+    whole_blocks = size // BLOCK
+    inside = int(np.count_nonzero(flags[:whole_blocks])) * BLOCK
+    array[: whole_blocks * BLOCK].reshape(whole_blocks, BLOCK)[flags[:whole_blocks]] = changed[:inside].reshape(
+        -1, BLOCK
+    )
+    if blocks > whole_blocks and flags[whole_blocks]:
+        array[whole_blocks * BLOCK :] = changed[inside:]
     return out
 
 
 def _differing(new: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8]) -> Blocks:
     """For each block, whether it differs; the last one may be shorter."""
-    found = np.zeros(-(-len(new) // BLOCK), np.bool_)
-    whole = len(new) // BLOCK * BLOCK
-    for at in range(0, whole, _TILE):
-        end = min(at + _TILE, whole)
+    flags = np.zeros(-(-len(new) // BLOCK), np.bool_)
+    aligned = len(new) // BLOCK * BLOCK
+    for at in range(0, aligned, _TILE):
+        end = min(at + _TILE, aligned)
         unequal = new[at:end].view(np.uint64) != old[at:end].view(np.uint64)
-        found[at // BLOCK : end // BLOCK] = unequal.reshape(-1, BLOCK // 8).any(axis=1)
-    if whole < len(new):
-        found[-1] = bool((new[whole:] != old[whole:]).any())
-    return found
+        flags[at // BLOCK : end // BLOCK] = unequal.reshape(-1, BLOCK // 8).any(axis=1)
+    if aligned < len(new):
+        flags[-1] = bool((new[aligned:] != old[aligned:]).any())
+    return flags
 
 
 def _body(frame: memoryview, size: int, blocks: int, count: int) -> tuple[Blocks, npt.NDArray[np.uint8]]:
@@ -104,8 +106,8 @@ def _body(frame: memoryview, size: int, blocks: int, count: int) -> tuple[Blocks
     bits = np.unpackbits(body[:flags_size], bitorder="little")
     flags = bits[:blocks].astype(np.bool_)
     last = size - (blocks - 1) * BLOCK if blocks else 0
-    named = int(np.count_nonzero(flags))
-    changed_size = named * BLOCK - (BLOCK - last if blocks and flags[-1] else 0)
-    if bits[blocks:].any() or named != count or len(body) - flags_size != changed_size:
-        raise ValueError(f"its bitmap names {named} blocks, and its head {count}")
+    flagged = int(np.count_nonzero(flags))
+    changed_size = flagged * BLOCK - (BLOCK - last if blocks and flags[-1] else 0)
+    if bits[blocks:].any() or flagged != count or len(body) - flags_size != changed_size:
+        raise ValueError(f"its bitmap names {flagged} blocks, and its head {count}")
     return flags, body[flags_size:]

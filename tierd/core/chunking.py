@@ -96,9 +96,9 @@ def cut_records(records: Iterable[FileRecord], limit: int, grain: int) -> list[i
             pack = 0
         pack += record.size
         if alone or pack >= limit:
-            *full_ones, rest = chunk_sizes(pack, limit)
+            *full_ones, remainder = chunk_sizes(pack, limit)
             sizes += full_ones
-            pack = rest
+            pack = remainder
         if alone or pack == limit:
             sizes.append(pack)
             pack = 0
@@ -151,8 +151,8 @@ def safetensors_records(read: Read, size: int) -> list[FileRecord] | None:
 
 
 def _moving(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _width(dtype: str) -> int:
@@ -191,7 +191,7 @@ def zip_records(read: Read, size: int) -> list[FileRecord] | None:
     if not marks:
         return None
     places = [*sorted({0: b""} | marks), size]
-    return [FileRecord(after - here, marks.get(here, b"")) for here, after in pairwise(places)]
+    return [FileRecord(after - start, marks.get(start, b"")) for start, after in pairwise(places)]
 
 
 def _archive_marks(read: Read, end: int) -> Iterator[tuple[int, bytes]]:
@@ -214,15 +214,17 @@ def _archive_marks(read: Read, end: int) -> Iterator[tuple[int, bytes]]:
     yield behind - length, b""
     at = 0
     for _ in range(count):
-        name, *_, check, stored, whole, named, extra, comment, _, _, _, local = _ENTRY.unpack_from(directory, at)
+        name, *_, check, stored, full_size, name_length, extra, comment, _, _, _, local = _ENTRY.unpack_from(
+            directory, at
+        )
         at += _ENTRY.size
-        if 0xFFFFFFFF in (whole, stored, local):
-            local = _long_offset(directory[at + named : at + named + extra], (whole, stored, local))
-        at += named + extra + comment
+        if 0xFFFFFFFF in (full_size, stored, local):
+            local = _long_offset(directory[at + name_length : at + name_length + extra], (full_size, stored, local))
+        at += name_length + extra + comment
         head = bytes(read(begin + local, _LOCAL.size)) if local < offset else b""
         if name == b"PK\1\2" and head.startswith(b"PK\3\4"):
-            *_, named, extra = _LOCAL.unpack(head)
-            content = local + _LOCAL.size + named + extra
+            *_, name_length, extra = _LOCAL.unpack(head)
+            content = local + _LOCAL.size + name_length + extra
             yield begin + local, b""
             if content < offset:
                 yield begin + content, check.to_bytes(4, "little")

@@ -245,8 +245,8 @@ def from_urls(
     tiers: list[TierConfig] = []
     for url in urls:
         scheme = parse_url(url).scheme
-        taken = sum(tier.name.split("-")[0] == scheme for tier in tiers)
-        name = scheme if not taken else f"{scheme}-{taken + 1}"
+        same_scheme = sum(tier.name.split("-")[0] == scheme for tier in tiers)
+        name = scheme if not same_scheme else f"{scheme}-{same_scheme + 1}"
         tiers.append(TierConfig(name=name, url=url, retention=retention, key_file=key_file))
     return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention, watch=tuple(watch)), where)
 
@@ -265,14 +265,14 @@ def with_urls(config: Config, urls: Sequence[str], *, first: bool) -> Config:
         ConfigError: a URL cannot be used.
     """
     tiers = {str(parse_url(tier.url)): tier for tier in config.tier}
-    named = {str(parse_url(url)): url for url in urls}
-    for place, url in named.items():
+    requested = {str(parse_url(url)): url for url in urls}
+    for place, url in requested.items():
         if place not in tiers:
-            scheme, taken = parse_url(url).scheme, {tier.name for tier in tiers.values()}
+            scheme, used_names = parse_url(url).scheme, {tier.name for tier in tiers.values()}
             names = (scheme if number == 1 else f"{scheme}-{number}" for number in itertools.count(1))
-            tiers[place] = TierConfig(name=next(name for name in names if name not in taken), url=url)
+            tiers[place] = TierConfig(name=next(name for name in names if name not in used_names), url=url)
     if first:
-        tiers = {place: tiers[place] for place in [*named, *tiers]}
+        tiers = {place: tiers[place] for place in [*requested, *tiers]}
     if tuple(tiers.values()) == config.tier:
         return config
     return _checked(msgspec.structs.replace(config, tier=tuple(tiers.values())), "to")

@@ -75,21 +75,21 @@ def reading_of(error: CorruptChunk | ManifestError) -> Reading:
     return Reading(error.read_digest or str(error))
 
 
-def unstable(what: str) -> UnstableRead:
+def unstable(place: str) -> UnstableRead:
     """Return the error for a place whose reads differ from each other."""
     return UnstableRead(
-        f"{what}: {MOST_READS} reads gave different wrong bytes, so the stored bytes may be right: a disk, memory or "
+        f"{place}: {MOST_READS} reads gave different wrong bytes, so the stored bytes may be right: a disk, memory or "
         "network that flips bits, or a file that is being written. Nothing was quarantined or deleted. Check that "
         "device (smartctl, dmesg, memtest), replace it, and read again"
     )
 
 
-def proven(read: Callable[[], T], what: str) -> T:
+def proven(read: Callable[[], T], place: str) -> T:
     """Return the result of `read`, which is called again until its errors prove corruption.
 
     Args:
         read: reads the place, past memory that an earlier call filled.
-        what: the place, for messages.
+        place: the place, for messages.
 
     Raises:
         CorruptChunk, ManifestError: proven corruption.
@@ -105,4 +105,4 @@ def proven(read: Callable[[], T], what: str) -> T:
             if verdict is Verdict.CORRUPT:
                 raise
             if verdict is Verdict.UNSTABLE:
-                raise unstable(what) from error
+                raise unstable(place) from error

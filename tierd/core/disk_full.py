@@ -28,8 +28,8 @@ class DiskRoom(Protocol):
 
 def lacks_inodes(room: DiskRoom) -> bool:
     """Whether a file system has blocks left, and next to no inodes. Some file systems count no inodes."""
-    few = max(_FEW_INODES, room.f_files // 1000)
-    return room.f_files > 0 and room.f_favail < few and room.f_bavail > room.f_blocks // 100
+    inode_reserve = max(_FEW_INODES, room.f_files // 1000)
+    return room.f_files > 0 and room.f_favail < inode_reserve and room.f_bavail > room.f_blocks // 100
 
 
 def remedy(number: int | None, place: str, room: DiskRoom | None = None) -> str:
@@ -40,18 +40,18 @@ def remedy(number: int | None, place: str, room: DiskRoom | None = None) -> str:
         place: where to keep less, such as `in the spool`.
         room: the file system's answer to statvfs; None if it gave none.
     """
-    less = f"free space on that file system, or keep less {place}"
+    hint = f"free space on that file system, or keep less {place}"
     if number == errno.EFBIG:
         return _RAISE_LIMIT
     if number == errno.EDQUOT:
-        return f"this account's quota there is used up, of space or of files (`quota -s`): {less}, or have it raised"
+        return f"this account's quota there is used up, of space or of files (`quota -s`): {hint}, or have it raised"
     if number != errno.ENOSPC:
         return ""
     if room is None:
-        return f"{less}. If `df` shows free space, `df -i` tells whether its inodes are used up"
+        return f"{hint}. If `df` shows free space, `df -i` tells whether its inodes are used up"
     if lacks_inodes(room):
         return (
             "its inodes are used up (`df -i`), and it has space left: delete files there, or make the file system with "
             "more inodes"
         )
-    return less
+    return hint

@@ -80,20 +80,20 @@ def is_attempt(name: str) -> bool:
     return _ATTEMPT.fullmatch(name) is not None
 
 
-def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
-    """Name a launch so that the name sorts after every attempt in `seen`, even if the clock was set back.
+def next_attempt(now_ms: int, attempts: Iterable[str], token: str) -> str:
+    """Name a launch so that the name sorts after every attempt in `attempts`, even if the clock was set back.
 
     The name is a hybrid logical clock (Kulkarni et al., 2014): the wall time, or one millisecond after the latest
-    attempt in `seen` if that is later. Attempts more than fifty years ahead of the clock are ignored. No honest launch
-    made them, and such names could use up the clock's range.
+    attempt in `attempts` if that is later. Attempts more than fifty years ahead of the clock are ignored. No honest
+    launch made them, and such names could use up the clock's range.
 
     Args:
         now_ms: the wall clock, milliseconds since 1970.
-        seen: the attempts that the spool, the daemon or a restored checkpoint shows.
+        attempts: the attempts that the spool, the daemon or a restored checkpoint shows.
         token: 8 random hex digits, which distinguish two launches of one millisecond.
     """
-    most = max(now_ms, _THEN_MS) + _AHEAD_MS
-    latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) <= most), default=-1)
+    bound_ms = max(now_ms, _THEN_MS) + _AHEAD_MS
+    latest = max((at for attempt in attempts if (at := int(attempt[:12], 16)) <= bound_ms), default=-1)
     return check_attempt(f"{max(now_ms, latest + 1, 0):012x}-{token}")
 
 

@@ -199,8 +199,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The checkpoints under whose names the objects are stored on a tier: its own, and those of shared chunks and
         of bases."""
         keys = {stored.key.rpartition("/")[0]: stored.key for stored in self.objects()}
-        found = {chunk_owner(self.run, key) for key in keys.values()}
-        return frozenset(owner for owner in found if owner)
+        owners = {chunk_owner(self.run, key) for key in keys.values()}
+        return frozenset(owner for owner in owners if owner)
 
     def chunks(self) -> Iterator[Chunk]:
         for file in self.files:
@@ -243,13 +243,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         copied_from = (*self.copied_from, self.run)[-MAX_COPIES:]
         return msgspec.structs.replace(self, run=run, copied_from=copied_from)
 
-    def same_content(self, other: Manifest) -> bool:
+    def same_content(self, manifest: Manifest) -> bool:
         """Whether both describe the same raw bytes at the same paths, however they are stored."""
 
         def raw(manifest: Manifest) -> list[tuple[str, list[Content]]]:
             return [(file.path, [chunk.content for chunk in file.chunks]) for file in manifest.files]
 
-        return self.part == other.part and self.resumed_from == other.resumed_from and raw(self) == raw(other)
+        return self.part == manifest.part and self.resumed_from == manifest.resumed_from and raw(self) == raw(manifest)
 
 
 def is_patch(codec: str) -> bool:
@@ -270,8 +270,8 @@ def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 def chunk_sizes(size: int, chunk_size: int = CHUNK_SIZE) -> list[int]:
     """The sizes of a file's chunks, regardless of its contents: full chunks, then the rest. An empty file has none."""
-    full, rest = divmod(size, chunk_size)
-    return [chunk_size] * full + ([rest] if rest else [])
+    full, remainder = divmod(size, chunk_size)
+    return [chunk_size] * full + ([remainder] if remainder else [])
 
 
 def check_path(path: str, where: str) -> None:

@@ -134,38 +134,38 @@ _wrapped = msgspec.json.Decoder(Wrapped)
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
-    seen: set[str] = set()
+    paths: set[str] = set()
     for file in manifest.files:
         check_path(file.path, where)
-        if file.path in seen:
+        if file.path in paths:
             raise ManifestError(f"{where}: {file.path!r} is named twice")
-        seen.add(file.path)
+        paths.add(file.path)
         if sum(chunk.size for chunk in file.chunks) != file.size:
             raise ManifestError(f"{where}: the chunks of {file.path!r} do not add up to its {file.size} bytes")
         for chunk in file.chunks:
             _check_stored(chunk, manifest, f"{where}: {file.path!r}")
-    for path in seen:
+    for path in paths:
         pieces = path.split("/")
-        if any("/".join(pieces[:depth]) in seen for depth in range(1, len(pieces))):
+        if any("/".join(pieces[:depth]) in paths for depth in range(1, len(pieces))):
             raise ManifestError(f"{where}: {path!r} lies inside another file")
 
 
 def _check_stored(chunk: Chunk, manifest: Manifest, where: str) -> None:
-    for patches, one in enumerate(chunk.chain()):
-        if one.stored is None:
+    for patches, link in enumerate(chunk.chain()):
+        if link.stored is None:
             if patches:
                 raise ManifestError(f"{where}: a patch of chunk {chunk.xxh3_128} has no stored base")
             return
         if patches > MAX_PATCHES:
             raise ManifestError(f"{where}: chunk {chunk.xxh3_128} needs more than {MAX_PATCHES} patches")
-        _check_key(one, manifest.rank, where)
-        if one.size != chunk.size:
-            raise ManifestError(f"{where}: a base of chunk {chunk.xxh3_128} has {one.size} bytes, not {chunk.size}")
-        if is_patch(one.stored.codec) != (one.stored.base is not None):
-            what = "has no stored base" if one.stored.base is None else "is no patch, and has a base"
-            raise ManifestError(f"{where}: {one.stored.key!r} {what}")
-        if one.stored.base is not None and manifest.version != PATCHED:
-            raise ManifestError(f"{where}: {one.stored.key!r} is a patch, in a manifest of version {manifest.version}")
+        _check_key(link, manifest.rank, where)
+        if link.size != chunk.size:
+            raise ManifestError(f"{where}: a base of chunk {chunk.xxh3_128} has {link.size} bytes, not {chunk.size}")
+        if is_patch(link.stored.codec) != (link.stored.base is not None):
+            problem = "has no stored base" if link.stored.base is None else "is no patch, and has a base"
+            raise ManifestError(f"{where}: {link.stored.key!r} {problem}")
+        if link.stored.base is not None and manifest.version != PATCHED:
+            raise ManifestError(f"{where}: {link.stored.key!r} is a patch, in a manifest of version {manifest.version}")
 
 
 def _check_key(chunk: Chunk, rank: int, where: str) -> None:

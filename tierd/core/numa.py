@@ -24,8 +24,8 @@ def node_beside(node: str, with_memory: str, with_cpu: str) -> int | None:
 
 
 def _numbers(text: str) -> set[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), min(int(last or first), 1 << 12) + 1))
-    return found
+        numbers.update(range(int(first), min(int(last or first), 1 << 12) + 1))
+    return numbers

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def needing(what: str, extras: str) -> Iterator[None]:
+def needing(feature: str, extras: str) -> Iterator[None]:
     """Run imports of which some are of optional packages.
 
     Args:
-        what: the part of tierd that needs them.
+        feature: the part of tierd that needs them.
         extras: tierd's extras that install them.
 
     Raises:
@@ -23,5 +23,5 @@ def needing(what: str, extras: str) -> Iterator[None]:
         if error.name is None or error.name.startswith("tierd"):
             raise
         raise ImportError(
-            f"{what} needs the package {error.name}: pip install 'tierd[{extras}]'", name=error.name
+            f"{feature} needs the package {error.name}: pip install 'tierd[{extras}]'", name=error.name
         ) from error

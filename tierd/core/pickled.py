@@ -22,7 +22,7 @@ _SPARE = 100_000  # containers that even a short pickle may make
 _DENSE = 3  # bytes per container; DCP's densest metadata, of one-dimensional chunks, has more than four
 _MARKS = 100  # the most marks that are open at once; DCP's metadata has six
 _LEVELS = 32  # the most levels of tuples in tuples; DCP's metadata has two, a planner's own data may have more
-_SHOWN = 100  # the most characters of a name in a message
+_MAX_SHOWN_CHARS = 100  # the most characters of a name in a message
 
 # Opcodes that the loop itself interprets, because most opcodes of DCP's metadata are these.
 _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _SHORT_TEXT, _STOP = 0x94, 0x68, 0x6A, 0x4B, 0x8C, 0x2E
@@ -75,8 +75,8 @@ def interpret(data: bytes, names: Mapping[tuple[str, str], Named]) -> Any:
         raise ManifestError(f"byte {machine.at}: it is damaged or cut off before there: {error}") from None
 
 
-def _shown(text: str) -> str:
-    return ascii(text[:_SHOWN])[1:-1]
+def _shorten(text: str) -> str:
+    return ascii(text[:_MAX_SHOWN_CHARS])[1:-1]
 
 
 class _Machine:
@@ -89,7 +89,7 @@ class _Machine:
         self._below: list[list[Any]] = []  # the stacks below each open mark, which an opcode must not reach
         self._memo: list[Any] = []
         self._levels: dict[int, int] = {}  # of tuples in a tuple, by its id; ids are unique, as every object is kept
-        self._left = _SPARE + len(data) // _DENSE
+        self._remaining = _SPARE + len(data) // _DENSE
 
     def run(self) -> Any:
         data, memo, stack = self._data, self._memo, self._stack
@@ -127,11 +127,11 @@ class _Machine:
 
     def _take(self, size: int) -> bytes:
         """The next `size` bytes. A size larger than the rest of the pickle allocates no memory."""
-        found = self._data[self.at : self.at + size]
-        if len(found) != size:
-            raise ManifestError(f"byte {self.at}: it names {size} bytes, and has {len(found)} left")
+        data = self._data[self.at : self.at + size]
+        if len(data) != size:
+            raise ManifestError(f"byte {self.at}: it names {size} bytes, and has {len(data)} left")
         self.at += size
-        return found
+        return data
 
     def _number(self, size: int) -> int:
         return int.from_bytes(self._take(size), "little")
@@ -165,7 +165,7 @@ class _Machine:
     def _float(self) -> None:
         self._push(struct.unpack(">d", self._take(8))[0])
 
-    def _put(self, width: int) -> None:
+    def _memoize(self, width: int) -> None:
         """Store into the memo, only at its next index, as every pickler does. Python's unpickler would allocate all
         indices up to the given one."""
         if self._number(width) != len(self._memo):
@@ -175,20 +175,20 @@ class _Machine:
     # -- containers -------------------------------------------------------------------------------------------------
 
     def _hold(self, container: Any) -> None:
-        self._left -= 1
-        if self._left < 0:
+        self._remaining -= 1
+        if self._remaining < 0:
             raise StateRefused(f"it makes more than a container for every {_DENSE} bytes")
         self._stack.append(container)
 
     def _tuple(self, items: list[Any]) -> None:
         """Make a tuple. Only the depth of tuples is limited here, because tuples nest with the fewest bytes."""
-        made = tuple(items)
-        inner = [self._levels.get(id(one), 0) for one in items if type(one) is tuple]
+        built = tuple(items)
+        inner = [self._levels.get(id(element), 0) for element in items if type(element) is tuple]
         if inner:
-            level = self._levels[id(made)] = max(inner) + 1
+            level = self._levels[id(built)] = max(inner) + 1
             if level > _LEVELS:
                 raise StateRefused(f"its tuples are nested deeper than {_LEVELS} levels")
-        self._hold(made)
+        self._hold(built)
 
     def _mark(self) -> None:
         if len(self._below) == _MARKS:
@@ -218,10 +218,10 @@ class _Machine:
     def _name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise ManifestError(f"byte {self.at - 1}: a name is no text")
-        found = self._names.get((module, name))
-        if found is None:
-            raise StateRefused(f"it names {_shown(module)}.{_shown(name)}, which DCP's own metadata does not hold")
-        self._push(found)
+        global_name = self._names.get((module, name))
+        if global_name is None:
+            raise StateRefused(f"it names {_shorten(module)}.{_shorten(name)}, which DCP's own metadata does not hold")
+        self._push(global_name)
 
     def _make(self) -> None:
         of, arguments = self._pop(2)
@@ -234,8 +234,8 @@ class _Machine:
         [state] = self._pop(1)
         target = self._stack[-1]
         if type(target) is not PickledInstance or target.state is not None:
-            what = target.name if type(target) is Named else f"a {type(target).__name__}"
-            raise StateRefused(f"it would change {what}, which DCP's own metadata does not do")
+            target_name = target.name if type(target) is Named else f"a {type(target).__name__}"
+            raise StateRefused(f"it would change {target_name}, which DCP's own metadata does not do")
         target.state = state
 
 
@@ -253,8 +253,8 @@ _ACTS: dict[int, _Act] = {
     ord("X"): lambda machine: machine._text(4),
     ord("C"): lambda machine: machine._bytes(1),
     ord("B"): lambda machine: machine._bytes(4),
-    ord("q"): lambda machine: machine._put(1),
-    ord("r"): lambda machine: machine._put(4),
+    ord("q"): lambda machine: machine._memoize(1),
+    ord("r"): lambda machine: machine._memoize(4),
     ord("("): _Machine._mark,
     ord(")"): lambda machine: machine._push(()),
     ord("]"): lambda machine: machine._hold([]),

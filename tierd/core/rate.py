@@ -30,7 +30,7 @@ def rate(text: str) -> int:
     match = _RATE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no rate: write 800kB/s, 200MB/s or 1GiB/s")
-    found = int(float(match[1]) * _UNITS[match[2]])
-    if found < 1:
+    bytes_per_s = int(float(match[1]) * _UNITS[match[2]])
+    if bytes_per_s < 1:
         raise ValueError(f"{text!r} would never move a byte: write at least 1kB/s")
-    return found
+    return bytes_per_s

@@ -100,22 +100,22 @@ def report(inventory: Inventory, config: Config | None, run: str | None = None, 
         defaults: whether to judge by the default policy in a place for which no policy was given. If False, such a
             place has no verdicts.
     """
-    asked = [name for name in runs(inventory) if run in (None, name)]
-    found = [checkpoint for name in asked for checkpoint in _run(inventory, config, name, defaults)]
+    run_names = [name for name in runs(inventory) if run in (None, name)]
+    checkpoints = [checkpoint for name in run_names for checkpoint in _run(inventory, config, name, defaults)]
     unreached = tuple(name for name, place in inventory.tiers.items() if place is None)
-    return Report(tuple(found), unreached)
+    return Report(tuple(checkpoints), unreached)
 
 
 def _run(inventory: Inventory, config: Config | None, run: str, defaults: bool) -> list[Checkpoint]:
     places = inventory.places
     demand = Demand(replace(inventory, spool=inventory.spool.managed), config, run) if config else None
     verdicts = {
-        name: {one.id: one for one in judge(demand, name)}
+        name: {verdict.id: verdict for verdict in judge(demand, name)}
         for name in places
         if demand and config and (defaults or known_policy(inventory, config, run, name))
     }
     if SPOOL in verdicts and run in inventory.spool.local_only:  # nothing of the run is deleted there
-        verdicts[SPOOL] = {one.id: Verdict(one.id, True, (_LOCAL_ONLY,)) for one in inventory.spool.copies(run)}
+        verdicts[SPOOL] = {copy.id: Verdict(copy.id, True, (_LOCAL_ONLY,)) for copy in inventory.spool.copies(run)}
     resume = restore_candidates(inventory, run)
     first = resume.candidates[0].checkpoint if resume.candidates else None
     copies = inventory.copies(run)
@@ -130,7 +130,11 @@ def _run(inventory: Inventory, config: Config | None, run: str, defaults: bool) 
             places,
             copies.get(checkpoint, {}),
             quarantined.get(checkpoint, {}),
-            {name: found[checkpoint] for name, found in verdicts.items() if checkpoint in found},
+            {
+                name: by_checkpoint[checkpoint]
+                for name, by_checkpoint in verdicts.items()
+                if checkpoint in by_checkpoint
+            },
             resumes=checkpoint == first,
         )
         for checkpoint in sorted({*copies, *quarantined}, key=in_order, reverse=True)
@@ -146,9 +150,14 @@ def _checkpoint(
     *,
     resumes: bool,
 ) -> Checkpoint:
-    ranks = union(*(seen.ranks for seen in copies.values()))
+    ranks = union(*(copy.ranks for copy in copies.values()))
     facts = next(
-        (found for name in places if (found := _facts(places[name], copies.get(name), quarantined.get(name)))), None
+        (
+            part_facts
+            for name in places
+            if (part_facts := _facts(places[name], copies.get(name), quarantined.get(name)))
+        ),
+        None,
     )
     return Checkpoint(
         run=checkpoint.run,
@@ -169,44 +178,46 @@ def _checkpoint(
     )
 
 
-def _facts(place: Place, seen: CheckpointCopy | None, quarantined: list[PartId] | None) -> ManifestFacts | None:
+def _facts(place: Place, copy: CheckpointCopy | None, quarantined: list[PartId] | None) -> ManifestFacts | None:
     """The facts of the lowest rank whose manifest was read, quarantined or not."""
-    known = {**{part: place.quarantined[part] for part in quarantined or ()}, **(seen.facts if seen else {})}
-    found = [(part.rank, part.world, part) for part, facts in known.items() if facts]
-    return known[min(found)[-1]] if found else None
+    facts_by_part = {**{part: place.quarantined[part] for part in quarantined or ()}, **(copy.facts if copy else {})}
+    read_parts = [(part.rank, part.world, part) for part, facts in facts_by_part.items() if facts]
+    return facts_by_part[min(read_parts)[-1]] if read_parts else None
 
 
-def _copy(name: str, seen: CheckpointCopy | None, quarantined: list[PartId], verdict: Verdict | None) -> Copy:
+def _copy(name: str, copy: CheckpointCopy | None, quarantined: list[PartId], verdict: Verdict | None) -> Copy:
     ranks = (
-        sorted(rank for some in seen.ranks.values() for rank in some) if seen else [part.rank for part in quarantined]
+        sorted(rank for rank_set in copy.ranks.values() for rank in rank_set)
+        if copy
+        else [part.rank for part in quarantined]
     )
-    facts = seen.facts.values() if seen else ()
+    facts = copy.facts.values() if copy else ()
     return Copy(
         place=name,
-        state=_state(name, seen) if seen else "quarantined",
+        state=_state(name, copy) if copy else "quarantined",
         ranks=tuple(ranks),
         read=len(facts),
-        size=sum(found.size for found in facts),
-        stored_size=sum(found.stored_size for found in facts),
+        size=sum(part_facts.size for part_facts in facts),
+        stored_size=sum(part_facts.stored_size for part_facts in facts),
         keep=verdict.keep if verdict else True,
-        reasons=reasons_of(seen, verdict) if verdict else (),
-        defects=tuple(str(seen.defects[part]) for part in sorted(seen.defects)) if seen else (),
+        reasons=reasons_of(copy, verdict) if verdict else (),
+        defects=tuple(str(copy.defects[part]) for part in sorted(copy.defects)) if copy else (),
     )
 
 
-def reasons_of(seen: CheckpointCopy | None, verdict: Verdict) -> tuple[str, ...]:
+def reasons_of(copy: CheckpointCopy | None, verdict: Verdict) -> tuple[str, ...]:
     """The verdict's reasons, one of which says so if unusable manifests, and no missing part, make it incomplete."""
-    if seen is None or not seen.defects or not is_complete(seen.ranks):
+    if copy is None or not copy.defects or not is_complete(copy.ranks):
         return verdict.reasons
-    count = sum(map(len, seen.ranks.values()))
-    unusable = f"incomplete: {len(seen.defects)} of its {count} manifests cannot be used"
+    count = sum(map(len, copy.ranks.values()))
+    unusable = f"incomplete: {len(copy.defects)} of its {count} manifests cannot be used"
     return tuple(unusable if reason == HOPED_FOR else reason for reason in verdict.reasons)
 
 
-def _state(name: str, seen: CheckpointCopy) -> str:
-    if seen.defects:
-        strange = all(isinstance(defect, FormatTooNew) for defect in seen.defects.values())
+def _state(name: str, copy: CheckpointCopy) -> str:
+    if copy.defects:
+        strange = all(isinstance(defect, FormatTooNew) for defect in copy.defects.values())
         return "unreadable" if strange else "corrupt"
     if name == SPOOL:
         return "committed"
-    return "verified" if is_complete(seen.ranks) else "incomplete"
+    return "verified" if is_complete(copy.ranks) else "incomplete"

@@ -120,16 +120,16 @@ def length(argument: str, value: object) -> float:
     Raises:
         ConfigError: `value` is no time, or is not finite and longer than nothing.
     """
-    given = f"{argument}{value!r}{')' * argument.count('(')}"
+    argument_text = f"{argument}{value!r}{')' * argument.count('(')}"
     try:
         if isinstance(value, bool):
             raise TypeError(value)
-        found = seconds(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+        length_s = seconds(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{given}: seconds, or 90s, 10m, 12h, 7d") from error
-    if not 0 < found < math.inf:
-        raise ConfigError(f"{given}: longer than nothing, and no longer than for ever")
-    return found
+        raise ConfigError(f"{argument_text}: seconds, or 90s, 10m, 12h, 7d") from error
+    if not 0 < length_s < math.inf:
+        raise ConfigError(f"{argument_text}: longer than nothing, and no longer than for ever")
+    return length_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +170,10 @@ def is_counted(when: When, saved: Saved, step: int, epoch: int | None) -> bool:
         return True
     if when.epochs is None or epoch is None:
         return False
-    ended = epoch + 1
+    epochs_trained = epoch + 1
     if saved.epoch is None:
-        return ended % when.epochs == 0
-    return ended // when.epochs > (saved.epoch + 1) // when.epochs
+        return epochs_trained % when.epochs == 0
+    return epochs_trained // when.epochs > (saved.epoch + 1) // when.epochs
 
 
 def is_due(when: When, saved: Saved, step: int, epoch: int | None, value: float | None, now: float) -> bool:
@@ -206,14 +206,17 @@ def steps_to_wait(left_s: float, step_s: float) -> int:
 
 
 def best_so_far(
-    values: Mapping[CheckpointId, float], here: CheckpointId, origins: Mapping[str, CheckpointId | None], goal: Goal
+    values: Mapping[CheckpointId, float],
+    checkpoint: CheckpointId,
+    origins: Mapping[str, CheckpointId | None],
+    goal: Goal,
 ) -> float | None:
-    """The best value on the timeline down from `here`, including `here`; None if no checkpoint on it has a value."""
-    limits = {**way(here.attempt, origins), here.attempt: here.step}
+    """The best value on the timeline down from `checkpoint`, which counts too; None if no checkpoint has a value."""
+    limits = {**way(checkpoint.attempt, origins), checkpoint.attempt: checkpoint.step}
     best: float | None = None
-    for one, value in values.items():
-        limit = limits.get(one.attempt, -1)
-        if limit is not None and one.step <= limit and goal.better(value, best):
+    for candidate, value in values.items():
+        limit = limits.get(candidate.attempt, -1)
+        if limit is not None and candidate.step <= limit and goal.better(value, best):
             best = value
     return best
 
@@ -236,5 +239,5 @@ def value_of(metrics: Mapping[str, float], metric: str) -> float:
 def listed(metrics: Iterable[str]) -> str:
     """The names of metrics as a list in an error message."""
     names = sorted(metrics)
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return f"there are: {', '.join(names[:_NAMES])}{more}" if names else "there is none at all"
+    suffix = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return f"there are: {', '.join(names[:_NAMES])}{suffix}" if names else "there is none at all"

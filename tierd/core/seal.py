@@ -30,14 +30,14 @@ def seal(members: msgspec.Struct) -> bytes:
     return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
 
 
-def unsealed(data: bytes, where: str, most: int = MAX_MANIFEST_SIZE) -> bytes:
+def unsealed(data: bytes, where: str, limit: int = MAX_MANIFEST_SIZE) -> bytes:
     """Verify the seal and return the JSON object without it.
 
     Raises:
-        ManifestError: the data is longer than `most` bytes, truncated, or altered.
+        ManifestError: the data is longer than `limit` bytes, truncated, or altered.
     """
-    if len(data) > most:
-        raise ManifestError(f"{where}: {len(data)} bytes; at most {most} are read")
+    if len(data) > limit:
+        raise ManifestError(f"{where}: {len(data)} bytes; at most {limit} are read")
     body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
     if not seal.startswith(_SEAL) or not seal.endswith(b'"}\n'):
         raise ManifestError(f"{where}: truncated, or not a manifest: it does not end in its digest")

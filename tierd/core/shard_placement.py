@@ -67,16 +67,16 @@ class Placement:
     def __post_init__(self) -> None:
         _check_numbers("shape", self.shape)
         _check_numbers("stride", self.stride)
-        _check_numbers("mesh", self.mesh, least=1)
+        _check_numbers("mesh", self.mesh, minimum=1)
         dims = len(self.mesh)
         if dims > MAX_MESH_DIMS or len(self.stride) != len(self.shape):
             raise ValueError(
                 f"a mesh of {dims} dimensions, a shape of {len(self.shape)} and {len(self.stride)} strides"
             )
-        if self.names is not None and (len(self.names) != dims or not all(type(one) is str for one in self.names)):
+        if self.names is not None and (len(self.names) != dims or not all(type(name) is str for name in self.names)):
             raise ValueError(f"names of a mesh of {dims} dimensions: {str(self.names)[:100]}")
-        for one in self.names or ():
-            one.encode()  # `UnicodeEncodeError` is a `ValueError`
+        for name in self.names or ():
+            name.encode()  # `UnicodeEncodeError` is a `ValueError`
         if len(self.rules) != dims:
             raise ValueError(f"{len(self.rules)} placements on a mesh of {dims} dimensions")
         for rule in self.rules:
@@ -91,23 +91,23 @@ class Placement:
         """The local shard's shape: 0 in a dimension of which this rank has no elements; (0,) outside the mesh."""
         if self.coordinate is None:
             return (0,)
-        found = list(self.shape)
+        shape = list(self.shape)
         for rule, count, at in zip(self.rules, self.mesh, self.coordinate, strict=True):
             if rule[0] != REPLICATE:
                 dim = int(rule[1])
-                found[dim] = _length(found[dim], int(rule[2]) if rule[0] == STRIDED else 1, count, at)
-        return tuple(found)
+                shape[dim] = _length(shape[dim], int(rule[2]) if rule[0] == STRIDED else 1, count, at)
+        return tuple(shape)
 
     def runs(self) -> list[list[Run]]:
         """For each dimension of the tensor, the ranges of elements that the shard has, in the shard's order."""
-        found: list[list[Run]] = [[(0, size)] if size else [] for size in self.shape]
+        runs: list[list[Run]] = [[(0, size)] if size else [] for size in self.shape]
         if self.coordinate is None:
             return [[] for _ in self.shape]
         for rule, count, at in zip(self.rules, self.mesh, self.coordinate, strict=True):
             if rule[0] != REPLICATE:
                 dim = int(rule[1])
-                found[dim] = _piece(found[dim], int(rule[2]) if rule[0] == STRIDED else 1, count, at)
-        return found
+                runs[dim] = _piece(runs[dim], int(rule[2]) if rule[0] == STRIDED else 1, count, at)
+        return runs
 
     def boxes(self) -> list[Box]:
         """The shard as blocks that are contiguous in both it and the whole tensor, dimension by dimension."""
@@ -115,19 +115,19 @@ class Placement:
             return []
         runs = self.runs()
         count = 1
-        for some in runs:
-            count *= len(some)
+        for dim_runs in runs:
+            count *= len(dim_runs)
             if count > MAX_BOXES:
                 raise ValueError(f"a shard of more than {MAX_BOXES} blocks")
         sides: list[list[tuple[int, int, int]]] = []
-        for some in runs:
-            begins = itertools.accumulate((end - begin for begin, end in some), initial=0)
-            sides.append([(local, begin, end - begin) for local, (begin, end) in zip(begins, some, strict=False)])
-        found = []
+        for dim_runs in runs:
+            begins = itertools.accumulate((end - begin for begin, end in dim_runs), initial=0)
+            sides.append([(local, begin, end - begin) for local, (begin, end) in zip(begins, dim_runs, strict=False)])
+        boxes = []
         for sides_of_one in itertools.product(*sides):
             local, offset, size = zip(*sides_of_one, strict=True) if sides_of_one else ((), (), ())
-            found.append(Box(tuple(local), tuple(offset), tuple(size)))
-        return found
+            boxes.append(Box(tuple(local), tuple(offset), tuple(size)))
+        return boxes
 
     @property
     def place(self) -> tuple[int | None, ...]:
@@ -137,9 +137,9 @@ class Placement:
             return ()
         return tuple(None if rule[0] == REPLICATE else at for rule, at in zip(self.rules, self.coordinate, strict=True))
 
-    def fits_mesh(self, other: Placement) -> bool:
+    def fits_mesh(self, placement: Placement) -> bool:
         """Whether both placements belong to the same rank of the same mesh."""
-        return (self.mesh, self.names, self.coordinate) == (other.mesh, other.names, other.coordinate)
+        return (self.mesh, self.names, self.coordinate) == (placement.mesh, placement.names, placement.coordinate)
 
     def as_plain(self) -> dict[str, object]:
         """Plain JSON, as FORMAT.md describes it."""
@@ -187,9 +187,9 @@ def parse_placement(payload: object) -> Placement:
     )
 
 
-def _check_numbers(name: str, numbers: Sequence[object], least: int = 0) -> None:
-    if not all(type(one) is int and least <= one < 1 << 63 for one in numbers):
-        raise ValueError(f"{name} {str(tuple(numbers))[:100]}: integers of 63 bits, {least} at least")
+def _check_numbers(name: str, numbers: Sequence[object], minimum: int = 0) -> None:
+    if not all(type(number) is int and minimum <= number < 1 << 63 for number in numbers):
+        raise ValueError(f"{name} {str(tuple(numbers))[:100]}: integers of 63 bits, {minimum} at least")
 
 
 def _check_rule(rule: Rule, dims: int) -> None:
@@ -208,13 +208,13 @@ def _length(size: int, split: int, count: int, at: int) -> int:
     if not size:
         return 0
     outer = -(-size // split)
-    whole, rest = divmod(size, outer)
+    full, remainder = divmod(size, outer)
 
     def part(length: int) -> int:
         inner = -(-length // count)
         return min((at + 1) * inner, length) - min(at * inner, length)
 
-    return whole * part(outer) + part(rest)
+    return full * part(outer) + part(remainder)
 
 
 def _piece(runs: list[Run], split: int, count: int, at: int) -> list[Run]:
@@ -222,32 +222,32 @@ def _piece(runs: list[Run], split: int, count: int, at: int) -> list[Run]:
     if split * len(runs) > MAX_BOXES:
         raise ValueError(f"a shard of more than {MAX_BOXES} blocks")
     size = sum(end - begin for begin, end in runs)
-    found: list[Run] = []
+    pieces: list[Run] = []
     outer = -(-size // split)
     for number in range(min(split, size)):
         first, last = min(number * outer, size), min((number + 1) * outer, size)
         inner = -(-(last - first) // count)
-        found += _cut(runs, min(first + at * inner, last), min(first + (at + 1) * inner, last))
-    return _joined(found)
+        pieces += _cut(runs, min(first + at * inner, last), min(first + (at + 1) * inner, last))
+    return _joined(pieces)
 
 
 def _cut(runs: list[Run], first: int, last: int) -> list[Run]:
     """The elements `first` to `last` (exclusive) of the concatenated runs."""
-    found: list[Run] = []
+    pieces: list[Run] = []
     before = 0
     for begin, end in runs:
         low, high = max(first - before, 0), min(last - before, end - begin)
         if low < high:
-            found.append((begin + low, begin + high))
+            pieces.append((begin + low, begin + high))
         before += end - begin
-    return found
+    return pieces
 
 
 def _joined(runs: list[Run]) -> list[Run]:
-    found: list[Run] = []
+    joined: list[Run] = []
     for begin, end in runs:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
         else:
-            found.append((begin, end))
-    return found
+            joined.append((begin, end))
+    return joined

@@ -90,17 +90,17 @@ class StoreUrl:
         """Whether the place is a directory of this machine, `path`."""
         return self.scheme == "file"
 
-    def relation(self, other: StoreUrl) -> Literal["is", "lies in", "contains", ""]:
+    def relation(self, peer: StoreUrl) -> Literal["is", "lies in", "contains", ""]:
         """Return the relation of this place to another one, by their texts alone; "" if no text shows one.
 
         Region, addressing, storage class and KMS key say how a place is used, so places do not differ by them.
         """
-        if self._server() != other._server():
+        if self._server() != peer._server():
             return ""
-        mine, others = (url.path or url.prefix for url in (self, other))
-        if mine == others:
+        own_path, peer_path = (url.path or url.prefix for url in (self, peer))
+        if own_path == peer_path:
             return "is"
-        inner, outer = (f"{text}/" if text else "" for text in (mine, others))
+        inner, outer = (f"{text}/" if text else "" for text in (own_path, peer_path))
         return "lies in" if inner.startswith(outer) else "contains" if outer.startswith(inner) else ""
 
     def _server(self) -> tuple[str, ...]:
@@ -122,10 +122,12 @@ class StoreUrl:
                 assert_never(unknown)
 
     def _bucket_url(self) -> str:
-        given = {name: getattr(self, name) for name in _PARAMETERS[self.scheme]}
-        if given.get("addressing") == "auto":
-            del given["addressing"]
-        query = "&".join(f"{name}={quote(value, safe=':/[]')}" for name, value in given.items() if value is not None)
+        parameters = {name: getattr(self, name) for name in _PARAMETERS[self.scheme]}
+        if parameters.get("addressing") == "auto":
+            del parameters["addressing"]
+        query = "&".join(
+            f"{name}={quote(value, safe=':/[]')}" for name, value in parameters.items() if value is not None
+        )
         return f"{self.scheme}://{self.bucket}{'/' * bool(self.prefix)}{self.prefix}{'?' * bool(query)}{query}"
 
 
@@ -143,12 +145,12 @@ def parse_url(text: str) -> StoreUrl:
         raise ConfigError("store URL: it holds a control character, or white space at an end")
     if text.startswith("/"):
         return StoreUrl("file", path=_file_path(text))
-    scheme, colon, rest = text.partition(":")
+    scheme, colon, remainder = text.partition(":")
     if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,15}", scheme):
         _refuse(f"a store is an absolute path, {_PLACES}; a relative path is none of these")
     if (scheme := scheme.lower()) not in _PARSERS:
         _refuse(f"unknown scheme {scheme!r}{_near(scheme, _PARSERS)}: a store is {_PLACES}")
-    if not rest.startswith("//"):
+    if not remainder.startswith("//"):
         _refuse(f"{scheme}: is followed by '//', as in {_FORMS[scheme]}")
     try:
         split = urlsplit(text)
@@ -185,30 +187,30 @@ def _file_path(path: str) -> str:
 
 
 def _s3(split: SplitResult) -> StoreUrl:
-    given = _parameters("s3", split.query)
+    parameters = _parameters("s3", split.query)
     return StoreUrl(
         "s3",
         bucket=_bucket("s3", split.netloc),
         prefix=_prefix(split.path),
-        endpoint=_endpoint("s3", given),
-        region=given.get("region"),
-        addressing=given.get("addressing", "auto"),
-        sse_kms_key_id=given.get("sse_kms_key_id"),
-        storage_class=given.get("storage_class"),
+        endpoint=_endpoint("s3", parameters),
+        region=parameters.get("region"),
+        addressing=parameters.get("addressing", "auto"),
+        sse_kms_key_id=parameters.get("sse_kms_key_id"),
+        storage_class=parameters.get("storage_class"),
     )
 
 
 def _gs(split: SplitResult) -> StoreUrl:
-    given, bucket = _parameters("gs", split.query), _bucket("gs", split.netloc)
-    return StoreUrl("gs", bucket=bucket, prefix=_prefix(split.path), endpoint=_endpoint("gs", given))
+    parameters, bucket = _parameters("gs", split.query), _bucket("gs", split.netloc)
+    return StoreUrl("gs", bucket=bucket, prefix=_prefix(split.path), endpoint=_endpoint("gs", parameters))
 
 
 def _az(split: SplitResult) -> StoreUrl:
-    given, bucket = _parameters("az", split.query), _bucket("az", split.netloc)
-    if "account" not in given:
+    parameters, bucket = _parameters("az", split.query), _bucket("az", split.netloc)
+    if "account" not in parameters:
         _refuse(f"parameter account is missing: write {_FORMS['az']}")
-    prefix, endpoint = _prefix(split.path), _endpoint("az", given)
-    return StoreUrl("az", bucket=bucket, prefix=prefix, endpoint=endpoint, account=given["account"])
+    prefix, endpoint = _prefix(split.path), _endpoint("az", parameters)
+    return StoreUrl("az", bucket=bucket, prefix=prefix, endpoint=endpoint, account=parameters["account"])
 
 
 def _bucket(scheme: str, bucket: str) -> str:
@@ -235,18 +237,18 @@ _PARSERS = {"file": _file, "s3": _s3, "gs": _gs, "az": _az}
 
 
 def _parameters(scheme: str, query: str) -> dict[str, str]:
-    given: dict[str, str] = {}
-    known = _PARAMETERS[scheme]
+    parameters: dict[str, str] = {}
+    allowed = _PARAMETERS[scheme]
     for pair in query.split("&") if query else ():
         name, _, value = (unquote(part, errors="replace") for part in pair.partition("="))
-        if name not in known:
-            if any(word in name.lower() for word in _SECRET_NAMES) and not _near(name, known):
+        if name not in allowed:
+            if any(word in name.lower() for word in _SECRET_NAMES) and not _near(name, allowed):
                 _refuse(_CHAIN + _CHAINS[scheme])
-            shown = f"{name!r}{_near(name, known)}" if _PLAIN.fullmatch(name) else "(not repeated here)"
-            _refuse(f"unknown parameter {shown}: there are {', '.join(known)}")
-        if name in given:
+            label = f"{name!r}{_near(name, allowed)}" if _PLAIN.fullmatch(name) else "(not repeated here)"
+            _refuse(f"unknown parameter {label}: there are {', '.join(allowed)}")
+        if name in parameters:
             _refuse(f"parameter {name} stands twice")
-        form, words = known[name]
+        form, words = allowed[name]
         if not form.fullmatch(value):
             _refuse(f"parameter {name} is {words}{'; here it has no value' if not value else ''}")
         if name == "storage_class" and value in _ARCHIVES:
@@ -254,12 +256,12 @@ def _parameters(scheme: str, query: str) -> dict[str, str]:
                 f"parameter storage_class={value}: what lies there cannot be read at once, and tierd reads manifests "
                 "and chunks again to list, verify and restore; what lies in GLACIER_IR or STANDARD_IA can be read"
             )
-        given[name] = value
-    return given
+        parameters[name] = value
+    return parameters
 
 
-def _endpoint(scheme: str, given: dict[str, str]) -> str | None:
-    if (text := given.get("endpoint")) is None:
+def _endpoint(scheme: str, parameters: dict[str, str]) -> str | None:
+    if (text := parameters.get("endpoint")) is None:
         return None
     try:
         split = urlsplit(text)
@@ -277,9 +279,9 @@ def _endpoint(scheme: str, given: dict[str, str]) -> str | None:
     return f"{split.scheme}://{split.netloc.lower()}{split.path.rstrip('/')}"
 
 
-def _near(word: str, known: object) -> str:
-    assert isinstance(known, (tuple, dict))
-    match = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+def _near(word: str, candidates: object) -> str:
+    assert isinstance(candidates, (tuple, dict))
+    match = difflib.get_close_matches(word.lower(), list(candidates), n=1, cutoff=0.6)
     return f" (is {match[0]!r} meant?)" if match else ""
 
 

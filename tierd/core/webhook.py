@@ -18,7 +18,7 @@ _HOST = re.compile(r"([A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\])(:
 _TARGET = re.compile(r"[!-~]*")  # printable ASCII without spaces
 _REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]{0,127}|file:/[^\0]{0,4000}")
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
-_OURS = frozenset({"content-length", "content-type", "host", "connection", "transfer-encoding", "user-agent"})
+_OWN_HEADERS = frozenset({"content-length", "content-type", "host", "connection", "transfer-encoding", "user-agent"})
 _WAY_OUT = "write env:NAME or file:/path, which the daemon reads at its start"
 
 
@@ -36,7 +36,7 @@ def check_webhook(url: str, headers: Mapping[str, str]) -> None:
     if not is_reference(url):
         shown(url)
     for name, value in headers.items():
-        if not _NAME.fullmatch(name) or name.lower() in _OURS:
+        if not _NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
             raise ConfigError(f"headers: {name[:64]!r} is no header's name, or one that tierd sets")
         if not is_reference(value):
             raise ConfigError(f"headers.{name}: what it says does not belong in this file: {_WAY_OUT}")

@@ -39,7 +39,7 @@ from tierd.spool.permissions import listen, peer_pid, stranger
 
 log = logging.getLogger("tierd.daemon")
 
-_SAID = 60.0  # seconds between two log lines about refused connections
+_REFUSAL_LOG_S = 60.0  # seconds between two log lines about refused connections
 _ROOM = 15.0  # seconds that a thread waits for disk space to be freed, which takes less
 
 
@@ -62,7 +62,7 @@ class Control:
         self._connections: set[ControlConnection] = set()
         self._peers = Peers("control")
         # Refused connections since the last log line; its time, monotonic seconds.
-        self._refused, self._said = 0, -_SAID
+        self._refused, self._refusal_logged_at = 0, -_REFUSAL_LOG_S
         self.handler = RequestHandler(reconciler, handoff, self.status)
         self.trainers = 0
         self.seen = False
@@ -143,13 +143,13 @@ class Control:
 
     def _refuse(self, line: ControlConnection) -> None:
         """Send the reason in place of the answer to the first request. The caller closes the connection."""
-        many = f"it has {control_lines.MOST} connections, as many as it takes, and none of them is idle"
-        why = f"{many}; end processes that hold some and ask nothing"
+        limit_text = f"it has {control_lines.MOST} connections, as many as it takes, and none of them is idle"
+        why = f"{limit_text}; end processes that hold some and ask nothing"
         self._turn_down(line, f"refuses this connection: {why}")
         self._refused += 1
-        if time.monotonic() - self._said >= _SAID:
+        if time.monotonic() - self._refusal_logged_at >= _REFUSAL_LOG_S:
             log.warning("control: refused %d connections, because %s", self._refused, why)
-            self._refused, self._said = 0, time.monotonic()
+            self._refused, self._refusal_logged_at = 0, time.monotonic()
 
     def _turn_down(self, line: ControlConnection, why: str) -> None:
         """Send the last answer on a connection. It has the greeting's members, because it may answer a greeting."""
@@ -168,9 +168,9 @@ class Control:
         line.writer.close()
 
     async def _answer(
-        self, request: messages.AnyRequest, writer: asyncio.StreamWriter, held: set[PartId]
+        self, request: messages.AnyRequest, writer: asyncio.StreamWriter, held_parts: set[PartId]
     ) -> dict[str, Any]:
-        work = asyncio.ensure_future(self.handler.handle(request, held))
+        work = asyncio.ensure_future(self.handler.handle(request, held_parts))
         self.working.add(work)
         work.add_done_callback(self.working.discard)
         beat_s = min(

@@ -45,7 +45,7 @@ from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd.daemon")
 
-_SAID = 60.0  # seconds between two log lines about refused connections
+_REFUSAL_LOG_S = 60.0  # seconds between two log lines about refused connections
 
 
 class HandoffServer:
@@ -81,7 +81,7 @@ class HandoffServer:
         self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
         self._stopping = False
         # Refused connections since the last log line; its time, monotonic seconds.
-        self._refused, self._said = 0, -_SAID
+        self._refused, self._refusal_logged_at = 0, -_REFUSAL_LOG_S
         self.room: Room | None = None  # frees disk space when a commit finds the disk full
 
     # -- for the rest of the daemon ---------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ class HandoffServer:
             if has_room:
                 self.connections.append(line)
         if not has_room:
-            many = f"it has {handoff_lines.MOST} connections, as many as it takes, and none of them is idle"
-            self._refuse(line, f"{many}; end processes that hold some and save nothing")
+            limit_text = f"it has {handoff_lines.MOST} connections, as many as it takes, and none of them is idle"
+            self._refuse(line, f"{limit_text}; end processes that hold some and save nothing")
             return
         try:
             line.thread.start()
@@ -197,17 +197,17 @@ class HandoffServer:
         self._reply(line, replies.error_reply(error))
         line.socket.close()
         self._refused += 1
-        if time.monotonic() - self._said >= _SAID:
+        if time.monotonic() - self._refusal_logged_at >= _REFUSAL_LOG_S:
             log.warning("hand-off: refused %d connections, because %s", self._refused, why)
-            self._refused, self._said = 0, time.monotonic()
+            self._refused, self._refusal_logged_at = 0, time.monotonic()
 
     def _expire(self) -> None:
         with self._changed:
             expired = [writer for writer, line in self.orphans.items() if line.expires <= time.monotonic()]
-            gone = [self.orphans.pop(writer) for writer in expired]
-        for line in gone:  # without the lock: unmapping takes long, and other connections must send beats
+            expired_lines = [self.orphans.pop(writer) for writer in expired]
+        for line in expired_lines:  # without the lock: unmapping takes long, and other connections must send beats
             line.close()
-        if gone:
+        if expired_lines:
             self._tidy()
 
     def _tidy(self) -> None:
@@ -221,7 +221,7 @@ class HandoffServer:
         self._reply(line, replies.greeting(THIS.version))  # also shows that this daemon is awake
         try:
             while True:
-                packet, fds = _received(line.socket)
+                packet, fds = _receive_packet(line.socket)
                 line.working = True
                 if not self._answer(line, packet, fds):
                     break
@@ -237,15 +237,15 @@ class HandoffServer:
     def _ended(self, line: TrainerConnection) -> None:
         with self._changed:
             self.connections.remove(line)
-            gone: TrainerConnection | None = line
+            released: TrainerConnection | None = line
             if not (line.left or line.last is None or self._stopping):
-                gone = self.orphans.pop(line.writer, None)
+                released = self.orphans.pop(line.writer, None)
                 line.expires = time.monotonic() + self.timings.orphan_s
                 self.orphans[line.writer] = line
             line.socket.close()
             self._changed.notify_all()
-        if gone:
-            gone.close()
+        if released:
+            released.close()
         self._tidy()
 
     def _answer(self, line: TrainerConnection, packet: bytes, fds: list[int]) -> bool:
@@ -326,12 +326,12 @@ class HandoffServer:
             if not isinstance(error, StepRefused) and not self._spool.has(part):
                 self._on_persisted(part, error)
             return replies.error_reply(error)
-        written = work.result()
+        committed = work.result()
         line.last = HandedOverSnapshot(message, arena, box)
         durable_s = None if message.asked_s is None else message.asked_s + time.monotonic() - began
-        on_persisted = replace(written, metrics=manifest.numbers, blocked_s=message.blocked_s, durable_s=durable_s)
+        on_persisted = replace(committed, metrics=manifest.numbers, blocked_s=message.blocked_s, durable_s=durable_s)
         self._on_persisted(part, on_persisted)
-        return {"ok": True, "direct": written.direct, "recycled": written.recycled}
+        return {"ok": True, "direct": committed.direct, "recycled": committed.recycled}
 
     def _recall(self, line: TrainerConnection, part: PartId) -> None:
         with self._changed:
@@ -345,8 +345,8 @@ class HandoffServer:
                 if arena is not last.arena:
                     arena.close()
             line.arenas, line.last, line.writer = {0: last.arena}, last, part.writer
-        found = last.message
-        sizes = {"tensors": found.tensors, "manifest": found.manifest, "tree": found.tree}
+        message = last.message
+        sizes = {"tensors": message.tensors, "manifest": message.manifest, "tree": message.tree}
         self._reply(line, {"ok": True, **sizes}, [last.arena.fd, last.box.fd])
 
     def _reply(self, line: TrainerConnection, reply: dict[str, object], fds: list[int] | None = None) -> None:
@@ -366,7 +366,7 @@ class HandoffServer:
             pass  # the trainer is gone, or busy with a full socket
 
 
-def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+def _receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
     """Return the next packet; empty at the end.
 
     If a peer died with unread answers, the kernel first raises ConnectionResetError once, and then delivers the packets

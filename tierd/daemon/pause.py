@@ -53,17 +53,17 @@ class TierPause:
             except FileNotFoundError:
                 pass
 
-    def _load(self, text: str, written: float) -> None:
-        left = math.inf
+    def _load(self, text: str, recorded_at: float) -> None:
+        left_s = math.inf
         if text:
             try:
                 self._until = datetime.fromisoformat(text).astimezone(UTC)
-                left = (self._until - datetime.now(UTC)).total_seconds()
+                left_s = (self._until - datetime.now(UTC)).total_seconds()
                 # If the clock was set back since, the pause must not become longer.
-                left = min(left, self._until.timestamp() - written)
+                left_s = min(left_s, self._until.timestamp() - recorded_at)
             except (ValueError, OverflowError):
                 log.warning("%s: %r is no time, so until resumed", self._doing, text)
-        self._end = time.monotonic() + left
+        self._end = time.monotonic() + left_s
 
     @property
     def left(self) -> float:

@@ -15,7 +15,7 @@ from tierd.ipc.replies import error_reply, greeting
 log = logging.getLogger("tierd.daemon")
 
 THIS = Peer(PROTOCOL, __version__)
-_MOST = 1000  # peers that are remembered as logged
+_MAX_LOGGED_PEERS = 1000  # peers that are remembered as logged
 
 
 def unknown(error: UnknownKind) -> RequestUnknown:
@@ -53,7 +53,7 @@ class Peers:
     def _log(self, pid: int, client: Peer, text: str) -> None:
         if (pid, client) in self._logged:
             return
-        if len(self._logged) >= _MOST:
+        if len(self._logged) >= _MAX_LOGGED_PEERS:
             self._logged.clear()
         self._logged.add((pid, client))
         log.warning("%s: %s", self._where, text)

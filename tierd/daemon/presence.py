@@ -28,8 +28,10 @@ class Presence:
         self.watched_until = math.inf
         self._ahead: dict[str, tuple[float, float]] = {}  # run -> a time that lies ahead, and since when it is known
         self._attached: Counter[str | None] = Counter()
-        self._seen: dict[str, float] = {}  # run -> when its last trainer left, or it was asked for; monotonic seconds
-        self._begun = time.monotonic()
+        self._last_activity: dict[
+            str, float
+        ] = {}  # run -> when its last trainer left, or it was asked for; monotonic seconds
+        self._started_at = time.monotonic()
 
     def came(self, run: str | None) -> None:
         """Note that a trainer has attached."""
@@ -43,7 +45,7 @@ class Presence:
 
     def asked(self, run: str) -> None:
         """Note a request about a run, for example of a trainer that restores it."""
-        self._seen[run] = time.monotonic()
+        self._last_activity[run] = time.monotonic()
 
     def trainerless(self, runs: Iterable[str], writers: Collection[str]) -> frozenset[str]:
         """Return those of `runs` that no trainer saves.
@@ -74,7 +76,7 @@ class Presence:
 
         That time is known by two readings of the clock alone, of which one may be wrong by a year.
         """
-        here_s = time.monotonic() - self._begun
+        here_s = time.monotonic() - self._started_at
         return frozenset(
             run
             for run in self.quiet(touched, writers, for_s)
@@ -88,4 +90,4 @@ class Presence:
             dated, since = self._ahead.get(run, (newest, now))
             self._ahead[run] = newest, since if dated == newest else now
             part_s = now - self._ahead[run][1]
-        return min(now - self._seen.get(run, self._begun if newest is None else -math.inf), part_s)
+        return min(now - self._last_activity.get(run, self._started_at if newest is None else -math.inf), part_s)

@@ -22,7 +22,7 @@ from tierd.daemon.transfer.concurrency import together
 from tierd.ipc.messages import Notes
 from tierd.stores.base import Store, clear
 
-_AT_ONCE = 16  # notes put or read concurrently
+_MAX_REQUESTS = 16  # notes put or read concurrently
 _STALE_MS = 86_400_000  # milliseconds after its last mark when a launch has ended, even if clocks differ
 _HELLO, _FIRST = "hello.", "hello.0"  # the first note of each rank, and of rank 0
 _LAST = "welcome"  # the note that the last rank removes when it leaves
@@ -69,16 +69,16 @@ class RankNotes:
             if _FIRST in request.put:  # so that only one rank of a launch sweeps
                 await sweep_rank_notes(store, run)
         puts = [store.put(note_key(run, launch, name), data) for name, data in request.put.items()]
-        await together(_AT_ONCE, puts)
+        await together(_MAX_REQUESTS, puts)
         if request.remove:
             await clear(store, [note_key(run, launch, name) for name in request.remove])
             if any(name.startswith(_HELLO) for name in request.remove):
                 self._marked.pop((tier, run, launch), None)  # the last rank that leaves deletes it
             if _LAST in request.remove:
                 await _unmark(store, run, launch)
-        found = await together(_AT_ONCE, [_read(store, note_key(run, launch, name)) for name in request.read])
+        notes = await together(_MAX_REQUESTS, [_read(store, note_key(run, launch, name)) for name in request.read])
         answer: dict[str, Any] = {
-            "notes": {name: data for name, data in zip(request.read, found, strict=True) if data is not None}
+            "notes": {name: data for name, data in zip(request.read, notes, strict=True) if data is not None}
         }
         if request.under is not None:
             home = note_key(run, launch, "")
@@ -94,7 +94,7 @@ class RankNotes:
             return
         mark = note_key(run, launch, f"since.{time.time_ns() // 1_000_000:012x}-{self._who}")
         await store.put(mark, b"")
-        self._marked = {one: said for one, said in self._marked.items() if now - said[0] < 2 * self._marked_s}
+        self._marked = {key: since for key, since in self._marked.items() if now - since[0] < 2 * self._marked_s}
         self._marked[tier, run, launch] = now, mark
         if former:
             await clear(store, [former])
@@ -110,25 +110,25 @@ async def _read(store: Store, key: str) -> bytes | None:
 async def sweep_rank_notes(store: Store, run: str) -> None:
     """Delete the notes of launches that no node has marked for a day; costs one listing if there are none."""
     prefix, now_ms = rank_notes_prefix(run), time.time_ns() // 1_000_000
-    found: dict[str, list[str]] = {}
+    by_launch: dict[str, list[str]] = {}
     alive: set[str] = set()
     async for info in store.scan(prefix):
         launch, _, name = info.key.removeprefix(prefix).partition("/")
-        found.setdefault(launch, []).append(info.key)
+        by_launch.setdefault(launch, []).append(info.key)
         since = _SINCE.fullmatch(name)
         if since and abs(now_ms - int(since[1], 16)) < _STALE_MS:
             alive.add(launch)
     # Marks last, because they alone show the age of the other notes.
-    stale = [key for launch in found.keys() - alive for key in sorted(found[launch], key=_is_mark)]
+    stale = [key for launch in by_launch.keys() - alive for key in sorted(by_launch[launch], key=_is_mark)]
     if stale:
         await clear(store, stale)
 
 
 async def _unmark(store: Store, run: str, launch: str) -> None:
     """Delete the marks of a launch that has no notes left."""
-    left = [info.key async for info in store.scan(note_key(run, launch, ""))]
-    if all(_is_mark(key) for key in left):
-        await clear(store, left)
+    keys = [info.key async for info in store.scan(note_key(run, launch, ""))]
+    if all(_is_mark(key) for key in keys):
+        await clear(store, keys)
 
 
 def _is_mark(key: str) -> bool:

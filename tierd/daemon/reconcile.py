@@ -182,21 +182,21 @@ class Reconciler:
         while True:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._loop.run(worker)) for worker in self.workers.values()]
-                beside = [group.create_task(one.run()) for one in (self.scrubber, self.silence)]
+                side_tasks = [group.create_task(service.run()) for service in (self.scrubber, self.silence)]
                 await self._phase.halted.wait()
-                for task in beside:
+                for task in side_tasks:
                     task.cancel()
                 await asyncio.wait(workers, timeout=self.timings.in_hand_s)
                 for task in workers:
                     task.cancel()  # safe: the next try does not send chunks again that are on the tier
             assert self._next_config is not None
-            config, stores, done = self._next_config
+            config, stores, switched = self._next_config
             for name in self.workers.keys() - {SPOOL, *stores}:
                 for kind in (WORKER, BACKLOG, ANSWER, READ):  # end the alerts of a tier that was removed
                     self.journal.worked((kind, name))
             self._configure(config, stores)
             self._phase.halted.clear()
-            done.set()
+            switched.set()
 
     async def reconfigure(self, config: Config, stores: Mapping[str, Store]) -> None:
         """Switch to another configuration of the same spool; return when the switch is complete.
@@ -208,11 +208,11 @@ class Reconciler:
             config: the new configuration.
             stores: tier name -> open store. The old stores are used until every request under way has ended.
         """
-        done = asyncio.Event()
-        self._next_config = config, stores, done
+        switched = asyncio.Event()
+        self._next_config = config, stores, switched
         self._phase.halted.set()
         self.retry_now()
-        await done.wait()
+        await switched.wait()
         async with self._moved:
             self._moved.notify_all()  # callers that wait for a tier check whether it still exists
 
@@ -254,10 +254,10 @@ class Reconciler:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self.until(lambda: self.pause.paused or not self.backlog.parts())
-        left = self.backlog.remaining()
-        if left:
+        remaining = self.backlog.remaining()
+        if remaining:
             log.warning("%s: %s", "paused" if self.pause.paused else "drain time is up", self.backlog.describe())
-        return left
+        return remaining
 
     def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         """Report that a part was committed from a trainer's memory, or that the commit failed."""
@@ -284,7 +284,7 @@ class Reconciler:
 
     def undone(self) -> tuple[Problem, ...]:
         """Return, as problems, what a tier with `backfill` lacks and another node was to send there."""
-        return tuple(Problem("warning", one.tier, str(one)) for one in self._backfill.undone())
+        return tuple(Problem("warning", entry.tier, str(entry)) for entry in self._backfill.undone())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds. It is checked after every observation and every action."""

@@ -56,11 +56,11 @@ class Reload:
         self._leaving: set[asyncio.Task[None]] = set()
         self.lock = asyncio.Lock()
 
-    async def run(self, asked: asyncio.Event, reconciler: Reconciler, control: Control) -> None:
-        """Reload whenever `asked` is set, until cancelled."""
+    async def run(self, reload_requested: asyncio.Event, reconciler: Reconciler, control: Control) -> None:
+        """Reload whenever `reload_requested` is set, until cancelled."""
         while True:
-            await asked.wait()
-            asked.clear()
+            await reload_requested.wait()
+            reload_requested.clear()
             async with self.lock:
                 await self._reload(reconciler, control)
 
@@ -101,8 +101,8 @@ class Reload:
         before, self.notifier = self.notifier, notifier
         notifier.start(reconciler.journal)
         control.notifier = notifier
-        gone = _receivers(before) - _receivers(notifier)
-        leaving = asyncio.ensure_future(_leave(before, opened, set(control.working), gone, reconciler.journal))
+        removed = _receivers(before) - _receivers(notifier)
+        leaving = asyncio.ensure_future(_leave(before, opened, set(control.working), removed, reconciler.journal))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
@@ -117,24 +117,24 @@ class Reload:
 
 def _receivers(notifier: Notifier) -> set[tuple[str, str]]:
     """The name and address of every receiver. The name alone is only its place in the configuration."""
-    return {(one.name, one.to) for one in notifier.status()}
+    return {(receiver.name, receiver.to) for receiver in notifier.status()}
 
 
 async def _leave(
     notifier: Notifier,
     opened: AsyncExitStack,
     working: set[asyncio.Future[dict[str, object]]],
-    gone: set[tuple[str, str]],
+    removed: set[tuple[str, str]],
     journal: Journal,
 ) -> None:
     """Close the stores and receivers of the former configuration, once no request uses them any more.
 
-    The alerts of the receivers that are `gone` end, because no later delivery would end them.
+    The alerts of the receivers in `removed` end, because no later delivery would end them.
     """
     try:
         await notifier.close()
         await asyncio.sleep(0)  # the loop records the last tries of the receivers' threads first
-        for name, _ in gone:
+        for name, _ in removed:
             journal.worked(("notify", name))
         if working:
             await asyncio.wait(working)

@@ -88,12 +88,12 @@ async def remove_from_tier(store: Store, run: str) -> None:
     """
     names = (manifests_prefix, quarantine_prefix, pins_prefix, flushing_prefix, pruning_prefix, chunks_prefix)
     for _ in range(_PASSES):
-        found = False
+        deleted_any = False
         for prefix in (*(name(run) for name in names), f"{run}/"):
             async for keys in _batches(store, run, prefix):
-                found = True
+                deleted_any = True
                 await store.delete(keys)
-        if not found:
+        if not deleted_any:
             return
     raise StoreRefused(f"run {run}: something still writes there; end its trainer and its daemon, and try again")
 
@@ -129,9 +129,9 @@ def remove_from_spool(spool: Spool, run: str) -> bool:
     """
     before_ns = time.time_ns()  # a launch that begins during the removal records its policy later
     if alive := leases.trainers(spool.control, [run]).get(run):
-        pids = ", ".join(str(one.pid) for one in alive)
+        pids = ", ".join(str(trainer.pid) for trainer in alive)
         raise ConfigError(f"run {run!r}: a trainer that saves it lives (pid {pids}); end it first")
-    found, attempts = bool(recorded(spool.control, run)), saved(spool.control, [run]).get(run, ())
+    has_records, attempts = bool(recorded(spool.control, run)), saved(spool.control, [run]).get(run, ())
     parts = [part for part in spool.parts() if part.checkpoint.run == run]
     spool.remove(parts)
     quarantined = [part for part in spool.quarantined() if part.checkpoint.run == run]
@@ -147,15 +147,15 @@ def remove_from_spool(spool: Spool, run: str) -> bool:
         forget_launch(spool.control, run, attempt)
     forget(spool.control, run, before_ns)
     leases.forget(spool.control, run)
-    return bool(found or parts or quarantined or pins or leftovers)
+    return bool(has_records or parts or quarantined or pins or leftovers)
 
 
 def _is_leftover(name: str, run: str) -> bool:
-    room, _, rest = name.partition("/")
-    return (room in ("stage", "fetch") and _is_of(rest, run)) or (room == "empty" and rest.split("/")[0] == run)
+    room, _, stage = name.partition("/")
+    return (room in ("stage", "fetch") and _is_of(stage, run)) or (room == "empty" and stage.split("/")[0] == run)
 
 
 def _is_of(stage: str, run: str) -> bool:
     # A stage is named <run>.<step:012>.<attempt>.<part>[.<token>], and a run's name may contain dots too.
-    rest = stage.removeprefix(f"{run}.")
-    return rest != stage and rest[:12].isdigit() and rest[12:13] == "."
+    suffix = stage.removeprefix(f"{run}.")
+    return suffix != stage and suffix[:12].isdigit() and suffix[12:13] == "."

@@ -64,11 +64,11 @@ class RequestHandler:
         self._rank_notes = RankNotes(reconciler.tiers.who, reconciler.timings.marked_s)
         self.add_tiers: Callable[[Sequence[str]], Awaitable[None]] | None = None
 
-    async def handle(self, request: messages.AnyRequest, held: set[PartId]) -> dict[str, Any]:
+    async def handle(self, request: messages.AnyRequest, held_parts: set[PartId]) -> dict[str, Any]:
         """Do what a request asks for, and return the members of its answer.
 
         Args:
-            held: the parts that the connection holds; a `Fetch` adds its part.
+            held_parts: the parts that the connection holds; a `Fetch` adds its part.
         """
         hasten()  # this task's threads do not yield to training, because a peer waits
         match request:
@@ -89,14 +89,14 @@ class RequestHandler:
                 await self._handoff.settled()  # to include snapshots that a dead trainer handed over
                 slow, silent = await self._observe(run, patient=False)
                 inventory = self._reconciler.inventory()
-                there = {name: None if name in slow else place for name, place in inventory.tiers.items()}
-                inventory = replace(inventory, tiers=there)
+                answered = {name: None if name in slow else place for name, place in inventory.tiers.items()}
+                inventory = replace(inventory, tiers=answered)
                 run_view = await asyncio.to_thread(run_view_of, inventory, run, metrics)
                 return {"sight": msgspec.structs.replace(run_view, silent=self._located(silent, run_view.unreached))}
             case messages.Fetch(part=part, wanted=wanted):
-                if part not in held:
+                if part not in held_parts:
                     self._reconciler.repairs.hold(part)
-                    held.add(part)
+                    held_parts.add(part)
                 try:
                     return {"tiers": await self._reconciler.repairs.fetch(part, wanted=wanted)}
                 except (StoreUnavailable, StoreRefused) as error:
@@ -128,8 +128,8 @@ class RequestHandler:
                 self._reconciler.save_events.fell_back(checkpoint, skipped)
                 return {}
             case messages.Restored(part=part, place=place, seconds=took):
-                known = place if place in self._reconciler.stores else SPOOL
-                self._reconciler.save_events.restored(part, known, took)
+                source = place if place in self._reconciler.stores else SPOOL
+                self._reconciler.save_events.restored(part, source, took)
                 return {}
             case messages.Launches(run=run):
                 return {"launches": beside(self._reconciler.inventory(), run, time.time())}
@@ -149,9 +149,13 @@ class RequestHandler:
         if isinstance(request, messages.Fetch) and (at := self._reconciler.repairs.under_way.get(request.part)):
             return {"done": at.done, "total": at.total, "tiers": at.tiers}
         if isinstance(request, messages.Wait):
-            asked = (request.tier, request.part)
-            moving = (it for tier, part, it in self._reconciler.tiers.flushes.moving() if (tier, part) == asked)
-            return next(({"done": it.done, "total": it.total} for it in moving), {})
+            waited_for = (request.tier, request.part)
+            moving = (
+                flush_progress
+                for tier, part, flush_progress in self._reconciler.tiers.flushes.moving()
+                if (tier, part) == waited_for
+            )
+            return next(({"done": flush_progress.done, "total": flush_progress.total} for flush_progress in moving), {})
         return {}
 
     async def _take_tiers(self, to: Sequence[str]) -> str:
@@ -183,9 +187,9 @@ class RequestHandler:
         """
         inventory, config = self._reconciler.inventory(), self._reconciler.config
         with suppress(OSError):
-            given = await asyncio.to_thread(policies, self._reconciler.spool.control, [run] if run else [])
+            requested = await asyncio.to_thread(policies, self._reconciler.spool.control, [run] if run else [])
             inventory = replace(
-                inventory, spool=replace(inventory.spool, policies={**inventory.spool.policies, **given})
+                inventory, spool=replace(inventory.spool, policies={**inventory.spool.policies, **requested})
             )
         return policy_for(inventory, config, run or "", SPOOL).keep_last
 
@@ -218,7 +222,7 @@ class RequestHandler:
             observations = {name: asyncio.ensure_future(reconciler.observe(name)) for name in reconciler.workers}
             try:
                 await asyncio.wait([observations[SPOOL]])
-                local = run is not None and _is_whole_here(reconciler.inventory(), run)
+                local = run is not None and _has_newest_in_spool(reconciler.inventory(), run)
                 if patient or not local:
                     await asyncio.wait(observations.values())
                 else:
@@ -249,7 +253,7 @@ class RequestHandler:
     async def _wait(self, part: PartId, tier: str, timeout: float | None) -> dict[str, Any]:
         worker = self._worker(tier)
 
-        def is_there() -> bool:
+        def is_verified() -> bool:
             nonlocal worker
             worker = self._worker(tier)  # a reload may have replaced or removed it
             if self._reconciler.tiers.observed.has(part, tier):
@@ -266,7 +270,7 @@ class RequestHandler:
         self._reconciler.wake()
         try:
             async with asyncio.timeout(timeout):
-                await self._reconciler.until(is_there)
+                await self._reconciler.until(is_verified)
         except TimeoutError:
             why = f"; its last error: {worker.last_error}" if worker.last_error else ""
             why += f"; paused: {until}" if (until := self._reconciler.pause.until) else ""
@@ -278,15 +282,15 @@ class RequestHandler:
         reconciler = self._reconciler
         if reconciler.requests.is_trained(run):
             raise ConfigError(f"run {run!r}: a trainer that saves it, or may, is attached to the daemon; end it first")
-        if any(one.run == run for one in reconciler.requests.held):
+        if any(part.run == run for part in reconciler.requests.held):
             raise ConfigError(f"run {run!r}: somebody is restoring it; try again when that has ended")
-        found = await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
+        existed = await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
         reconciler.requests.interest.discard(run)
         await reconciler.observe(SPOOL)
-        if found:
+        if existed:
             log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
         async with asyncio.timeout(_FLUSHES):  # because one may still put a manifest
-            await reconciler.until(lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy))
+            await reconciler.until(lambda: all(part.checkpoint.run != run for part in reconciler.inventory().busy))
         return {}
 
     def _worker(self, tier: str) -> TierWorker:
@@ -312,12 +316,12 @@ class RequestHandler:
         return {}
 
 
-def _is_whole_here(inventory: Inventory, run: str) -> bool:
+def _has_newest_in_spool(inventory: Inventory, run: str) -> bool:
     """Whether the spool has all of the newest checkpoint of a run that any place has, or remembers in a head."""
-    one = newest(inventory.remembered(run), run)
-    last = max((*inventory.copies(run), *([one] if one else ())), default=None)
-    seen = inventory.spool.checkpoints.get(last) if last else None
-    return seen is not None and seen.usable
+    remembered = newest(inventory.remembered(run), run)
+    last = max((*inventory.copies(run), *([remembered] if remembered else ())), default=None)
+    copy = inventory.spool.checkpoints.get(last) if last else None
+    return copy is not None and copy.usable
 
 
 def _log_failed(taking: asyncio.Future[None]) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierd.daemon")
 
 _RELOADING = 15.0  # seconds that SIGTERM waits for a reload under way
-_SHOWN = 1.0  # seconds between two lines for systemd while the daemon drains
+_STATUS_INTERVAL_S = 1.0  # seconds between two lines for systemd while the daemon drains
 _FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
 
 
@@ -131,14 +131,14 @@ async def serve(
         reconciler.requests.presence.watched_until = last_status.recorded_at(spool.control)
         reload.notifier.start(reconciler.journal)
 
-        def taken(part: PartId, outcome: CommittedPart | Exception) -> None:
+        def on_committed(part: PartId, outcome: CommittedPart | Exception) -> None:
             loop.call_soon_threadsafe(reconciler.taken, part, outcome)
 
         def persisting(part: PartId, under_way: bool) -> None:
             # The loop runs this before it processes any observation that shows the part, because it keeps the order.
             loop.call_soon_threadsafe(reconciler.save_events.persisting, part, under_way)
 
-        handoff = HandoffServer(spool, taken, reconciler.timings, persisting)
+        handoff = HandoffServer(spool, on_committed, reconciler.timings, persisting)
         reconciler.requests.writers = handoff.writers
         control = Control(reconciler, handoff, reload.notifier)
         if await_trainer:
@@ -152,8 +152,10 @@ async def serve(
         answering = asyncio.ensure_future(_answer(http, reconciler, control))
         taking = asyncio.ensure_future(intake.run())
         life = asyncio.ensure_future(feed_watchdog())
-        rest = _idle(reconciler, control, handoff, intake, await_trainer) if until_idle else asyncio.Event().wait()
-        idle = asyncio.ensure_future(rest)
+        end_condition = (
+            _idle(reconciler, control, handoff, intake, await_trainer) if until_idle else asyncio.Event().wait()
+        )
+        idle = asyncio.ensure_future(end_condition)
         refusing = asyncio.ensure_future(_refused(intake) if reread is None else asyncio.Event().wait())
         comparing = asyncio.ensure_future(asyncio.Event().wait() if await_trainer else _stay_apart(config, stores))
         reloading = asyncio.ensure_future(reload.run(hup, reconciler, control))
@@ -164,7 +166,7 @@ async def serve(
             log.warning("paused: %s; to go on: tierd resume --spool %s", until, spool.root)
         stopped = asyncio.ensure_future(stop.wait())
         failure: BaseException | None = None
-        left: tuple[Remaining | str, ...] = ()
+        remaining: tuple[Remaining | str, ...] = ()
         undone: tuple[Problem, ...] = ()
         try:
             await asyncio.wait([stopped, work, idle, refusing, comparing], return_when=asyncio.FIRST_COMPLETED)
@@ -175,13 +177,13 @@ async def serve(
                     async with asyncio.timeout(_RELOADING):
                         await reload.lock.acquire()  # let a reload under way end, and prevent another
                 log.info("stopping: flushes in hand have %s", reconciler.config.drain)
-                left = await _drain(reconciler, seconds(reconciler.config.drain))
+                remaining = await _drain(reconciler, seconds(reconciler.config.drain))
             elif comparing.done():
                 failure = comparing.exception()
             elif not work.done():
-                failure, left = intake.failure, intake.refused
+                failure, remaining = intake.failure, intake.refused
                 undone = reconciler.undone()
-                if not (failure or left or undone) and (why := intake.untaken):
+                if not (failure or remaining or undone) and (why := intake.untaken):
                     failure = NothingTaken("; ".join(why))
         finally:
             tasks = (work, taking, life, idle, refusing, comparing, stopped, reloading, recording, answering)
@@ -194,13 +196,13 @@ async def serve(
             failure = failure or work.exception()
         if failure is not None:
             raise failure
-        for path in left:
+        for path in remaining:
             if isinstance(path, str):
                 log.error("%s was not taken", path)
         for problem in undone:
             log.error("%s: %s", problem.place, problem.why)
         log.info("ended")
-    return (*left, *(problem.why for problem in undone))
+    return (*remaining, *(problem.why for problem in undone))
 
 
 @contextmanager
@@ -254,15 +256,15 @@ async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, .
     async def show() -> None:
         while True:
             notify(f"STATUS=draining: {reconciler.backlog.describe()}")
-            await asyncio.sleep(_SHOWN)
+            await asyncio.sleep(_STATUS_INTERVAL_S)
 
-    shown = asyncio.ensure_future(show())
+    showing = asyncio.ensure_future(show())
     try:
-        left = await reconciler.drain(timeout_s)
+        remaining = await reconciler.drain(timeout_s)
     finally:
-        shown.cancel()
-    notify(f"STATUS={'not ' if left else ''}drained: {reconciler.backlog.describe()}")
-    return left
+        showing.cancel()
+    notify(f"STATUS={'not ' if remaining else ''}drained: {reconciler.backlog.describe()}")
+    return remaining
 
 
 async def _refused(intake: Intake) -> None:

@@ -26,7 +26,7 @@ from tierd.spool.spool import Spool
 
 
 @dataclass(slots=True)
-class _Home:
+class _RunDirectory:
     """A run's directory.
 
     Attributes:
@@ -39,20 +39,20 @@ class _Home:
 
     stamp_ns: int
     names: dict[str, CheckpointId | None]
-    observed: list[_Observed]
+    observed: list[_CheckpointDirectory]
     newest_ns: int = 0
     open: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Observed:
+class _CheckpointDirectory:
     """A checkpoint's directory.
 
     Attributes:
         id: the checkpoint.
         path: the directory's path.
         stamp_ns: its modification time; 0 if it must be read again.
-        seen: the copy in it, if any.
+        copy: the copy in it, if any.
         newest_ns: when its newest part was committed.
         childless: whether it is empty.
         facts: by part and the stamp of its manifest, what the manifest says.
@@ -61,7 +61,7 @@ class _Observed:
     id: CheckpointId
     path: str
     stamp_ns: int = 0
-    seen: CheckpointCopy | None = None
+    copy: CheckpointCopy | None = None
     newest_ns: int = 0
     childless: bool = False
     facts: Mapping[tuple[PartId, int], ManifestFacts] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class _Observed:
     @property
     def is_closed(self) -> bool:
         """Whether its checkpoint is complete, and a change would show in `stamp_ns`."""
-        return self.stamp_ns > 0 and self.seen is not None and self.seen.complete
+        return self.stamp_ns > 0 and self.copy is not None and self.copy.complete
 
 
 class SpoolObserver:
@@ -90,7 +90,7 @@ class SpoolObserver:
         self.touched: dict[str, float] = {}
         self.childless: list[CheckpointId] = []
         self.odd: dict[CheckpointId, str] = {}
-        self._homes: dict[str, _Home] = {}
+        self._homes: dict[str, _RunDirectory] = {}
         self._records: Known = {}  # of committed parts
         self._heads: KnownHeads = {}
         self._doubted: set[CheckpointId] = set()
@@ -110,7 +110,7 @@ class SpoolObserver:
             OSError: the spool cannot be read.
         """
         full = not self._full_at or time.monotonic() - self._full_at >= self._full_s
-        begun = time.monotonic()
+        started_s = time.monotonic()
         if full:
             self._records.clear()
         before = committed(self._spool.control, self._records)
@@ -118,84 +118,91 @@ class SpoolObserver:
         removals = self._spool.removals
         sparing = sparing and not doubted and not full and removals == self._removals
         try:
-            found = sorted(self._spool.runs())
-            self._is_stale |= found != list(self._homes)
-            self._homes = {run: self._home(run, full=full) for run in found}
+            runs = sorted(self._spool.runs())
+            self._is_stale |= runs != list(self._homes)
+            self._homes = {run: self._observe_run(run, full=full) for run in runs}
             for home in self._homes.values():
                 self._observe_below(home, doubted, full=full, sparing=sparing)
             if full:
-                self.odd = {one: why for run in found for one, why in self._spool.odd_places(run).items()}
+                self.odd = {odd_place: why for run in runs for odd_place, why in self._spool.odd_places(run).items()}
             self._spool.check_mounted()
         except OSError:
             self._doubted |= doubted
             raise
-        self._full_at, self._removals = begun if full else self._full_at, removals
-        place = self._described(before)
+        self._full_at, self._removals = started_s if full else self._full_at, removals
+        place = self._build_place(before)
         self._place = self._place if place == self._place else place  # the same object keeps its cached properties
         self._is_stale = False
         return self._place
 
-    def _home(self, run: str, *, full: bool) -> _Home:
-        known, now_ns = self._homes.get(run) or _Home(0, {}, []), time.time_ns()
+    def _observe_run(self, run: str, *, full: bool) -> _RunDirectory:
+        home, now_ns = self._homes.get(run) or _RunDirectory(0, {}, []), time.time_ns()
         stamp_ns = self._spool.stamp(self._spool.where(run))
-        if stamp_ns and known.stamp_ns == stamp_ns and not full:
-            return known
-        names = self._spool.names(run, () if full else known.names)
+        if stamp_ns and home.stamp_ns == stamp_ns and not full:
+            return home
+        names = self._spool.names(run, () if full else home.names)
         settled_ns = stamp_ns if now_ns - stamp_ns > NEAR_NS else 0
-        if len(names) == len(known.names) and all(map(known.names.__contains__, names)):
-            known.stamp_ns = settled_ns
-            return known
+        if len(names) == len(home.names) and all(map(home.names.__contains__, names)):
+            home.stamp_ns = settled_ns
+            return home
         self._is_stale = True
-        ids = {name: known.names[name] if name in known.names else CheckpointId.parse(run, name) for name in names}
-        same = {one.id: one for one in known.observed}
-        found = sorted((one for one in ids.values() if one), key=in_order)
-        observed = [same.get(one) or _Observed(one, self._spool.where(run, one.name)) for one in found]
-        return _Home(settled_ns, ids, observed, max((one.newest_ns for one in observed), default=0))
+        ids = {name: home.names[name] if name in home.names else CheckpointId.parse(run, name) for name in names}
+        same = {entry.id: entry for entry in home.observed}
+        checkpoints = sorted((checkpoint for checkpoint in ids.values() if checkpoint), key=in_order)
+        observed = [
+            same.get(checkpoint) or _CheckpointDirectory(checkpoint, self._spool.where(run, checkpoint.name))
+            for checkpoint in checkpoints
+        ]
+        return _RunDirectory(settled_ns, ids, observed, max((entry.newest_ns for entry in observed), default=0))
 
-    def _observe_below(self, home: _Home, doubted: Collection[CheckpointId], *, full: bool, sparing: bool) -> None:
+    def _observe_below(
+        self, home: _RunDirectory, doubted: Collection[CheckpointId], *, full: bool, sparing: bool
+    ) -> None:
         """Read the directories of checkpoints that may have changed."""
-        stamp, again, gone = self._spool.stamp, set[int](), False
+        stamp, reread, has_shrunk = self._spool.stamp, set[int](), False
         is_open = home.open
         if is_open is None:
-            is_open = home.open = [at for at, one in enumerate(home.observed) if not one.is_closed]
+            is_open = home.open = [at for at, entry in enumerate(home.observed) if not entry.is_closed]
         for at in is_open if sparing else range(len(home.observed)):
-            known = home.observed[at]
-            stamp_ns = stamp(known.path)
-            if stamp_ns and stamp_ns == known.stamp_ns and not full and (not doubted or known.id not in doubted):
+            previous = home.observed[at]
+            stamp_ns = stamp(previous.path)
+            if stamp_ns and stamp_ns == previous.stamp_ns and not full and (not doubted or previous.id not in doubted):
                 continue
-            home.observed[at] = fresh = self._observe_one(known, stamp_ns)
-            again.add(at)
+            home.observed[at] = fresh = self._observe_one(previous, stamp_ns)
+            reread.add(at)
             home.open = None  # found below, or by the next observation if this one fails
             home.newest_ns = max(home.newest_ns, fresh.newest_ns)
-            if fresh.seen is not known.seen or fresh.childless != known.childless:
+            if fresh.copy is not previous.copy or fresh.childless != previous.childless:
                 self._is_stale = True
-            gone |= known.newest_ns > fresh.newest_ns
-        if again:
-            home.open = sorted(at for at in again.union(is_open) if not home.observed[at].is_closed)
-        if gone:  # perhaps the newest part of all
-            home.newest_ns = max(one.newest_ns for one in home.observed)
+            has_shrunk |= previous.newest_ns > fresh.newest_ns
+        if reread:
+            home.open = sorted(at for at in reread.union(is_open) if not home.observed[at].is_closed)
+        if has_shrunk:  # perhaps the newest part of all
+            home.newest_ns = max(entry.newest_ns for entry in home.observed)
 
-    def _observe_one(self, known: _Observed, stamp_ns: int) -> _Observed:
-        one, now_ns = known.id, time.time_ns()
-        parts, childless = self._spool.list_parts(one)
+    def _observe_one(self, previous: _CheckpointDirectory, stamp_ns: int) -> _CheckpointDirectory:
+        checkpoint, now_ns = previous.id, time.time_ns()
+        parts, childless = self._spool.list_parts(checkpoint)
         cache = dict[tuple[PartId, int], ManifestFacts]()
-        read = {part: self._read(part, known.facts, cache) for part in parts}
-        facts = {part: found for part, found in read.items() if isinstance(found, ManifestFacts)}
-        defects = {part: found for part, found in read.items() if isinstance(found, TierdError)}
+        read = {part: self._read(part, previous.facts, cache) for part in parts}
+        facts = {part: outcome for part, outcome in read.items() if isinstance(outcome, ManifestFacts)}
+        defects = {part: outcome for part, outcome in read.items() if isinstance(outcome, TierdError)}
         ranks: dict[int, set[int]] = {}
         for part in (*facts, *defects):
             ranks.setdefault(part.world, set()).add(part.rank)
-        seen = (
-            CheckpointCopy(one, {world: frozenset(some) for world, some in ranks.items()}, facts, defects)
+        copy = (
+            CheckpointCopy(
+                checkpoint, {world: frozenset(world_ranks) for world, world_ranks in ranks.items()}, facts, defects
+            )
             if ranks
             else None
         )
         settled = now_ns - stamp_ns > NEAR_NS and not defects
-        return _Observed(
-            one,
-            known.path,
+        return _CheckpointDirectory(
+            checkpoint,
+            previous.path,
             stamp_ns if settled else 0,
-            known.seen if known.seen == seen else seen,
+            previous.copy if previous.copy == copy else copy,
             max((at for _, at in cache), default=0),
             childless,
             cache,
@@ -218,34 +225,34 @@ class SpoolObserver:
             return condition(error, f"manifest of {part}")
         return cache[key]
 
-    def _described(self, before: frozenset[PartId]) -> Place:
+    def _build_place(self, before: frozenset[PartId]) -> Place:
         """Return the place with the copies that were read, and with its pins, policies, launches, leases and heads."""
         spool, control = self._spool, self._spool.control
         if self._is_stale:
-            observed = [one for home in self._homes.values() for one in home.observed]
-            self.childless = [one.id for one in observed if one.childless]
-            bare = Place({one.id: one.seen for one in observed if one.seen})
+            observed = [entry for home in self._homes.values() for entry in home.observed]
+            self.childless = [entry.id for entry in observed if entry.childless]
+            bare = Place({entry.id: entry.copy for entry in observed if entry.copy})
         else:
             bare = Place(self._place.checkpoints).like(self._place)
         touched = {run: home.newest_ns / 1e9 for run, home in self._homes.items() if home.newest_ns}
-        own = launches(control)
-        for run in own.keys() - touched.keys():
-            touched[run] = spool.saved_stamp(run, own[run].attempt) / 1e9
+        own_launches = launches(control)
+        for run in own_launches.keys() - touched.keys():
+            touched[run] = spool.saved_stamp(run, own_launches[run].attempt) / 1e9
         self.touched = touched
         quarantined = {
             part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
         }
         newest = {run: max(copies.attempts) for run, copies in bare.runs.items()}
-        marks, wanted = saved(control, newest), policies(control, newest | own)
+        marks, run_policies = saved(control, newest), policies(control, newest | own_launches)
         restored = frozenset(run for run, attempt in newest.items() if attempt not in marks.get(run, ()))
         alive = trainers(control, newest)
         return replace(
             bare,
             pins=frozenset(spool.pins()),
             quarantined=quarantined,
-            policies=wanted,
+            policies=run_policies,
             restored=restored,
-            launches=own,
+            launches=own_launches,
             alive=alive,
             ended=ended(control, alive, alive),
             committed=before,

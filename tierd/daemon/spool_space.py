@@ -63,7 +63,7 @@ class SpoolSpace:
             wake,
         )
         self._evictable, self._patience_s = evictable, patience_s
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def make(self, run: str, size_bytes: int, *, quota: bool = False) -> FreedSpace:
         """Delete verified local copies until `size_bytes` and a margin are free, or no more can be deleted.
@@ -74,36 +74,36 @@ class SpoolSpace:
             quota: the free space of the disk is meaningless because of a quota; count the deleted bytes instead. It
                 is meaningless as well if the disk lacks inodes.
         """
-        wanted, freed = size_bytes + size_bytes // 16 + _MARGIN, 0
+        target_bytes, freed = size_bytes + size_bytes // 16 + _MARGIN, 0
         # A copy of that size has about as many files as the save needs.
         counts_deleted = quota or lacks_inodes(os.statvfs(self._spool.root))
 
-        def is_enough() -> bool:
-            return (freed if counts_deleted else self._spool.free()[0]) >= wanted
+        def is_freed() -> bool:
+            return (freed if counts_deleted else self._spool.free()[0]) >= target_bytes
 
         try:
-            async with asyncio.timeout(self._patience_s), self._one:
-                if not is_enough():
+            async with asyncio.timeout(self._patience_s), self._lock:
+                if not is_freed():
                     await asyncio.to_thread(self._spool.drop_recycled, ())
-                while not is_enough():
+                while not is_freed():
                     await self._observe()
-                    size = await self._release_next(run, is_enough)
+                    size = await self._release_next(run, is_freed)
                     freed += size
-                    if not size and not self._may_come():
+                    if not size and not self._has_unverified_copies():
                         break
                     if not size:
                         self._wake()
                         await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             pass
-        enough = is_enough()
-        if freed or not enough:
-            outcome = "" if enough else ", which is not enough: the rest is on no tier yet, or not the spool's"
-            done = f"{freed} bytes of verified copies were deleted{outcome}"
-            log.warning("the spool's disk is full for a save of %s (%d bytes): %s", run, size_bytes, done)
-        return FreedSpace(freed, enough or freed > 0)
+        succeeded = is_freed()
+        if freed or not succeeded:
+            outcome = "" if succeeded else ", which is not enough: the rest is on no tier yet, or not the spool's"
+            message = f"{freed} bytes of verified copies were deleted{outcome}"
+            log.warning("the spool's disk is full for a save of %s (%d bytes): %s", run, size_bytes, message)
+        return FreedSpace(freed, succeeded or freed > 0)
 
-    async def _release_next(self, run: str, is_enough: Callable[[], bool]) -> int:
+    async def _release_next(self, run: str, is_freed: Callable[[], bool]) -> int:
         """Delete the next copy that may be deleted; return its size in bytes, 0 if there is none."""
         inventory = self._inventory()
         inventory = replace(inventory, trainerless=inventory.trainerless - {run})
@@ -114,14 +114,14 @@ class SpoolSpace:
                     return max(size, 1)
             except (TierdError, OSError) as error:  # its tier or its directory failed; the next copy has others
                 log.warning("%s stays in the spool: %s", checkpoint, error)
-            if is_enough():
+            if is_freed():
                 break
         return 0
 
-    def _may_come(self) -> bool:
+    def _has_unverified_copies(self) -> bool:
         """Whether a copy may still prove verified: the spool holds one that no tier was seen to have.
 
         A daemon that has just started has observed no tier yet.
         """
         inventory = self._inventory()
-        return any(not inventory.on_a_tier(seen) for seen in inventory.spool.checkpoints.values())
+        return any(not inventory.on_a_tier(copy) for copy in inventory.spool.checkpoints.values())

@@ -153,8 +153,11 @@ def status(
 ) -> Status:
     """Describe a running reconciler."""
     inventory = reconciler.inventory()
-    counted = {"delivered": sum(one.delivered for one in notify), "dropped": sum(one.dropped for one in notify)}
-    found = Status(
+    counted = {
+        "delivered": sum(notifier.delivered for notifier in notify),
+        "dropped": sum(notifier.dropped for notifier in notify),
+    }
+    bare_status = Status(
         at=now(),
         running=True,
         problems=(),
@@ -169,7 +172,9 @@ def status(
         handed_over_bytes=handed_over_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
         policies=tuple(_policies(inventory)),
-        launches=tuple(one for run in sorted(inventory.spool.alive) for one in beside(inventory, run, time.time())),
+        launches=tuple(
+            launch for run in sorted(inventory.spool.alive) for launch in beside(inventory, run, time.time())
+        ),
         leases=leases(inventory),
         scrub=reconciler.scrubber.status(),
         counters={name: reconciler.journal.counters[name] for name in COUNTERS} | counted,
@@ -178,7 +183,7 @@ def status(
         notify=notify,
         watches=tuple(reconciler.watches[run] for run in sorted(reconciler.watches)),
     )
-    return replace(found, problems=(*all_problems(found, reconciler.journal), *reconciler.undone()))
+    return replace(bare_status, problems=(*all_problems(bare_status, reconciler.journal), *reconciler.undone()))
 
 
 def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
@@ -187,25 +192,25 @@ def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
             continue
         for run, stored in sorted(place.policies.items()):
             disagrees = disagreeing(place, run)
-            for one in stored:
+            for policy in stored:
                 yield PolicyStatus(
                     run=run,
                     tier=tier,
-                    by=one.by,
-                    host=one.host,
-                    written=one.written,
-                    given=one.given,
-                    key=retention_key(run, one.by, one.given),
-                    retention=one.retention,
-                    why=one.why,
-                    disagrees=one in disagrees,
+                    by=policy.by,
+                    host=policy.host,
+                    written=policy.written,
+                    given=policy.given,
+                    key=retention_key(run, policy.by, policy.given),
+                    retention=policy.retention,
+                    why=policy.why,
+                    disagrees=policy in disagrees,
                 )
 
 
 def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
     worker = reconciler.workers[name]
     backlog = reconciler.backlog.of(name)
-    left, asked = worker.retry_at - worker.now(), reconciler.tiers.asked_s(name)
+    retry_in_s, asked_s = worker.retry_at - worker.now(), reconciler.tiers.asked_s(name)
     silence = reconciler.silence
     since = silence.since(name)
     return TierStatus(
@@ -219,8 +224,8 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         pending_prunes=reconciler.backlog.prunes(name).total(),
         append_only=bool(reconciler.tiers.refusal(name)),
         failures=worker.failures,
-        retry_in_s=round(left, 1) if left > 0 else None,
-        asked_until=(datetime.now(UTC) + timedelta(seconds=asked)).isoformat(timespec="seconds") if asked else None,
+        retry_in_s=round(retry_in_s, 1) if retry_in_s > 0 else None,
+        asked_until=(datetime.now(UTC) + timedelta(seconds=asked_s)).isoformat(timespec="seconds") if asked_s else None,
         last_error=str(worker.last_error) if worker.last_error else None,
         waiting_since=since.isoformat(timespec="seconds") if since else None,
         unanswered=silence.words(name) if silence.is_problem(name) else None,

@@ -37,8 +37,8 @@ def notify(state: str) -> None:
 def watchdog_interval() -> float | None:
     """Return the seconds between signs of life, half of systemd's limit; None if systemd expects none."""
     allowed = os.environ.get("WATCHDOG_USEC", "")
-    ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    return int(allowed) / 2e6 if allowed.isdigit() and int(allowed) > 0 and ours else None
+    is_own_process = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return int(allowed) / 2e6 if allowed.isdigit() and int(allowed) > 0 and is_own_process else None
 
 
 async def feed_watchdog() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable
 from tierd.core.planning.actions import Flush
 from tierd.daemon.timings import USUAL, DaemonTimings
 
-_SOON = 15.0  # seconds: L above is at least this, and at most `DaemonTimings.backoff_s`
+_MIN_BACKOFF_S = 15.0  # seconds: L above is at least this, and at most `DaemonTimings.backoff_s`
 _FIRST = 10.0  # seconds at most of an object's first deferral, because the place may have failed and not the object
 
 
@@ -47,10 +47,10 @@ class TierWorker:
     def now(self) -> float:
         return time.monotonic()
 
-    def succeeded(self, what: Hashable = None) -> None:
-        """Note an action on `what` that did not fail, or an observation."""
+    def succeeded(self, subject: Hashable = None) -> None:
+        """Note an action on `subject` that did not fail, or an observation."""
         self.failures, self.retry_at, self.last_error = 0, 0.0, None
-        self._failing.discard(what)
+        self._failing.discard(subject)
         if not self.retries_later:
             self._last_failure = None
 
@@ -60,7 +60,9 @@ class TierWorker:
 
         An object that was deferred for another place's sake does not count, because it may be deferred again for good.
         """
-        self._failing = {one for one in self._failing if self.is_off(one)}  # one that is due fails again, or is done
+        self._failing = {
+            subject for subject in self._failing if self.is_off(subject)
+        }  # one that is due fails again, or is done
         return bool(self._failing)
 
     @property
@@ -83,7 +85,7 @@ class TierWorker:
         self.failures += 1
         self._retry.clear()
         self.last_error = self._last_failure = error
-        longest = min(max(_SOON, (self.now() - self._since) / 4), self._timings.backoff_s)
+        longest = min(max(_MIN_BACKOFF_S, (self.now() - self._since) / 4), self._timings.backoff_s)
         delay = min(2.0 ** min(self.failures + (3 if long else 0), 16), longest) * jitter.uniform(0.5, 1.0)
         self.retry_at = self.now() + delay
         return delay
@@ -103,25 +105,27 @@ class TierWorker:
                 return flush
         return None
 
-    def put_off(self, what: Hashable, seconds: float | None = None) -> None:
+    def put_off(self, subject: Hashable, seconds: float | None = None) -> None:
         """Defer a part or checkpoint for `seconds` (default: `stuck_s`), although no action on it failed here."""
-        self._failing.discard(what)
-        self._defer(what, self._timings.stuck_s if seconds is None else seconds)
+        self._failing.discard(subject)
+        self._defer(subject, self._timings.stuck_s if seconds is None else seconds)
 
-    def _defer(self, what: Hashable, seconds: float) -> None:
-        self._off = {one: until for one, until in self._off.items() if until > self.now() - self._timings.backoff_s}
-        self._off[what] = self.now() + seconds
+    def _defer(self, subject: Hashable, seconds: float) -> None:
+        self._off = {
+            subject: until for subject, until in self._off.items() if until > self.now() - self._timings.backoff_s
+        }
+        self._off[subject] = self.now() + seconds
 
-    def put_off_stuck(self, what: Hashable) -> None:
+    def put_off_stuck(self, subject: Hashable) -> None:
         """Defer after a failure, so that others are tried first.
 
         It is for `stuck_s` if the object was deferred lately, and for at most `_FIRST` seconds otherwise.
         """
         stuck_s = self._timings.stuck_s
-        self._defer(what, stuck_s if what in self._off else min(stuck_s, _FIRST))
+        self._defer(subject, stuck_s if subject in self._off else min(stuck_s, _FIRST))
 
-    def is_off(self, what: Hashable) -> bool:
-        return self._off.get(what, 0.0) > self.now()
+    def is_off(self, subject: Hashable) -> bool:
+        return self._off.get(subject, 0.0) > self.now()
 
     @property
     def off_for(self) -> float:

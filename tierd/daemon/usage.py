@@ -39,8 +39,8 @@ def usage_in_spool(spool: Spool, run: str) -> Usage:
     Raises:
         OSError: the spool cannot be read.
     """
-    held = held_in_spool(spool, SPOOL, run)
-    return Usage(SPOOL, run, held.checkpoints, held.stored_bytes, 0, 0)
+    holding = held_in_spool(spool, SPOOL, run)
+    return Usage(SPOOL, run, holding.checkpoints, holding.stored_bytes, 0, 0)
 
 
 async def usage_on_tier(store: Store, name: str, run: str) -> Usage:
@@ -49,10 +49,10 @@ async def usage_on_tier(store: Store, name: str, run: str) -> Usage:
     Raises:
         StoreUnavailable, StoreRefused: the tier failed.
     """
-    held = await held_on_tier(store, name, run)
+    holding = await held_on_tier(store, name, run)
     naming = _Naming(store)
     await each(READERS, naming.read, [info async for info in store.scan(manifests_prefix(run))])
-    return Usage(name, run, held.checkpoints, held.stored_bytes, sum(naming.shared.values()), naming.unreadable)
+    return Usage(name, run, holding.checkpoints, holding.stored_bytes, sum(naming.shared.values()), naming.unreadable)
 
 
 class _Naming:

@@ -44,11 +44,11 @@ def position_of(
         raise ManifestError(f"{first.checkpoint}: its metadata does not say where {index.fqn!r} lies")
     if getattr(info, "transform_descriptors", None):
         raise StateMismatch(f"{first.checkpoint}: {index.fqn!r} was written through an extension")
-    head, _, rest = path.partition("/")
+    head, _, file_path = path.partition("/")
     part = PartId.parse(first.checkpoint.run, first.checkpoint.name, head)
-    if base or part is None or not rest or part.world != first.world:
-        part, rest = first, base + path
-    return part, rest, info.offset, info.length
+    if base or part is None or not file_path or part.world != first.world:
+        part, file_path = first, base + path
+    return part, file_path, info.offset, info.length
 
 
 def load_tensor(item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
@@ -73,10 +73,10 @@ def check_plain(item: ReadItem, data: memoryview) -> None:
     try:
         plain_value(data)
     except Exception as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"holds {named[1]}" if named else f"cannot be read: {str(error).splitlines()[0]}"
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        problem = f"holds {match[1]}" if match else f"cannot be read: {str(error).splitlines()[0]}"
         raise StateRefused(
-            f"{item.storage_index.fqn!r} {what}, which torch's weights-only unpickler refuses. If you trust it: "
+            f"{item.storage_index.fqn!r} {problem}, which torch's weights-only unpickler refuses. If you trust it: "
             "torch.serialization.add_safe_globals([…]), or weights_only=False"
         ) from error
 
@@ -110,7 +110,7 @@ class _View(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         into = flat(buffer)
-        found = self._data[self._at : self._at + len(into)]
-        into[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        piece = self._data[self._at : self._at + len(into)]
+        into[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)

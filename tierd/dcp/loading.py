@@ -78,16 +78,16 @@ def _load(
         for candidate in reader.candidates(step, attempt):
             failure: BaseException | None = None
             try:
-                given = StandIns(state, reader.metadata, reader.value)
-                reader.check = given.check
-                dcp_load(given.state, storage_reader=reader, planner=planner or CheckedLoadPlanner())
-                given.take()
+                stand_ins = StandIns(state, reader.metadata, reader.value)
+                reader.check = stand_ins.check
+                dcp_load(stand_ins.state, storage_reader=reader, planner=planner or CheckedLoadPlanner())
+                stand_ins.take()
             except BaseException as raised:
                 failure = raised
-            own = _own(failure)
-            if own is not None and not isinstance(own, Exception):
-                raise own  # an interrupt, of which `attending` notifies the other ranks
-            if not restorer.settle(candidate, own, unfit=isinstance(own, UNFIT)).load:
+            own_error = _own_failure(failure)
+            if own_error is not None and not isinstance(own_error, Exception):
+                raise own_error  # an interrupt, of which `attending` notifies the other ranks
+            if not restorer.settle(candidate, own_error, unfit=isinstance(own_error, UNFIT)).load:
                 continue
             if failure is not None:
                 raise StoreUnavailable(
@@ -108,7 +108,7 @@ def _load(
         reader.close()
 
 
-def _own(failure: BaseException | None) -> BaseException | None:
+def _own_failure(failure: BaseException | None) -> BaseException | None:
     """Return why this rank could not load, or None.
 
     Failures of other ranks are left out, because those ranks report them.

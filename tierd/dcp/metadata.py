@@ -53,9 +53,9 @@ def check_readable(metadata: Metadata, where: str) -> None:
     Raises:
         StateRefused: it cannot.
     """
-    rest = dataclasses.replace(metadata, state_dict_metadata={}, storage_data={})
+    stripped = dataclasses.replace(metadata, state_dict_metadata={}, storage_data={})
     try:
-        _read(pickle.dumps(rest))
+        _read(pickle.dumps(stripped))
     except (StateRefused, ManifestError) as error:
         raise StateRefused(
             f"{where}: {error}. So it could never be loaded: planner_data holds None, bool, int, float, str, bytes, "
@@ -83,7 +83,7 @@ def _read(data: bytes) -> Metadata:
     return _Builder(_SPARE + len(data)).metadata(interpret(data, NAMES))
 
 
-def _fits(values: dict[str, Any], kind: type) -> dict[str, Any]:
+def _known_members(values: dict[str, Any], kind: type) -> dict[str, Any]:
     """Return the values that this torch's class has as fields.
 
     An older torch lacks fields that a newer one only records.
@@ -109,19 +109,19 @@ class _Builder:
         if self._left < 0:
             raise StateRefused("it holds more values than bytes, because it refers to the same ones many times")
 
-    def _members(self, found: Any, kind: str, required: list[str], optional: Iterable[str] = ()) -> dict[str, Any]:
+    def _members(self, pickled: Any, kind: str, required: list[str], optional: Iterable[str] = ()) -> dict[str, Any]:
         """Return an instance's members by name, not yet interpreted.
 
         `required` is in the order in which DCP writes them.
         """
         if (
-            type(found) is not PickledInstance
-            or found.of.kind != kind
-            or found.arguments
-            or type(found.state) is not Pairs
+            type(pickled) is not PickledInstance
+            or pickled.of.kind != kind
+            or pickled.arguments
+            or type(pickled.state) is not Pairs
         ):
-            wrong(found, f"{kind} with its members")
-        state = found.state
+            wrong(pickled, f"{kind} with its members")
+        state = pickled.state
         self._spend(len(state))
         names = state[::2]
         if names == required:
@@ -135,10 +135,10 @@ class _Builder:
             raise StateRefused(f"{kind} has a member {min(unknown)[:100]!a}, which torch 2.6 to 2.13 do not write")
         return members
 
-    def metadata(self, found: Any) -> Metadata:
+    def metadata(self, pickled: Any) -> Metadata:
         optional = {"planner_data": None, "storage_meta": None, "version": None}
         members = optional | self._members(
-            found, "Metadata", ["state_dict_metadata", "storage_data"], (*optional, *_OF_MEGATRON)
+            pickled, "Metadata", ["state_dict_metadata", "storage_data"], (*optional, *_OF_MEGATRON)
         )
         states, storage = members["state_dict_metadata"], members["storage_data"]
         for name in ("state_dict_metadata", "storage_data"):
@@ -147,40 +147,40 @@ class _Builder:
             self._spend(len(members[name]))
         if type(members["version"]) not in (str, type(None)):
             wrong(members["version"], "version")
-        members["state_dict_metadata"] = self._dict(states[::2], [self._stored(one) for one in states[1::2]])
-        members["storage_data"] = self._dict(storage[::2], [self._info(one) for one in storage[1::2]])
+        members["state_dict_metadata"] = self._dict(states[::2], [self._stored(state) for state in states[1::2]])
+        members["storage_data"] = self._dict(storage[::2], [self._info(entry) for entry in storage[1::2]])
         members["planner_data"] = self._plain(members["planner_data"], _DEPTH)
         members["storage_meta"] = self._storage_meta(members["storage_meta"])
         for name in _OF_MEGATRON:
             members.pop(name, None)
-        return Metadata(**_fits(members, Metadata))
+        return Metadata(**_known_members(members, Metadata))
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 
-    def _stored(self, found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    def _stored(self, pickled: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if (
-            type(found) is PickledInstance
-            and found.of.kind == "BytesStorageMetadata"
-            and not found.arguments
-            and not found.state
+            type(pickled) is PickledInstance
+            and pickled.of.kind == "BytesStorageMetadata"
+            and not pickled.arguments
+            and not pickled.state
         ):
             return BytesStorageMetadata()
-        members = self._members(found, "TensorStorageMetadata", ["properties", "size", "chunks"])
+        members = self._members(pickled, "TensorStorageMetadata", ["properties", "size", "chunks"])
         chunks = members["chunks"]
         if type(chunks) is not list:
             wrong(chunks, "a list of chunks")
         self._spend(len(chunks))
         properties, size = self._properties(members["properties"]), self._size(members["size"])
-        return TensorStorageMetadata(properties, size, [self._chunk(one) for one in chunks])
+        return TensorStorageMetadata(properties, size, [self._chunk(chunk) for chunk in chunks])
 
-    def _chunk(self, found: Any) -> ChunkStorageMetadata:
-        members = self._members(found, "ChunkStorageMetadata", ["offsets", "sizes"])
+    def _chunk(self, pickled: Any) -> ChunkStorageMetadata:
+        members = self._members(pickled, "ChunkStorageMetadata", ["offsets", "sizes"])
         return ChunkStorageMetadata(self._size(members["offsets"]), self._size(members["sizes"]))
 
-    def _properties(self, found: Any) -> TensorProperties:
-        state = found.state if type(found) is PickledInstance and found.of.kind == "TensorProperties" else None
-        if type(state) is not tuple or len(state) != 5 or found.arguments:
-            wrong(found, "TensorProperties with its five members")
+    def _properties(self, pickled: Any) -> TensorProperties:
+        state = pickled.state if type(pickled) is PickledInstance and pickled.of.kind == "TensorProperties" else None
+        if type(state) is not tuple or len(state) != 5 or pickled.arguments:
+            wrong(pickled, "TensorProperties with its five members")
         of_dtype, of_layout, requires_grad, of_format, pin_memory = state
         if type(requires_grad) is not bool or type(pin_memory) is not bool:
             wrong(requires_grad, "requires_grad or pin_memory")
@@ -192,25 +192,25 @@ class _Builder:
             pin_memory=pin_memory,
         )
 
-    def _size(self, found: Any) -> torch.Size:
+    def _size(self, pickled: Any) -> torch.Size:
         """Return a `torch.Size`; also from a tuple or list, which extensions of DCP write instead."""
-        if (known := self._sizes.get(id(found))) is not None:
-            return known
-        numbers = found
-        if type(found) is PickledInstance and found.of.kind == "Size" and len(found.arguments) == 1:
-            [numbers] = found.arguments
+        if (cached := self._sizes.get(id(pickled))) is not None:
+            return cached
+        numbers = pickled
+        if type(pickled) is PickledInstance and pickled.of.kind == "Size" and len(pickled.arguments) == 1:
+            [numbers] = pickled.arguments
         if type(numbers) not in (tuple, list) or len(numbers) > _DIMENSIONS:
-            wrong(found, f"a size of at most {_DIMENSIONS} dimensions")
-        if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
-            wrong(found, "a size of integers of 63 bits")
+            wrong(pickled, f"a size of at most {_DIMENSIONS} dimensions")
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            wrong(pickled, "a size of integers of 63 bits")
         self._spend(len(numbers))
-        made = self._sizes[id(found)] = torch.Size(numbers)
-        return made
+        size = self._sizes[id(pickled)] = torch.Size(numbers)
+        return size
 
     # -- storage positions ------------------------------------------------------------------------------------------
 
-    def _index(self, found: Any) -> MetadataIndex:
-        members = self._members(found, "MetadataIndex", ["fqn", "index"], ("offset",))
+    def _index(self, pickled: Any) -> MetadataIndex:
+        members = self._members(pickled, "MetadataIndex", ["fqn", "index"], ("offset",))
         fqn, offset, index = members["fqn"], members.get("offset"), members["index"]
         if type(index) not in (int, type(None)):
             wrong(index, "an index")
@@ -219,9 +219,9 @@ class _Builder:
             wrong(fqn, "a name")
         return MetadataIndex(fqn, None if offset is None else self._size(offset), index)  # type: ignore[arg-type]
 
-    def _info(self, found: Any) -> _StorageInfo:
+    def _info(self, pickled: Any) -> _StorageInfo:
         required = ["relative_path", "offset", "length"]
-        members = self._members(found, "_StorageInfo", required, ("transform_descriptors",))
+        members = self._members(pickled, "_StorageInfo", required, ("transform_descriptors",))
         if type(members["relative_path"]) is not str:
             wrong(members["relative_path"], "a path")
         for name in ("offset", "length"):
@@ -229,70 +229,74 @@ class _Builder:
                 wrong(members[name], f"{name}, an integer of 63 bits,")
         if "transform_descriptors" in members:
             members["transform_descriptors"] = self._texts(members["transform_descriptors"])
-        fitting = _fits(members, _StorageInfo)
+        fitting = _known_members(members, _StorageInfo)
         if len(fitting) < len(members) and members["transform_descriptors"]:
             raise StateRefused("an entry was written through an extension, which this torch does not know: use a newer")
         return _StorageInfo(**fitting)
 
-    def _storage_meta(self, found: Any) -> StorageMeta | None:
-        if found is None:
+    def _storage_meta(self, pickled: Any) -> StorageMeta | None:
+        if pickled is None:
             return None
-        members = self._members(found, "StorageMeta", [], ("checkpoint_id", "save_id", "load_id", "modules"))
+        members = self._members(pickled, "StorageMeta", [], ("checkpoint_id", "save_id", "load_id", "modules"))
         if "modules" in members:
             members["modules"] = self._texts(members["modules"]) or []
         for name in members.keys() - {"modules"}:
             members[name] = self._plain(members[name], 1)
             if type(members[name]) not in (str, type(None), PurePosixPath):
                 wrong(members[name], name)
-        return StorageMeta(**_fits(members, StorageMeta))
+        return StorageMeta(**_known_members(members, StorageMeta))
 
-    def _texts(self, found: Any) -> list[str] | None:
-        if found is None:
+    def _texts(self, pickled: Any) -> list[str] | None:
+        if pickled is None:
             return None
-        if type(found) not in (list, tuple) or any(type(one) is not str for one in found):
-            wrong(found, "a list of texts")
-        self._spend(len(found))
-        return list(found)
+        if type(pickled) not in (list, tuple) or any(type(text) is not str for text in pickled):
+            wrong(pickled, "a list of texts")
+        self._spend(len(pickled))
+        return list(pickled)
 
     # -- a planner's own data ---------------------------------------------------------------------------------------
 
-    def _plain(self, found: Any, levels: int) -> Any:
-        kind = type(found)
+    def _plain(self, pickled: Any, levels: int) -> Any:
+        kind = type(pickled)
         if kind in _LEAVES:
-            return found
+            return pickled
         if not levels:
             raise StateRefused(f"a planner's data is nested deeper than {_DEPTH} levels")
         if kind is list or kind is tuple:
-            self._spend(len(found))
-            values = [one if type(one) in _LEAVES else self._plain(one, levels - 1) for one in found]
+            self._spend(len(pickled))
+            values = [value if type(value) in _LEAVES else self._plain(value, levels - 1) for value in pickled]
             return values if kind is list else tuple(values)
         if kind is Pairs:
-            self._spend(len(found))
-            return self._dict(found[::2], [self._plain(one, levels - 1) for one in found[1::2]])
-        if kind is Named and found.kind == "dtype":
-            return dtype(found)
-        if kind is PickledInstance and found.of.kind == "Size":
-            return self._size(found)
-        if kind is PickledInstance and found.of.kind == "MetadataIndex":
-            return self._index(found)
-        if kind is PickledInstance and found.of.kind == "path" and all(type(one) is str for one in found.arguments):
-            self._spend(len(found.arguments))
-            return PurePosixPath(*found.arguments)
-        raise StateRefused(f"{(found.of if kind is PickledInstance else found).name} where plain data belongs")
+            self._spend(len(pickled))
+            return self._dict(pickled[::2], [self._plain(value, levels - 1) for value in pickled[1::2]])
+        if kind is Named and pickled.kind == "dtype":
+            return dtype(pickled)
+        if kind is PickledInstance and pickled.of.kind == "Size":
+            return self._size(pickled)
+        if kind is PickledInstance and pickled.of.kind == "MetadataIndex":
+            return self._index(pickled)
+        if (
+            kind is PickledInstance
+            and pickled.of.kind == "path"
+            and all(type(piece) is str for piece in pickled.arguments)
+        ):
+            self._spend(len(pickled.arguments))
+            return PurePosixPath(*pickled.arguments)
+        raise StateRefused(f"{(pickled.of if kind is PickledInstance else pickled).name} where plain data belongs")
 
     def _dict(self, keys: list[Any], values: list[Any]) -> dict[Any, Any]:
         if any(type(key) is not str for key in keys):
             keys = [self._key(key) for key in keys]
             hashes = sorted(map(hash, keys))
-            if any(one == other for one, other in zip(hashes, hashes[_SAME:], strict=False)):
+            if any(lower == upper for lower, upper in zip(hashes, hashes[_SAME:], strict=False)):
                 raise StateRefused(f"more than {_SAME} keys of a dict have one hash, which slows it down without end")
         return dict(zip(keys, values, strict=True))
 
-    def _key(self, found: Any) -> Any:
+    def _key(self, pickled: Any) -> Any:
         """Return a key, after checking that it is short enough to be hashed quickly."""
-        if type(found) is PickledInstance:
-            return self._index(found)
-        items = found if type(found) is tuple else (found,)
-        if len(items) <= _KEY_ITEMS and all(type(one) in (str, int, bool, type(None)) for one in items):
-            return found
+        if type(pickled) is PickledInstance:
+            return self._index(pickled)
+        items = pickled if type(pickled) is tuple else (pickled,)
+        if len(items) <= _KEY_ITEMS and all(type(item) in (str, int, bool, type(None)) for item in items):
+            return pickled
         raise StateRefused("a dict's key is neither text, a number, a MetadataIndex nor a short tuple of such")

@@ -18,47 +18,47 @@ _FORMATS = {
     "TORCH_CHANNELS_LAST": torch.channels_last,
     "TORCH_PRESERVE_FORMAT": torch.preserve_format,
 }
-_LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
-_DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+_LAYOUTS = {str(member): member for member in vars(torch).values() if isinstance(member, torch.layout)}
+_DTYPES = {name: member for name, member in vars(torch).items() if isinstance(member, torch.dtype)}
 NAMES = {(module, name): Named(kind, f"{module}.{name}") for module, name, kind in PLACES}
 NAMES |= {("torch", name): Named("dtype", name) for name in _DTYPES}
 
 
-def wrong(found: Any, place: str) -> NoReturn:
+def wrong(pickled: Any, place: str) -> NoReturn:
     """Raise, because the pickle describes something other than a `place`."""
-    what = (
-        found.of.name
-        if type(found) is PickledInstance
-        else found.name
-        if type(found) is Named
-        else type(found).__name__
+    actual = (
+        pickled.of.name
+        if type(pickled) is PickledInstance
+        else pickled.name
+        if type(pickled) is Named
+        else type(pickled).__name__
     )
-    raise ManifestError(f"{what} where {place} belongs")
+    raise ManifestError(f"{actual} where {place} belongs")
 
 
-def dtype(found: Any) -> torch.dtype:
-    if type(found) is not Named or found.kind != "dtype":
-        wrong(found, "a dtype")
-    return _DTYPES[found.name]
+def dtype(pickled: Any) -> torch.dtype:
+    if type(pickled) is not Named or pickled.kind != "dtype":
+        wrong(pickled, "a dtype")
+    return _DTYPES[pickled.name]
 
 
-def layout(found: Any) -> torch.layout:
-    if type(found) is PickledInstance and found.of.kind == "layout" and len(found.arguments) == 1:
-        [name] = found.arguments
+def layout(pickled: Any) -> torch.layout:
+    if type(pickled) is PickledInstance and pickled.of.kind == "layout" and len(pickled.arguments) == 1:
+        [name] = pickled.arguments
         if type(name) is str and name in _LAYOUTS:
             return _LAYOUTS[name]
-    wrong(found, "a layout")
+    wrong(pickled, "a layout")
 
 
-def memory_format(found: Any) -> torch.memory_format:
+def memory_format(pickled: Any) -> torch.memory_format:
     """Return the memory format that an enumeration member names, by value or by name."""
-    arguments = found.arguments if type(found) is PickledInstance else ()
-    if type(found) is PickledInstance and found.of.kind == "memory format" and len(arguments) == 1:
+    arguments = pickled.arguments if type(pickled) is PickledInstance else ()
+    if type(pickled) is PickledInstance and pickled.of.kind == "memory format" and len(arguments) == 1:
         [value] = arguments
         if type(value) is int and 0 <= value < len(_FORMATS):
             return list(_FORMATS.values())[value]
-    elif type(found) is PickledInstance and found.of.kind == "getattr" and len(arguments) == 2:
+    elif type(pickled) is PickledInstance and pickled.of.kind == "getattr" and len(arguments) == 2:
         of, name = arguments
         if type(of) is Named and of.kind == "memory format" and type(name) is str and name in _FORMATS:
             return _FORMATS[name]
-    wrong(found, "a memory format")
+    wrong(pickled, "a memory format")

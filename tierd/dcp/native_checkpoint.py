@@ -73,13 +73,13 @@ class SavedState:
         self._blocks: dict[MetadataIndex, _Block] = {}
         self._by_name: dict[str, list[_Block]] = defaultdict(list)
         paths: dict[str, Any] = {}
-        for one in range(files.world):
-            leaves = read_leaves(files, files.part(one))
+        for saved_rank in range(files.world):
+            leaves = read_leaves(files, files.part(saved_rank))
             paths |= leaves.paths
-            if not one:
+            if not saved_rank:
                 self.tree = leaves.tree, leaves.stand_ins
             for name, value in leaves.values.items():
-                self.claims.add(one, name, value)
+                self.claims.add(saved_rank, name, value)
         try:
             described = {name: self._described(name) for name in self.claims.names}
         except ValueError as error:
@@ -146,14 +146,14 @@ class SavedState:
                 planner.load_bytes(item, file)
 
     def _spans(self, plan: LoadPlan) -> dict[Span, list[ReadItem]]:
-        found: dict[Span, list[ReadItem]] = defaultdict(list)
+        by_span: dict[Span, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             if item.type != LoadItemType.BYTE_IO:
                 block = self._blocks[item.storage_index]
                 first, last, row = _rows(block, item)
                 part, begin = self._files.part(block.rank), block.leaf.entry.offset
-                found[self._files.span(part, TENSORS, begin + first * row, (last - first) * row)].append(item)
-        return found
+                by_span[self._files.span(part, TENSORS, begin + first * row, (last - first) * row)].append(item)
+        return by_span
 
     def _load_tensor(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
         block = self._blocks[item.storage_index]
@@ -163,7 +163,7 @@ class SavedState:
         stored = stored.view(last - first, *entry.shape[1:]) if entry.shape else stored.view(())
         if leaf.dtype != entry.dtype:
             stored = torch.view_as_complex(stored) if leaf.dtype.is_complex else stored.view(leaf.dtype)
-        begins = [begin + more for begin, more in zip(block.box.local, item.storage_offsets, strict=True)]
+        begins = [begin + item_offset for begin, item_offset in zip(block.box.local, item.storage_offsets, strict=True)]
         for dim, (begin, length) in enumerate(zip(begins, item.lengths, strict=True)):
             stored = stored.narrow(dim, begin - first if dim == 0 else begin, length)
         target = planner.resolve_tensor(item).detach()

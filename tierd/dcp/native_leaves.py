@@ -124,14 +124,14 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
     """
     tree = read_tree(files, part)
     _, layout = read_header(files, part)
-    known: dict[int, NativeLeaf] = {}
+    leaf_by_id: dict[int, NativeLeaf] = {}
     copies = Copies()
-    stand_ins: list[torch.Tensor] = []  # kept alive, because `known` distinguishes them by address
+    stand_ins: list[torch.Tensor] = []  # kept alive, because `leaf_by_id` distinguishes them by address
 
     def stand_in(leaf: NativeLeaf) -> torch.Tensor:
         # A meta tensor, because DCP's own flatten_state_dict enters a list only if it contains a tensor.
         tensor = torch.empty(leaf.whole, dtype=leaf.dtype, device="meta")
-        known[id(tensor)] = leaf
+        leaf_by_id[id(tensor)] = leaf
         stand_ins.append(tensor)
         return tensor
 
@@ -140,18 +140,18 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
         return stand_in(NativeLeaf(entry, entry.dtype, entry.shape))
 
     def viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        entry = known[id(tensor)].entry
+        entry = leaf_by_id[id(tensor)].entry
         check_view(entry.dtype, entry.shape, dtype)
         return stand_in(NativeLeaf(entry, dtype, entry.shape[:-1] if dtype.is_complex else entry.shape))
 
     def array(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> SavedArray:
-        entry = known[id(tensor)].entry
+        entry = leaf_by_id[id(tensor)].entry
         copies.claim(entry)
         return SavedArray(entry, dtype, shape)
 
     def values(tensor: torch.Tensor, kind: str, size: int) -> Any:
         # Read now, as JSON values are, because a mapping's keys become DCP's names.
-        entry = known[id(tensor)].entry
+        entry = leaf_by_id[id(tensor)].entry
         copies.claim(entry)
         check_form(entry.dtype, entry.shape, kind, size)
         if kind in BYTES:
@@ -161,13 +161,13 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
     def sharded(saved: SavedDTensor) -> Any:
         if isinstance(saved.local, SavedWrapper):
             return saved.local  # as this rank's own tensors, because no placement is known of the inner ones
-        local = known[id(saved.local)]
+        local = leaf_by_id[id(saved.local)]
         if saved.placement.coordinate is not None and saved.placement.local_shape != local.shape:
             raise ValueError(f"{saved}, whose local shard is {local.shape}")
         return stand_in(NativeLeaf(local.entry, local.dtype, local.shape, saved.placement))
 
     def nameless(tensor: torch.Tensor) -> SavedTensor:
-        leaf = known[id(tensor)]
+        leaf = leaf_by_id[id(tensor)]
         dtype = str(leaf.dtype).removeprefix("torch.")
         return SavedTensor(leaf.entry, dtype, leaf.shape, leaf.placement is not None)
 
@@ -181,8 +181,8 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
         flat, paths = flatten_state_dict(state)
     except (*DEFECTS, RecursionError) as error:
         raise StateMismatch(f"{part}: the state tree: {str(error)[:300] or type(error).__name__}") from error
-    found = {name: known[id(value)] if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
-    return Leaves(found, dict(paths), state, flat)
+    leaves = {name: leaf_by_id[id(value)] if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
+    return Leaves(leaves, dict(paths), state, flat)
 
 
 def _with_whole_values(value: Any, by: Callable[[torch.Tensor], SavedTensor]) -> Any:

@@ -239,7 +239,7 @@ class OpenReader(Reader):
         self._launch.loading()
         if self._saved is not None:
             self._saved.load(plan, planner)
-            return _done()
+            return _done_future()
         entries = self._entries(plan)
         self._prepare({span: items for span, items in entries.items() if span not in self._ready})
         assert self._files is not None and self.checkpoint is not None
@@ -249,7 +249,7 @@ class OpenReader(Reader):
                     planner.load_bytes(item, io.BytesIO(data))
                 else:
                     load_tensor(item, data, planner)
-        return _done()
+        return _done_future()
 
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class OpenReader(Reader):
             return
         assert self._files is not None
         self._files.bring(entries)
-        plain = {span for span, items in entries.items() if any(one.type == LoadItemType.BYTE_IO for one in items)}
+        plain = {span for span, items in entries.items() if any(item.type == LoadItemType.BYTE_IO for item in items)}
         # Without collectives everything is read here, because torch gathers the failures of planning, but not those of
         # reading.
         for span, data in self._files.read(entries if self._by_rank else plain if self._weights_only else ()):
@@ -283,7 +283,7 @@ class OpenReader(Reader):
         self.restorer.close()
 
 
-def _done() -> Future[None]:
+def _done_future() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future

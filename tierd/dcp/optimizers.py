@@ -42,10 +42,10 @@ class OptimizerStandIn:
 
     def misfits(self, name_of: NameOf) -> Iterator[str]:
         """Report why the optimizer cannot load what the checkpoint's metadata describes."""
-        own = self.optimizer.state_dict()["state"]
-        lost = [(number, key) for number, key in sorted(self._nested) if key not in own.get(number, {})]
-        if lost:
-            number, key = lost[0]
+        optimizer_state = self.optimizer.state_dict()["state"]
+        unplaced = [(number, key) for number, key in sorted(self._nested) if key not in optimizer_state.get(number, {})]
+        if unplaced:
+            number, key = unplaced[0]
             yield (
                 f"{key!r} of parameter {number} holds several tensors, which DCP does not load into an optimizer "
                 "that has none there; Checkpointer.restore does, or take a step first"
@@ -54,7 +54,9 @@ class OptimizerStandIn:
         if not self._groups:
             return
         state: dict[int, dict[str, Any]] = {
-            number: {key: torch.empty(one.size, device="meta") for key, one in members.items() if one is not None}
+            number: {
+                key: torch.empty(stored.size, device="meta") for key, stored in members.items() if stored is not None
+            }
             for number, members in self._saved.items()
         }
         for number, key in self._nested:
@@ -62,20 +64,25 @@ class OptimizerStandIn:
         yield from misfits(self.optimizer, {"state": state, "param_groups": self._groups}, name_of)
 
     def state_dict(self) -> dict[str, Any]:
-        own = self.optimizer.state_dict()
+        optimizer_state = self.optimizer.state_dict()
         if not any("param_names" in group for group in self._groups):
             # Left out, because DCP refuses what the checkpoint lacks; torch keeps those that the optimizer has.
-            groups = [{key: one for key, one in group.items() if key != "param_names"} for group in own["param_groups"]]
-            own = own | {"param_groups": groups}
+            groups = [
+                {key: value for key, value in group.items() if key != "param_names"}
+                for group in optimizer_state["param_groups"]
+            ]
+            optimizer_state = optimizer_state | {"param_groups": groups}
         parameters = owners(self.optimizer, self._groups)
-        if own["state"] and list(parameters) == list(owners(self.optimizer, own["param_groups"])):
-            return own
+        if optimizer_state["state"] and list(parameters) == list(
+            owners(self.optimizer, optimizer_state["param_groups"])
+        ):
+            return optimizer_state
         state = {
             number: {name: _room(parameters[number], stored) for name, stored in members.items()}
             for number, members in self._saved.items()
             if number in parameters
         }
-        return own | {"state": state}
+        return optimizer_state | {"state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         members = state["state"]
@@ -97,31 +104,31 @@ def _room(parameter: torch.Tensor, stored: TensorStorageMetadata | None) -> torc
 
 def _members(name: str, metadata: Metadata | None) -> dict[int, dict[str, TensorStorageMetadata | None]]:
     """Return by parameter number and key the metadata of each state tensor; None in the place of a plain value."""
-    found: dict[int, dict[str, TensorStorageMetadata | None]] = {}
+    by_number: dict[int, dict[str, TensorStorageMetadata | None]] = {}
     for fqn, path in _paths(metadata):
         if len(path) == 4 and path[:2] == (name, "state") and str(path[2]).isdecimal():
             assert metadata is not None
             stored = metadata.state_dict_metadata.get(fqn)
-            members = found.setdefault(int(path[2]), {})
+            members = by_number.setdefault(int(path[2]), {})
             members[str(path[3])] = stored if isinstance(stored, TensorStorageMetadata) else None
-    return found
+    return by_number
 
 
 def _groups(name: str, metadata: Metadata | None, value: Callable[[str], object]) -> list[dict[str, Any]]:
     """Return what identifies the parameters in the saved `param_groups`; empty if it cannot be read."""
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for fqn, path in _paths(metadata):
         if path[:2] != (name, "param_groups"):
             continue
         if len(path) == 2:  # as torch up to 2.3 wrote it: all groups in one value
             groups = value(fqn)
-            return groups if isinstance(groups, list) and all(isinstance(one, dict) for one in groups) else []
+            return groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else []
         if len(path) == 4 and type(path[2]) is int and path[3] in _IDENTIFYING:
-            found.setdefault(path[2], {})[path[3]] = value(fqn)
-    is_read = list(found) == list(range(len(found))) and all(
-        isinstance(one.get("params"), list) for one in found.values()
+            by_number.setdefault(path[2], {})[path[3]] = value(fqn)
+    is_read = list(by_number) == list(range(len(by_number))) and all(
+        isinstance(group.get("params"), list) for group in by_number.values()
     )
-    return list(found.values()) if is_read else []
+    return list(by_number.values()) if is_read else []
 
 
 def _paths(metadata: Metadata | None) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -32,7 +32,7 @@ class RankClaims:
     def __init__(self, files: Files, rank: int, world: int) -> None:
         self._files, self._rank, self._world = files, rank, world
         self._claims: dict[str, list[RankClaim]] = defaultdict(list)
-        self._sides = {one: ComparedPart(files.part(one)) for one in range(files.world)}
+        self._sides = {saved_rank: ComparedPart(files.part(saved_rank)) for saved_rank in range(files.world)}
 
     def add(self, rank: int, name: str, value: Any) -> None:
         """Add what a rank saved under a name. Ranks are added in order."""
@@ -64,16 +64,19 @@ class RankClaims:
         If as many ranks load as saved, this rank reads its own shard. Among other ranks with the same shard, each
         loading rank chooses by its number, so that not all request the same part.
         """
-        own = self.own(name)
-        if own[1].placement is None:
-            return [own]
+        own_claim = self.own(name)
+        if own_claim[1].placement is None:
+            return [own_claim]
         alike_ones: dict[object, list[RankClaim]] = defaultdict(list)
         for rank, leaf in self._claims[name]:
             if isinstance(leaf, NativeLeaf) and leaf.placement is not None and leaf.placement.coordinate is not None:
                 alike_ones[leaf.placement.place].append((rank, leaf))
         return [
-            next((one for one in some if self._is_as_before and one[0] == self._rank), some[self._rank % len(some)])
-            for some in alike_ones.values()
+            next(
+                (claim for claim in claims if self._is_as_before and claim[0] == self._rank),
+                claims[self._rank % len(claims)],
+            )
+            for claims in alike_ones.values()
         ]
 
     def contradiction(self, name: str) -> str | None:
@@ -86,19 +89,19 @@ class RankClaims:
             if len(placements) < len(claims):
                 return "a DTensor on some of the ranks that saved it, and none on others"
             return _misplaced([leaf for _, leaf in claims]) or self._collision(claims)
-        _, own = self.own(name)
-        if generator := next((saved for _, saved in instances(own, SavedRng)), None):
+        _, own_value = self.own(name)
+        if generator := next((saved for _, saved in instances(own_value, SavedRng)), None):
             return f"{generator.label}, which DCP does not load; leave it out of the state that is loaded"
-        if any(tensor.sharded for _, tensor in instances(own, SavedTensor)):
+        if any(tensor.sharded for _, tensor in instances(own_value, SavedTensor)):
             return "a DTensor in a tuple or deque, which DCP does not enter; save it in a dict or a list"
         if self._is_as_before:
             return None
-        others = claims[1:]
-        if not isinstance(own, NativeLeaf) and any(not alike(own, value) for _, value in others):
+        other_claims = claims[1:]
+        if not isinstance(own_value, NativeLeaf) and any(not alike(own_value, value) for _, value in other_claims):
             return self._differs()
         # Each loading rank compares a share of the ranks that saved, because DCP reports a difference to all ranks.
-        mine = [claim for claim in others if claim[0] % self._world == self._rank]
-        return None if all(self._is_same(claims[0], claim) for claim in mine) else self._differs()
+        share = [claim for claim in other_claims if claim[0] % self._world == self._rank]
+        return None if all(self._is_same(claims[0], claim) for claim in share) else self._differs()
 
     def _collision(self, claims: list[RankClaim]) -> str | None:
         """Return why ranks with one coordinate do not have the same shard, or None.
@@ -109,9 +112,16 @@ class RankClaims:
         """
         first: dict[object, RankClaim] = {}
         for rank, leaf in claims:
-            one = first.setdefault(leaf.placement.coordinate, (rank, leaf))
-            if one[0] != rank and rank % self._world == self._rank and not self._is_same(one, (rank, leaf)):
-                return f"ranks {one[0]} and {rank} saved different shards of one coordinate under this name; {_NAMES}"
+            first_claim = first.setdefault(leaf.placement.coordinate, (rank, leaf))
+            if (
+                first_claim[0] != rank
+                and rank % self._world == self._rank
+                and not self._is_same(first_claim, (rank, leaf))
+            ):
+                return (
+                    f"ranks {first_claim[0]} and {rank} saved different shards of one coordinate under this "
+                    f"name; {_NAMES}"
+                )
         return None
 
     def _differs(self) -> str:
@@ -120,19 +130,19 @@ class RankClaims:
             "the state that is loaded, or launch as many ranks"
         )
 
-    def _is_same(self, one: RankClaim, other: RankClaim) -> bool:
+    def _is_same(self, first_claim: RankClaim, second_claim: RankClaim) -> bool:
         """Return whether two ranks' tensors are the same, or the arrays in two values that are otherwise equal."""
-        here, there = self._sides[one[0]], self._sides[other[0]]
-        if isinstance(one[1], NativeLeaf) != isinstance(other[1], NativeLeaf):
+        first_part, second_part = self._sides[first_claim[0]], self._sides[second_claim[0]]
+        if isinstance(first_claim[1], NativeLeaf) != isinstance(second_claim[1], NativeLeaf):
             return False
-        if isinstance(one[1], NativeLeaf):
-            if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
+        if isinstance(first_claim[1], NativeLeaf):
+            if (first_claim[1].dtype, first_claim[1].shape) != (second_claim[1].dtype, second_claim[1].shape):
                 return False
-            pairs = [(one[1].entry, other[1].entry)]
+            pairs = [(first_claim[1].entry, second_claim[1].entry)]
         else:
-            found = zip(instances(one[1], SavedArray), instances(other[1], SavedArray), strict=True)
-            pairs = [(mine.entry, theirs.entry) for (_, mine), (_, theirs) in found]
-        return all(are_equal(self._files, here, mine, there, theirs) for mine, theirs in pairs)
+            arrays = zip(instances(first_claim[1], SavedArray), instances(second_claim[1], SavedArray), strict=True)
+            pairs = [(first.entry, second.entry) for (_, first), (_, second) in arrays]
+        return all(are_equal(self._files, first_part, first, second_part, second) for first, second in pairs)
 
 
 def _misplaced(leaves: list[NativeLeaf]) -> str | None:
@@ -140,16 +150,19 @@ def _misplaced(leaves: list[NativeLeaf]) -> str | None:
     placements = [leaf.placement for leaf in leaves if leaf.placement is not None]
     first = placements[0]
     if any(
-        (one.shape, one.mesh, one.names, one.rules) != (first.shape, first.mesh, first.names, first.rules)
-        for one in placements
+        (placement.shape, placement.mesh, placement.names, placement.rules)
+        != (first.shape, first.mesh, first.names, first.rules)
+        for placement in placements
     ) or any(leaf.dtype != leaves[0].dtype for leaf in leaves):
         return f"ranks saved different tensors under this name; {_NAMES}"
     expected = 1
     for rule, count in zip(first.rules, first.mesh, strict=True):
         expected *= 1 if rule[0] == REPLICATE else count
-    found = len({one.place for one in placements if one.coordinate is not None})
-    if found < expected:
-        return f"{found} of {expected} shards were saved under this name; save the same state on every rank of the mesh"
+    shards = len({placement.place for placement in placements if placement.coordinate is not None})
+    if shards < expected:
+        return (
+            f"{shards} of {expected} shards were saved under this name; save the same state on every rank of the mesh"
+        )
     return None
 
 

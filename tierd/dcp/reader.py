@@ -55,7 +55,7 @@ class StorageReader(OpenReader):
         except BaseException:
             self.close()
             raise
-        self._begun = self._launch.attempt
+        self._first_attempt = self._launch.attempt
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by torch.
@@ -64,7 +64,7 @@ class StorageReader(OpenReader):
             ConfigError: the launch has since saved, or resumed from another checkpoint, so its next save would not
                 follow from the loaded state.
         """
-        if self._launch.attempt != self._begun or self._launch.steps:
+        if self._launch.attempt != self._first_attempt or self._launch.steps:
             raise ConfigError(
                 f"this reader of {self.checkpoint} was made before the launch saved or restored again: make a new one"
             )

@@ -42,43 +42,43 @@ class StagedState(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def stage(checkpointer: Checkpointer, draft: Manifest, state: dict[str, Any], other: Other) -> StagedState | None:
+def stage(checkpointer: Checkpointer, draft: Manifest, state: dict[str, Any], fallback: Other) -> StagedState | None:
     """Copy a state. Returns when training may change it, except for tensors that only an attached optimizer changes.
 
     Args:
         draft: manifest of the part that will hold the state.
-        other: stages the values that are neither plain nor tensors that an arena accepts.
+        fallback: stages the values that are neither plain nor tensors that an arena accepts.
 
     Returns:
         The staged state, or None if an arena does not accept these tensors.
     """
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     tensors: list[torch.Tensor] = []
-    others: dict[str, Any] = {}
+    unstaged: dict[str, Any] = {}
     for value in _leaves(state):
-        if _is_taken(value):
+        if _fits_arena(value):
             tensors.append(value)
         elif type(value) not in IMMUTABLE:
-            others[str(len(others))] = value
+            unstaged[str(len(unstaged))] = value
     try:
         staged = made_of(checkpointer).staging.stage(Save(draft.part, made_of(checkpointer).spool), draft, tensors)
     except (StateRefused, MemoryError):
         return None
-    copies, rest = iter(staged.tensors), iter(other(others).values() if others else ())
+    copies, fallback_copies = iter(staged.tensors), iter(fallback(unstaged).values() if unstaged else ())
 
     def copied(value: Any) -> Any:
         if type(value) in _CONTAINERS:
             if isinstance(value, dict):
                 return type(value)((key, copied(inner)) for key, inner in value.items())
             return type(value)(copied(inner) for inner in value)
-        if _is_taken(value):
+        if _fits_arena(value):
             return next(copies)
-        return value if type(value) in IMMUTABLE else next(rest)
+        return value if type(value) in IMMUTABLE else next(fallback_copies)
 
-    found = StagedState(copied(state))
-    found.staged = staged
-    checkpointer.stats.blocked_s += time.perf_counter() - begun
-    return found
+    staged_state = StagedState(copied(state))
+    staged_state.staged = staged
+    checkpointer.stats.blocked_s += time.perf_counter() - start_s
+    return staged_state
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -89,7 +89,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _is_taken(value: Any) -> bool:
+def _fits_arena(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor) and is_storable(local_of(value)) and (is_dtensor(value) or is_storable(value))
     )

@@ -32,9 +32,9 @@ class _ModuleStandIn:
         self._name, self._module, self._metadata = name, module, metadata
 
     def state_dict(self) -> dict[str, Any]:
-        own = self._module.state_dict()
-        own.update(_extra_states(self._name, own, self._metadata))
-        return own
+        module_state = self._module.state_dict()
+        module_state.update(_extra_states(self._name, module_state, self._metadata))
+        return module_state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._module.load_state_dict(state)
@@ -53,7 +53,7 @@ class StandIns:
     def __init__(
         self, state: MutableMapping[str, Any], metadata: Metadata | None, value: Callable[[str], object]
     ) -> None:
-        self._own = state
+        self._state = state
         self.state: dict[str, Any] = dict(state)
         for name, entry in state.items():
             if isinstance(entry, Optimizer):
@@ -69,7 +69,7 @@ class StandIns:
         Raises:
             StateMismatch: the parameters are others, or have other shapes; the message names them.
         """
-        name_of = names_in(leaves(self._own))
+        name_of = names_in(leaves(self._state))
         for name, entry in self.state.items():
             if isinstance(entry, OptimizerStandIn):
                 for reason in entry.misfits(name_of):
@@ -78,20 +78,20 @@ class StandIns:
     def take(self) -> None:
         """Copy the values that DCP loaded back into the state."""
         for name, value in self.state.items():
-            entry = self._own[name]
+            entry = self._state[name]
             if isinstance(value, OptimizerStandIn | _ModuleStandIn) or entry is value:
                 continue
             if isinstance(entry, dict) and isinstance(value, dict) and value.keys() == entry.keys():
                 entry.update(value)
             else:
-                self._own[name] = value
+                self._state[name] = value
 
 
-def _extra_states(name: str, own: Mapping[Any, Any], metadata: Metadata | None) -> dict[Any, Any]:
+def _extra_states(name: str, module_state: Mapping[Any, Any], metadata: Metadata | None) -> dict[Any, Any]:
     """Return by their keys the extra states to load into, of the kinds and sizes that the checkpoint has."""
-    keys = [key for key in own if type(key) is str and is_extra_state(key)]
+    keys = [key for key in module_state if type(key) is str and is_extra_state(key)]
     paths = metadata.planner_data if keys and metadata is not None else None
-    found: dict[Any, Any] = {}
+    extra_states: dict[Any, Any] = {}
     for fqn, path in paths.items() if isinstance(paths, dict) else ():
         if isinstance(path, tuple) and len(path) > 1 and path[0] == name and path[1] in keys:
             assert metadata is not None
@@ -99,5 +99,5 @@ def _extra_states(name: str, own: Mapping[Any, Any], metadata: Metadata | None) 
             room = None
             if isinstance(stored, TensorStorageMetadata):
                 room = torch.zeros(stored.size, dtype=stored.properties.dtype)
-            set_element(found, path[1:], room)
-    return found
+            set_element(extra_states, path[1:], room)
+    return extra_states

@@ -91,10 +91,10 @@ class StorageWriter(FileSystemWriter):
         self.fs = Streams()
         self.metrics = dict(metrics or {})
         self._checkpointer: Checkpointer | None = checkpointer
-        self._given = self._step = None if step is None else check_step(step)
-        self._staged = self._begun = False  # `stage` ran but `reset` not yet; `reset` ran but `storage_meta` not yet
+        self._fixed_step = self._step = None if step is None else check_step(step)
+        self._staged = self._is_reset = False  # `stage` ran but `reset` not yet; `reset` ran but `storage_meta` not yet
         self._saver: threading.Thread | None = None  # the thread that saves
-        self._own = made_of(checkpointer).launch.rank, made_of(checkpointer).launch.world
+        self._rank_and_world = made_of(checkpointer).launch.rank, made_of(checkpointer).launch.world
         self._coordinates = False
         self._copies: Staged | None = None  # copies made by `stage`, kept until they are written
         self._stage: Stage | None = None
@@ -113,13 +113,13 @@ class StorageWriter(FileSystemWriter):
             ConfigError: an earlier save through this writer has not ended.
         """
         self._begin()
-        found = None
+        staged_state = None
         if self._checkpointer is not None:
-            found = stage(self._checkpointer, self._draft, state_dict, super().stage)
-        if found is None:
+            staged_state = stage(self._checkpointer, self._draft, state_dict, super().stage)
+        if staged_state is None:
             self._copies, staged = None, super().stage(state_dict)
         else:
-            self._copies, staged = found.staged, found
+            self._copies, staged = staged_state.staged, staged_state
             self.per_thread_copy_ahead = 0  # as torch's own stager sets it, because no tensor is left on a device
         self._staged = True
         return staged
@@ -134,22 +134,22 @@ class StorageWriter(FileSystemWriter):
         """
         if not self._staged:
             self._begin()
-        self._staged, self._begun, self._saver = False, True, threading.current_thread()
+        self._staged, self._is_reset, self._saver = False, True, threading.current_thread()
         super().reset()
-        if checkpoint_id is None or self._given is not None:
+        if checkpoint_id is None or self._fixed_step is not None:
             return
-        found = re.search(r"[0-9]+\Z", Path(checkpoint_id).name)
-        if found is None:
+        match = re.search(r"[0-9]+\Z", Path(checkpoint_id).name)
+        if match is None:
             raise ConfigError(
                 f"checkpoint_id {os.fspath(checkpoint_id)!r}: no number ends it, which would be the step; "
                 "or give StorageWriter a step"
             )
-        self._step = check_step(int(found[0]))
+        self._step = check_step(int(match[0]))
 
     def storage_meta(self) -> StorageMeta:
-        if not self._begun:  # torch has not called `reset`, because no checkpoint_id was given
+        if not self._is_reset:  # torch has not called `reset`, because no checkpoint_id was given
             self.reset()
-        self._begun = False
+        self._is_reset = False
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @property
@@ -159,7 +159,7 @@ class StorageWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._coordinates = is_coordinator
         self.rank, self.use_collectives = kwargs.get("rank"), kwargs.get("use_collectives", True)
-        if self.rank is not None and self.rank != self._own[0]:
+        if self.rank is not None and self.rank != self._rank_and_world[0]:
             raise self._strangers(f"rank {self.rank}")
         if self._step is None:
             raise ConfigError("which step? give StorageWriter a step, or the save a checkpoint_id that its number ends")
@@ -170,7 +170,7 @@ class StorageWriter(FileSystemWriter):
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if self.use_collectives and len(plans) != self._own[1]:
+        if self.use_collectives and len(plans) != self._rank_and_world[1]:
             raise self._strangers(f"one of {len(plans)} ranks")
         return super().prepare_global_plan(plans)
 
@@ -241,27 +241,27 @@ class StorageWriter(FileSystemWriter):
         with self._careful():
             check_same(results, str(self._draft.part.checkpoint))
             check_readable(metadata, f"{self._draft.part}: {NAME}")
-            self._begun = True  # because torch calls `storage_meta` again
+            self._is_reset = True  # because torch calls `storage_meta` again
             super().finish(metadata, results)
-            self._begun = False
+            self._is_reset = False
             self._commit()
 
     # -- the part ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Fix the attempt and the metrics of a new save, after the previous save has ended."""
-        other = self._saver if self._saver is not threading.current_thread() else None
-        if other:
+        saver = self._saver if self._saver is not threading.current_thread() else None
+        if saver:
             # A save that failed on another rank ends with its thread, and torch does not notify this writer.
-            other.join(_LAST)
-        if self._staged or (other and other.is_alive()):
+            saver.join(_LAST)
+        if self._staged or (saver and saver.is_alive()):
             raise ConfigError(f"this writer still saves step {self._step}: wait for it, or make a writer a save")
         self._abandon()
         self._copies = None  # left by a save that failed on another rank
-        self._step = self._given
+        self._step = self._fixed_step
         self._draft = self._drafted(self._step or 0)
         if self._checkpointer is not None:
-            made_of(self._checkpointer).schedule.took(self._given)
+            made_of(self._checkpointer).schedule.took(self._fixed_step)
 
     def _drafted(self, step: int) -> Manifest:
         """Return the part's manifest, without files."""
@@ -269,7 +269,7 @@ class StorageWriter(FileSystemWriter):
             return msgspec.structs.replace(self._draft, step=step)
         made_of(self._checkpointer).check_open()
         launch = made_of(self._checkpointer).launch
-        part = PartId(CheckpointId(launch.run, launch.attempt, step), *self._own)
+        part = PartId(CheckpointId(launch.run, launch.attempt, step), *self._rank_and_world)
         return launch.manifest(part, checked_metrics(self.metrics))
 
     def _check_current(self) -> None:
@@ -282,7 +282,7 @@ class StorageWriter(FileSystemWriter):
             )
 
     def _strangers(self, who: str) -> ConfigError:
-        rank, world = self._own
+        rank, world = self._rank_and_world
         return ConfigError(
             f"this save's process group has this process as {who}, its Checkpointer as rank {rank} of {world}: "
             "make a Checkpointer with the rank= and world_size= of the group that saves"
@@ -350,8 +350,8 @@ class StorageWriter(FileSystemWriter):
             self._staged = False  # because that save belongs to the other process
             made_of(self._checkpointer).launch.share()
             made_of(self._checkpointer).daemon.keep()  # because the other process does not know this daemon
-        gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": Streams()}
-        return self.__dict__ | gone | {"_saver": None, "_copies": None}
+        dropped = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": Streams()}
+        return self.__dict__ | dropped | {"_saver": None, "_copies": None}
 
 
 def _abandon(stage: Stage, pid: int) -> None:

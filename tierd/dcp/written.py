@@ -25,15 +25,15 @@ class RankWritten(list[WriteResult]):
         return RankWritten, (self.checkpoint, list(self))
 
 
-def check_same(results: Iterable[list[WriteResult]], own: str) -> None:
-    """Check that all ranks wrote `own`, the coordinator's checkpoint.
+def check_same(results: Iterable[list[WriteResult]], expected: str) -> None:
+    """Check that all ranks wrote `expected`, the coordinator's checkpoint.
 
     Raises:
         ConfigError: a rank wrote another one.
     """
-    for rank, written in enumerate(results):
-        if isinstance(written, RankWritten) and written.checkpoint != own:
+    for rank, result in enumerate(results):
+        if isinstance(result, RankWritten) and result.checkpoint != expected:
             raise ConfigError(
-                f"rank {rank} saved {written.checkpoint}, and the coordinator {own}: every rank of a launch saves "
+                f"rank {rank} saved {result.checkpoint}, and the coordinator {expected}: every rank of a launch saves "
                 "the same step, after the same restore"
             )

@@ -30,7 +30,7 @@ async def within(call: Awaitable[T], deadline_s: float) -> T:
 def output(command: Sequence[str], limit_s: float = 5.0) -> str:
     """Return what another program prints; empty if it is missing, fails, or takes more than `limit_s` seconds."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
+    return process.stdout

@@ -22,9 +22,9 @@ from tierd.spool.direct_io import set_direct, write_all
 from tierd.spool.mounts import mount_of
 from tierd.spool.spool import Spool
 
-_WRITTEN = 16 << 20  # bytes
+_WRITE_BYTES = 16 << 20  # bytes
 _LEFT_S = 3600.0  # a doctor that was killed has left its directory
-_MOST = 100  # checkpoints of a run whose sizes are added up
+_MAX_CHECKPOINTS = 100  # checkpoints of a run whose sizes are added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def examine(root: Path, keep_last: int, state: State | None) -> Iterator[Finding
         yield _ownership(root)
     try:
         with _directory(home, root) as room:
-            yield _found(root, home)
-            yield from _tried(room)
+            yield _presence_finding(root, home)
+            yield from _try_operations(room)
     except OSError as error:
         yield finding(NODE, "spool unusable", f"{home}: nothing can be written there: {error.strerror}")
     disk = os.statvfs(home)
@@ -76,24 +76,24 @@ def examine(root: Path, keep_last: int, state: State | None) -> Iterator[Finding
 
 def nearest(root: Path) -> Path:
     """Return `root`, or the nearest directory above it that exists."""
-    return next(one for one in (root, *root.parents) if one.exists())
+    return next(path for path in (root, *root.parents) if path.exists())
 
 
-def _found(root: Path, home: Path) -> Finding:
+def _presence_finding(root: Path, home: Path) -> Finding:
     if home != root:
         return finding(NODE, "spool absent", f"{root}; {home} is there, and this account may write to it")
     return finding(NODE, "spool found", str(root))
 
 
 def _ownership(root: Path) -> Finding:
-    found, above = root.stat(), root.parent.stat()
+    status, above = root.stat(), root.parent.stat()
     try:
         with os.scandir(root) as entries:
             filled = any(entries)
     except PermissionError:  # another account's
         filled = True
     return node.ownership(
-        Ownership(found.st_uid, os.geteuid(), stat.S_IMODE(found.st_mode), filled, stat.S_IMODE(above.st_mode))
+        Ownership(status.st_uid, os.geteuid(), stat.S_IMODE(status.st_mode), filled, stat.S_IMODE(above.st_mode))
     )
 
 
@@ -102,10 +102,10 @@ def _directory(home: Path, root: Path) -> Iterator[Path]:
     """Make a private directory that no listing of the spool shows, and remove it; also those of killed doctors."""
     control = home / ".tierd"
     above, prefix = (control, "doctor-") if home == root and control.is_dir() else (home, ".tierd-doctor-")
-    for left in above.glob(f"{prefix}*"):
+    for leftover in above.glob(f"{prefix}*"):
         with suppress(OSError):
-            if left.lstat().st_uid == os.geteuid() and time.time() - left.lstat().st_mtime > _LEFT_S:
-                shutil.rmtree(left)
+            if leftover.lstat().st_uid == os.geteuid() and time.time() - leftover.lstat().st_mtime > _LEFT_S:
+                shutil.rmtree(leftover)
     room = tempfile.mkdtemp(prefix=prefix, dir=above)
     try:
         yield Path(room)
@@ -113,8 +113,8 @@ def _directory(home: Path, root: Path) -> Iterator[Path]:
         shutil.rmtree(room)
 
 
-def _tried(room: Path) -> Iterator[Finding]:
-    yield _written(room / "direct")
+def _try_operations(room: Path) -> Iterator[Finding]:
+    yield _time_write(room / "direct")
     try:
         (room / "staged").mkdir()
         (room / "staged").rename(room / "committed")
@@ -122,22 +122,22 @@ def _tried(room: Path) -> Iterator[Finding]:
     except OSError as error:
         yield finding(NODE, "rename fails", str(error.strerror))
     try:
-        yield node.synced(_synced(room))
+        yield node.synced(_time_sync(room))
     except OSError as error:
         yield finding(NODE, "sync fails", str(error.strerror))
 
 
-def _written(path: Path) -> Finding:
-    with mmap.mmap(-1, _WRITTEN) as memory:  # whole pages, as O_DIRECT needs them
-        memory.write(os.urandom(1 << 20) * (_WRITTEN >> 20))
+def _time_write(path: Path) -> Finding:
+    with mmap.mmap(-1, _WRITE_BYTES) as memory:  # whole pages, as O_DIRECT needs them
+        memory.write(os.urandom(1 << 20) * (_WRITE_BYTES >> 20))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         view = memoryview(memory)
         try:
-            taken = set_direct(fd, True)
+            is_direct = set_direct(fd, True)
             began = time.monotonic()
-            taken = write_all(fd, view, 0) and taken
+            is_direct = write_all(fd, view, 0) and is_direct
             os.fsync(fd)
-            return node.written(taken, _WRITTEN / max(time.monotonic() - began, 1e-6))
+            return node.written(is_direct, _WRITE_BYTES / max(time.monotonic() - began, 1e-6))
         except OSError as error:  # here, because its traceback holds a slice of the memory, which could not be closed
             path.unlink()  # room for the other checks
             return node.unwritten(error.errno, str(error.strerror))
@@ -146,7 +146,7 @@ def _written(path: Path) -> Finding:
             os.close(fd)
 
 
-def _synced(room: Path) -> float:
+def _time_sync(room: Path) -> float:
     path = room / "synced"
     began = time.monotonic()
     with path.open("xb") as file:
@@ -165,14 +165,14 @@ def largest_state(root: Path) -> State | None:
     """Return the largest state of which the spool has a checkpoint; None if it has none that can be read."""
     if not (root / ".tierd").is_dir():
         return None
-    found = list[State]()
+    states = list[State]()
     with suppress(OSError, TierdError):
         spool = Spool(root, write=False)
         for run in spool.runs():
-            sizes = [_size(spool, checkpoint) for checkpoint in spool.newest(run, _MOST)]
+            sizes = [_size(spool, checkpoint) for checkpoint in spool.newest(run, _MAX_CHECKPOINTS)]
             if sizes and sizes[0]:
-                found.append(State(run, sizes[0], sum(sizes)))
-    return max(found, key=lambda one: one.size, default=None)
+                states.append(State(run, sizes[0], sum(sizes)))
+    return max(states, key=lambda state: state.size, default=None)
 
 
 def _size(spool: Spool, checkpoint: CheckpointId) -> int:

@@ -57,11 +57,11 @@ async def examine(where: Endpoint) -> AsyncIterator[Finding]:
     """Yield the findings about the way to a server, as far as it goes."""
     place, loop = where.place, asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
+        resolved = await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         yield finding(place, "does not resolve", f"{where.host}: {getattr(error, 'strerror', None) or error}")
         return
-    addresses = sorted({str(one[4][0]) for one in found})
+    addresses = sorted({str(address[4][0]) for address in resolved})
     yield finding(place, "resolves", f"{where.host} is {', '.join(addresses[:4])}{' ...' * (len(addresses) > 4)}")
     try:
         context = ssl.create_default_context(cafile=where.authorities) if where.encrypted else None
@@ -103,14 +103,14 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def _encryption(where: Endpoint, writer: asyncio.StreamWriter, addresses: list[str]) -> Finding:
-    held = writer.get_extra_info("ssl_object")
-    if held is None:
-        near = all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses)
+    tls = writer.get_extra_info("ssl_object")
+    if tls is None:
+        near = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
         text = f"http://{where.host}: " + ("this machine only" if near else "whoever is on the way reads and changes")
         return finding(where.place, "plain on loopback" if near else "not encrypted", text)
-    ends = (held.getpeercert() or {}).get("notAfter")
+    ends = (tls.getpeercert() or {}).get("notAfter")
     left_s = ssl.cert_time_to_seconds(str(ends)) - time.time() if ends else None
-    return tier.certificate(where.place, str(held.version()), left_s)
+    return tier.certificate(where.place, str(tls.version()), left_s)
 
 
 async def _skew(where: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float | None:
@@ -129,11 +129,11 @@ async def _skew(where: Endpoint, reader: asyncio.StreamReader, writer: asyncio.S
         head = error.partial
     except OSError:
         return None
-    ended = time.time()
+    end = time.time()
     for line in head.decode("latin-1").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "date":
             with suppress(ValueError, OverflowError):
                 date = parsedate_to_datetime(value.strip()).replace(tzinfo=UTC).timestamp() + 0.5
-                return (began + ended) / 2 - date
+                return (began + end) / 2 - date
     return None

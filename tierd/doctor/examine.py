@@ -38,16 +38,20 @@ class Examined:
     group_s: float = 30.0
 
 
-async def examine(what: Examined) -> list[Finding]:
+async def examine(examined: Examined) -> list[Finding]:
     """Try everything, and return the findings in the order of the places. Takes about 45 s if everything hangs."""
-    state = await _state(what.spool, what.group_s)
+    state = await _state(examined.spool, examined.group_s)
     size = state.size if state else None
-    groups = [_tier(one, size, what.group_s) for one in what.tiers]
-    (found, failures), tiers = await asyncio.gather(_node(what, state), asyncio.gather(*groups))
-    shared = await _shared(what.tiers)
-    for of, group in zip(what.tiers, tiers, strict=True):
-        found += [*group, *_view(of, group, failures), *(one for one in shared if one.place == of.place)]
-    return found
+    groups = [_tier(subject, size, examined.group_s) for subject in examined.tiers]
+    (findings, failures), tiers = await asyncio.gather(_node(examined, state), asyncio.gather(*groups))
+    shared = await _shared(examined.tiers)
+    for of, group in zip(examined.tiers, tiers, strict=True):
+        findings += [
+            *group,
+            *_view(of, group, failures),
+            *(shared_finding for shared_finding in shared if shared_finding.place == of.place),
+        ]
+    return findings
 
 
 async def _shared(tiers: Sequence[Subject]) -> list[Finding]:
@@ -62,12 +66,12 @@ async def _shared(tiers: Sequence[Subject]) -> list[Finding]:
     return [finding(of.place, "own place", "no other tier is there") for of in tiers if of.place not in silent]
 
 
-def _view(of: Subject, found: Sequence[Finding], failures: Mapping[str, str]) -> Iterable[Finding]:
+def _view(of: Subject, findings: Sequence[Finding], failures: Mapping[str, str]) -> Iterable[Finding]:
     """Compare the operations with what the daemon says of the same tier, if both were tried."""
-    works = judge.works(found)
+    works = judge.works(findings)
     if works is not None and str(of.url) in failures:
-        one = judge.view(of.place, works, failures[str(of.url)])
-        return [one] if one else []
+        difference = judge.view(of.place, works, failures[str(of.url)])
+        return [difference] if difference else []
     return []
 
 
@@ -81,43 +85,47 @@ async def _state(root: Path | None, group_s: float) -> State | None:
         return None
 
 
-async def _node(what: Examined, state: State | None) -> tuple[list[Finding], Mapping[str, str]]:
+async def _node(examined: Examined, state: State | None) -> tuple[list[Finding], Mapping[str, str]]:
     """Examine the spool, then this machine, then the service manager; each may need an answer of the one before.
 
     Returns:
         The findings, and what the daemon says of each tier: see `service.Asked.failures`.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     failures: Mapping[str, str] = {}
-    group_s = what.group_s
-    if what.spool is not None:
-        root = what.spool
+    group_s = examined.group_s
+    if examined.spool is not None:
+        root = examined.spool
         size = state.size if state else None
-        found += await _called("spool", lambda: disk.examine(root, what.keep_last, state), group_s, hung="spool silent")
-        found += await _called("memory", lambda: machine.examine(size), group_s)
+        findings += await _call_check(
+            "spool", lambda: disk.examine(root, examined.keep_last, state), group_s, hung="spool silent"
+        )
+        findings += await _call_check("memory", lambda: machine.examine(size), group_s)
         try:
             answer = await in_thread(lambda: service.daemon(root), group_s / 3)
         except TimeoutError:
-            answer = service.Asked(_hung(NODE, "daemon", group_s / 3))
+            answer = service.Asked(_hung_finding(NODE, "daemon", group_s / 3))
         except OSError as error:  # the spool's own checks say what is wrong
             answer = service.Asked(finding(NODE, "not answered", str(error.strerror), "daemon"))
-        found.append(answer.finding)
+        findings.append(answer.finding)
         failures = answer.failures
-        found += await _called("stop timeout", lambda: service.endings(answer.pid, what.drain_s), group_s, SYSTEM)
-    return found, failures
+        findings += await _call_check(
+            "stop timeout", lambda: service.endings(answer.pid, examined.drain_s), group_s, SYSTEM
+        )
+    return findings, failures
 
 
-async def _called(
+async def _call_check(
     check: str, call: Callable[[], Iterable[Finding]], group_s: float, place: str = NODE, hung: str = "not answered"
 ) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        await in_thread(lambda: found.extend(call()), group_s)
+        await in_thread(lambda: findings.extend(call()), group_s)
     except TimeoutError:
-        return [*found, _hung(place, check, group_s, hung)]
+        return [*findings, _hung_finding(place, check, group_s, hung)]
     except (OSError, TierdError) as error:
-        return [*found, finding(place, "not answered", str(error), check)]
-    return found
+        return [*findings, finding(place, "not answered", str(error), check)]
+    return findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +155,8 @@ async def _tier(of: Subject, state: int | None, group_s: float) -> list[Finding]
     match of.url.scheme:
         case "s3":
             answers = _in_turn(of, (_SERVER, _OPERATIONS, _BUCKET), group_s)
-            way, credentials = await asyncio.gather(answers, _in_turn(of, (_CREDENTIALS,), group_s))
-            return [*way, *credentials]
+            server_findings, credentials = await asyncio.gather(answers, _in_turn(of, (_CREDENTIALS,), group_s))
+            return [*server_findings, *credentials]
         case "file":
             group = _Group("directory", lambda of: tier.directory(of, state), "mount fails")
             return await _in_turn(of, (group,), group_s)
@@ -160,28 +168,28 @@ async def _tier(of: Subject, state: int | None, group_s: float) -> list[Finding]
 
 async def _in_turn(of: Subject, groups: Iterable[_Group], group_s: float) -> list[Finding]:
     """Try one group after the other, until the tier cannot be reached: the rest would only repeat that."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for group in groups:
-        if judge.is_reached(found):
-            found += await _gathered(of, group, group_s)
+        if judge.is_reached(findings):
+            findings += await _gather_findings(of, group, group_s)
         else:
             why = "not tried, because the tier did not answer"
-            found += [finding(of.place, "not tried", why, check) for check in group.checks]
-    return found
+            findings += [finding(of.place, "not tried", why, check) for check in group.checks]
+    return findings
 
 
-async def _gathered(of: Subject, group: _Group, group_s: float) -> list[Finding]:
-    found: list[Finding] = []
+async def _gather_findings(of: Subject, group: _Group, group_s: float) -> list[Finding]:
+    gathered: list[Finding] = []
     try:
         async with asyncio.timeout(group_s), aclosing(group.source(of)) as findings:  # type: ignore[type-var]
-            async for one in findings:
-                found.append(one)
+            async for each_finding in findings:
+                gathered.append(each_finding)
     except TimeoutError:
-        found.append(_hung(of.place, group.check, group_s, group.hung))
+        gathered.append(_hung_finding(of.place, group.check, group_s, group.hung))
     except (OSError, TierdError) as error:
-        found.append(finding(of.place, "not answered", str(error), group.check))
-    return found
+        gathered.append(finding(of.place, "not answered", str(error), group.check))
+    return gathered
 
 
-def _hung(place: str, check: str, deadline_s: float, name: str = "not answered") -> Finding:
+def _hung_finding(place: str, check: str, deadline_s: float, name: str = "not answered") -> Finding:
     return finding(place, name, f"no answer within {deadline_s:.0f} s", check)

@@ -18,22 +18,22 @@ _LIMITS = {
     "address space": resource.RLIMIT_AS,
     "file size": resource.RLIMIT_FSIZE,
 }
-_TRIED = 1 << 20  # bytes of shared memory
+_SHM_BYTES = 1 << 20  # bytes of shared memory
 
 
 def examine(state: int | None) -> Iterator[Finding]:
     """Yield the findings about this machine; `state` is the size of a node's state in bytes, if it is known."""
     yield _shared_memory()
-    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE))
-    total = int(found.get("MemTotal", 0)) << 10
+    memory = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE))
+    total = int(memory.get("MemTotal", 0)) << 10
     limit = min((group.limit for group in limited_groups()), default=None)
-    yield node.memory(total, int(found.get("MemAvailable", 0)) << 10, limit, state)
+    yield node.memory(total, int(memory.get("MemAvailable", 0)) << 10, limit, state)
     yield node.limits({name: _soft(number) for name, number in _LIMITS.items()})
 
 
 def _shared_memory() -> Finding:
     try:
-        Arena(_TRIED).close()
+        Arena(_SHM_BYTES).close()
     except MemoryError as error:
         return finding(NODE, "no shared memory", str(error))
     return finding(NODE, "shared memory", "a sealed memfd was made and mapped")

@@ -60,12 +60,12 @@ def daemon(root: Path) -> Asked:
 
 def _failures(status: dict[str, Any]) -> dict[str, str]:
     """Read each tier's last error; a tier that was not observed yet, or an older daemon's, is left out."""
-    found = {}
-    for one in status.get("tiers", []):
-        failed = one.get("failures") or not one.get("reached")
-        if not failed or one.get("last_error"):
-            found[str(one.get("url"))] = str(one["last_error"]) if failed else ""
-    return found
+    errors = {}
+    for tier_status in status.get("tiers", []):
+        failed = tier_status.get("failures") or not tier_status.get("reached")
+        if not failed or tier_status.get("last_error"):
+            errors[str(tier_status.get("url"))] = str(tier_status["last_error"]) if failed else ""
+    return errors
 
 
 def endings(pid: int, drain_s: float) -> Iterator[Finding]:
@@ -88,13 +88,13 @@ def unit_of(pid: int, groups: str = "") -> str:
         groups = groups or Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:
         return UNIT
-    found = re.search(r"/(tierd[\w@.:\\-]*\.service)$", groups, re.MULTILINE)
-    return found[1] if found else UNIT
+    match = re.search(r"/(tierd[\w@.:\\-]*\.service)$", groups, re.MULTILINE)
+    return match[1] if match else UNIT
 
 
 def _stop_s(unit: str) -> float | None:
     if shutil.which("systemctl") is None:
         return None
-    shown = output(["systemctl", "show", "--property=LoadState,TimeoutStopUSec", unit])
-    members = dict(line.partition("=")[::2] for line in shown.splitlines())
+    text = output(["systemctl", "show", "--property=LoadState,TimeoutStopUSec", unit])
+    members = dict(line.partition("=")[::2] for line in text.splitlines())
     return ending.span_s(members.get("TimeoutStopUSec", "")) if members.get("LoadState") == "loaded" else None

@@ -59,46 +59,46 @@ async def directory(of: Subject, state: int | None = None) -> AsyncIterator[Find
 
     def examine() -> list[Finding]:
         try:
-            found, mount, disk = path.stat(), mount_of(path), os.statvfs(path)
+            status, mount, disk = path.stat(), mount_of(path), os.statvfs(path)
         except FileNotFoundError:
             return [finding(of.place, "directory absent", f"{path} does not exist")]
         except OSError:
             return []  # the operations say what is wrong
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             return [finding(of.place, "no directory", f"{path} is not a directory")]
         free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-        return [lies(found, mount), tier.room(of.place, free, total, state)]
+        return [describe_place(status, mount), tier.room(of.place, free, total, state)]
 
-    def lies(found: os.stat_result, mount: Mount | None) -> Finding:
+    def describe_place(status: os.stat_result, mount: Mount | None) -> Finding:
         text = f"{path}, {mount.kind} on {mount.source}" if mount else str(path)
         if of.spool and _overlap(path.resolve(), of.spool.resolve()):
             return finding(of.place, "in the spool", f"{path} and the spool {of.spool} are one, or one holds the other")
         if mount and node.is_in_memory(mount):
             return finding(of.place, "tier in memory", text)
-        if of.spool and found.st_dev == nearest(of.spool).stat().st_dev:
+        if of.spool and status.st_dev == nearest(of.spool).stat().st_dev:
             return finding(of.place, "the spool's disk", f"{text}: the file system on which the spool lies")
         return finding(of.place, "own disk", text)
 
-    found = await in_thread(examine, _DIRECTORY_S)
-    for one in found:
-        yield one
-    if not tier.is_reached(found):
+    findings = await in_thread(examine, _DIRECTORY_S)
+    for each_finding in findings:
+        yield each_finding
+    if not tier.is_reached(findings):
         return
-    async for one in operations(of):
-        yield one
+    async for each_finding in operations(of):
+        yield each_finding
 
 
-def _overlap(one: Path, other: Path) -> bool:
-    return one.is_relative_to(other) or other.is_relative_to(one)
+def _overlap(first: Path, second: Path) -> bool:
+    return first.is_relative_to(second) or second.is_relative_to(first)
 
 
 async def operations(of: Subject) -> AsyncIterator[Finding]:
     """Yield the findings of put, get, list and delete, of checksums, and of the time that one object takes."""
     tried = await reach(of.store)
-    yield _allowed(of, tried)
+    yield _operations_finding(of, tried)
     if tried.mode == "read-write":
-        async for one in _timed(of):
-            yield one
+        async for each_finding in _time_object(of):
+            yield each_finding
         return
     if tried.mode == "append-only":  # the README is put again, because nothing else may be left there
         yield tier.verified_by(of.place, await of.store.put(README_KEY, introduction()))
@@ -106,7 +106,7 @@ async def operations(of: Subject) -> AsyncIterator[Finding]:
         yield finding(of.place, "not measured", "nothing may be put there that could not be deleted again")
 
 
-def _allowed(of: Subject, tried: Reach) -> Finding:
+def _operations_finding(of: Subject, tried: Reach) -> Finding:
     if tried.mode == "read-write":
         return finding(of.place, "read-write", "put, get, list and delete work")
     local, text = of.url.is_directory, f"{tried.mode or tried.failure}: {tried.why}"
@@ -124,21 +124,21 @@ def _allowed(of: Subject, tried: Reach) -> Finding:
 def _owner(path: Path) -> str:
     """Say whose a tier's directory is, and who asks; nothing of a file system that is read-only for everybody."""
     try:
-        found, read_only = path.stat(), os.statvfs(path).f_flag & os.ST_RDONLY
+        status, read_only = path.stat(), os.statvfs(path).f_flag & os.ST_RDONLY
     except OSError:
         return f"; this is uid {os.geteuid()}, which may not look at {path}"
-    whose = f"{path} belongs to uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):03o}"
+    whose = f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):03o}"
     return "" if read_only else f"; {whose}; this is uid {os.geteuid()}"
 
 
-async def _timed(of: Subject) -> AsyncIterator[Finding]:
+async def _time_object(of: Subject) -> AsyncIterator[Finding]:
     data = os.urandom(_PROBE)
     try:
         began = time.monotonic()
         checksum = await of.store.put(CHECK_KEY, data)
-        put = time.monotonic()
-        found = await of.store.get(CHECK_KEY)
-        got = time.monotonic()
+        put_end_s = time.monotonic()
+        content = await of.store.get(CHECK_KEY)
+        get_end_s = time.monotonic()
     except TierdError as error:
         yield finding(of.place, "not measured", str(error))
         return
@@ -147,8 +147,8 @@ async def _timed(of: Subject) -> AsyncIterator[Finding]:
             async with asyncio.timeout(_CLEAN_S):
                 await clear(of.store, [CHECK_KEY])
     yield tier.verified_by(of.place, checksum)
-    if memoryview(found).nbytes == _PROBE:
-        yield tier.throughput(of.place, _PROBE, put - began, got - put)
+    if memoryview(content).nbytes == _PROBE:
+        yield tier.throughput(of.place, _PROBE, put_end_s - began, get_end_s - put_end_s)
     else:  # the object of another node
         yield finding(of.place, "not measured", "another node tries this tier at the same moment; try again")
 
@@ -163,8 +163,8 @@ async def server(of: Subject) -> AsyncIterator[Finding]:
         if is_proxied(url):
             yield finding(of.place, "by proxy", f"{url} is reached through a proxy of the environment")
             return
-        async for one in endpoint.examine(endpoint.Endpoint(of.place, url, await authorities())):
-            yield one
+        async for each_finding in endpoint.examine(endpoint.Endpoint(of.place, url, await authorities())):
+            yield each_finding
     except TierdError as error:
         yield finding(of.place, "no TLS", str(error))
     finally:
@@ -185,21 +185,21 @@ async def bucket(of: Subject) -> AsyncIterator[Finding]:
     """Yield the findings about the rules by which an S3 bucket keeps and deletes objects."""
     from tierd.stores.s3.bucket import Bucket
 
-    asked, place = Bucket(of.url), of.place
+    bucket_client, place = Bucket(of.url), of.place
 
     async def lifecycle() -> Finding:
-        return tier.lifecycle(place, await asked.rules(), asked.base)
+        return tier.lifecycle(place, await bucket_client.rules(), bucket_client.base)
 
     async def lock() -> Finding:
-        return tier.object_lock(place, *await asked.lock())
+        return tier.object_lock(place, *await bucket_client.lock())
 
     async def versions() -> Finding:
-        status = await asked.versions()
-        rules = await asked.rules() if status == "Enabled" else []
-        return tier.versioning(place, status, rules, asked.base)
+        status = await bucket_client.versions()
+        rules = await bucket_client.rules() if status == "Enabled" else []
+        return tier.versioning(place, status, rules, bucket_client.base)
 
     async def uploads() -> Finding:
-        return tier.uploads(place, *await asked.uploads(), asked.base)
+        return tier.uploads(place, *await bucket_client.uploads(), bucket_client.base)
 
     questions: dict[str, Callable[[], Awaitable[Finding]]] = {
         "rules unknown": lifecycle,
@@ -214,4 +214,4 @@ async def bucket(of: Subject) -> AsyncIterator[Finding]:
             except TierdError as error:
                 yield finding(place, unknown, str(error))
     finally:
-        await asked.aclose()
+        await bucket_client.aclose()

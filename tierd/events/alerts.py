@@ -15,7 +15,7 @@ TRIES = 3
 ANSWER = "answer"  # the subject of the alert that a tier gives no sign of life, and its kind of thing
 READ = "read"  # the kind of thing of a place where reads of a copy differ from each other, and the action
 BACKLOG = "backlog"  # the subject of the alert that work grows faster than it is done, and its kind of thing
-_AGAIN, _LONGEST = 600.0, 86_400.0  # seconds until a lasting alert is reported again: at first, and at most
+_REPEAT_S, _MAX_REPEAT_S = 600.0, 86_400.0  # seconds until a lasting alert is reported again: at first, and at most
 
 Thing = tuple[str, str]  # (kind of work, owner), for example ("notify", "notify[0]")
 S = TypeVar("S", bound=Hashable)
@@ -45,7 +45,7 @@ class Alert(Generic[S]):
 
 
 @dataclass(slots=True)
-class _Tried:
+class _SubjectFailures:
     doing: str
     why: str
     began: float
@@ -54,34 +54,38 @@ class _Tried:
 
 
 @dataclass(slots=True)
-class _Failing(Generic[S]):
+class _WorkFailures(Generic[S]):
     """A thing that fails.
 
     Attributes:
         place: the spool, a tier or a receiver.
         last: the subject that failed last.
         row: failed tries since any subject worked.
-        each: by subject, the failed tries since that subject worked.
+        by_subject: by subject, the failed tries since that subject worked.
         reported: whether the failure is an alert.
-        again: when the alert is reported next, monotonic seconds.
-        enough: the number of failed tries in a row that make an alert.
+        next_report_at: when the alert is reported next, monotonic seconds.
+        alert_after: the number of failed tries in a row that make an alert.
     """
 
     place: str
     last: S
     row: int = 0
-    each: dict[S, _Tried] = field(default_factory=dict)
+    by_subject: dict[S, _SubjectFailures] = field(default_factory=dict)
     reported: bool = False
-    again: float = 0.0
-    enough: int = TRIES
+    next_report_at: float = 0.0
+    alert_after: int = TRIES
 
     @property
     def tries(self) -> int:
-        return max([self.row, *(one.count for one in self.each.values())])
+        return max([self.row, *(tried.count for tried in self.by_subject.values())])
 
     def alert(self) -> Alert[S]:
-        subject = self.last if self.last in self.each else max(self.each, key=lambda one: self.each[one].count)
-        worst, oldest = self.each[subject], min(self.each.values(), key=lambda one: one.began)
+        subject = (
+            self.last
+            if self.last in self.by_subject
+            else max(self.by_subject, key=lambda candidate: self.by_subject[candidate].count)
+        )
+        worst, oldest = self.by_subject[subject], min(self.by_subject.values(), key=lambda tried: tried.began)
         return Alert(self.place, worst.doing, subject, worst.why, oldest.began, oldest.since, self.tries)
 
 
@@ -89,74 +93,83 @@ class Alerts(Generic[S]):
     """The failures of every thing: a tier worker, a writer's saves, a receiver. A thing has one or more subjects."""
 
     def __init__(self) -> None:
-        self._failing: dict[Thing, _Failing[S]] = {}
+        self._failing: dict[Thing, _WorkFailures[S]] = {}
 
     def lasting(self) -> list[Alert[S]]:
         """Return the alerts that have not ended."""
-        return [one.alert() for one in self._failing.values() if one.reported]
+        return [failing.alert() for failing in self._failing.values() if failing.reported]
 
     def subjects(self, sort: str) -> list[tuple[Thing, S]]:
         """Return, for each failing thing of one kind, the subject that failed last, with or without an alert."""
-        return [(thing, one.last) for thing, one in self._failing.items() if thing[0] == sort]
+        return [(work, failing.last) for work, failing in self._failing.items() if work[0] == sort]
 
-    def failing(self, thing: Thing) -> list[S]:
+    def failing(self, work: Thing) -> list[S]:
         """Return the subjects of a thing that fail, with or without an alert."""
-        one = self._failing.get(thing)
-        return list(one.each) if one else []
+        failing = self._failing.get(work)
+        return list(failing.by_subject) if failing else []
 
     def failed(
-        self, thing: Thing, doing: str, place: str, subject: S, why: str, now: float, at: str, *, enough: int = TRIES
+        self,
+        work: Thing,
+        doing: str,
+        place: str,
+        subject: S,
+        why: str,
+        now: float,
+        at: str,
+        *,
+        alert_after: int = TRIES,
     ) -> tuple[Alert[S], bool] | None:
         """Record a failed try.
 
         Args:
-            thing: the kind of work and its owner.
+            work: the kind of work and its owner.
             doing: the action that failed.
             place: the spool, a tier or a receiver.
             subject: the object of the action.
             why: the error.
             now: monotonic seconds.
             at: the same moment, RFC 3339.
-            enough: the number of failed tries in a row that make an alert.
+            alert_after: the number of failed tries in a row that make an alert.
 
         Returns:
             The alert that is to be reported now, and whether it is new; None if there is nothing to report.
         """
-        one = self._failing.setdefault(thing, _Failing(place, subject, enough=enough))
-        tried = one.each.setdefault(subject, _Tried(doing, why, now, at))
+        failing = self._failing.setdefault(work, _WorkFailures(place, subject, alert_after=alert_after))
+        tried = failing.by_subject.setdefault(subject, _SubjectFailures(doing, why, now, at))
         tried.count, tried.doing, tried.why = tried.count + 1, doing, why
-        one.row, one.last = one.row + 1, subject
-        if one.tries < enough or (one.reported and now < one.again):
+        failing.row, failing.last = failing.row + 1, subject
+        if failing.tries < alert_after or (failing.reported and now < failing.next_report_at):
             return None
-        fresh, one.reported = not one.reported, True
-        alert = one.alert()
-        one.again = now + min(max(_AGAIN, now - alert.began), _LONGEST)
+        fresh, failing.reported = not failing.reported, True
+        alert = failing.alert()
+        failing.next_report_at = now + min(max(_REPEAT_S, now - alert.began), _MAX_REPEAT_S)
         return alert, fresh
 
-    def worked(self, thing: Thing, subject: S | None = None, *, others: bool = True) -> Alert[S] | None:
+    def worked(self, work: Thing, subject: S | None = None, *, others: bool = True) -> Alert[S] | None:
         """Record a try that worked.
 
         Args:
-            thing: the kind of work and its owner.
+            work: the kind of work and its owner.
             subject: the object of the action; None for all subjects of the thing.
             others: whether this success is evidence that the thing's other subjects would work.
 
         Returns:
             The alert that ended; None if no alert ended.
         """
-        one = self._failing.get(thing)
-        if one is None:
+        failing = self._failing.get(work)
+        if failing is None:
             return None
-        alert = one.alert()
-        if others or one.last == subject:
-            one.row = 0
+        alert = failing.alert()
+        if others or failing.last == subject:
+            failing.row = 0
         if subject is None:
-            one.each.clear()
+            failing.by_subject.clear()
         else:
-            one.each.pop(subject, None)
-        if not one.each:
-            del self._failing[thing]
-        elif one.tries >= one.enough:
+            failing.by_subject.pop(subject, None)
+        if not failing.by_subject:
+            del self._failing[work]
+        elif failing.tries >= failing.alert_after:
             return None
-        over, one.reported = one.reported, False
+        over, failing.reported = failing.reported, False
         return alert if over else None

@@ -22,7 +22,7 @@ from tierd.events.alerts import ANSWER, BACKLOG, READ, Alert, Alerts, Thing
 
 log = logging.getLogger("tierd.daemon")
 
-_KEPT = 256  # events
+_MAX_EVENTS = 256  # events
 SAVES = "save"  # the kind of thing for alerts about a writer's saves
 _LEVELS = {"info": logging.INFO, "error": logging.ERROR, "alert": logging.CRITICAL}
 
@@ -63,30 +63,38 @@ class Journal:
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.counters: Counter[str] = Counter()
-        self.events: deque[Event] = deque(maxlen=_KEPT)
+        self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.warnings: dict[Thing, str] = {}
         self.quarantined: Counter[str] = Counter()
         self.stayed: dict[tuple[str, str], tuple[Event, int]] = {}
         self._alerts: Alerts[Subject] = Alerts()
         self._on_event = on_event or (lambda event: None)
 
-    def record(self, what: str, place: str, subject: Subject, why: str, **more: Any) -> None:
+    def record(self, kind: str, place: str, subject: Subject, why: str, **members: Any) -> None:
         """Report an event.
 
         Args:
-            what: the kind of event.
+            kind: the kind of event.
             place: the spool, a tier or a receiver.
             subject: the part, the checkpoint, or other words.
             why: the event's text.
-            more: members of `Event` that do not follow from `subject`.
+            members: members of `Event` that do not follow from `subject`.
         """
         why = printable(why)  # here, because receivers show it to people by means of their own
-        event = Event(at=now(), what=what, place=place, subject=printable(subject), why=why, **_named(subject), **more)
+        event = Event(
+            at=now(),
+            what=kind,
+            place=place,
+            subject=printable(subject),
+            why=why,
+            **_subject_members(subject),
+            **members,
+        )
         self.events.append(event)
-        if KINDS[what].stays:
-            _, count = self.stayed.get((what, place), (event, 0))
-            self.stayed[what, place] = event, count + 1
-        log.log(_LEVELS[event.level], "%s: %s %s: %s", place, what, subject, why)
+        if KINDS[kind].stays:
+            _, count = self.stayed.get((kind, place), (event, 0))
+            self.stayed[kind, place] = event, count + 1
+        log.log(_LEVELS[event.level], "%s: %s %s: %s", place, kind, subject, why)
         self._on_event(event)
 
     def released(self, place: str, part: PartId) -> None:
@@ -98,34 +106,34 @@ class Journal:
 
     # -- tries ------------------------------------------------------------------------------------------------------
 
-    def failed(self, thing: Thing, doing: str, place: str, subject: Subject, why: str) -> None:
+    def failed(self, work: Thing, doing: str, place: str, subject: Subject, why: str) -> None:
         """Record a failed try. The third failure in a row of the same thing is an alert."""
         why = printable(why)
-        if failing := self._alerts.failed(thing, doing, place, subject, why, time.monotonic(), now()):
+        if failing := self._alerts.failed(work, doing, place, subject, why, time.monotonic(), now()):
             alert, fresh = failing
             self.counters["alerts"] += fresh
             self._record_alert("failing", alert, f"{alert.tries} tries in a row failed; the last: {why}")
 
-    def worked(self, thing: Thing, subject: Subject | None = None, *, others: bool = True) -> None:
+    def worked(self, work: Thing, subject: Subject | None = None, *, others: bool = True) -> None:
         """Record a try that worked, as `Alerts.worked` does."""
-        if over := self._alerts.worked(thing, subject, others=others):
+        if over := self._alerts.worked(work, subject, others=others):
             self._record_alert("works again", over, f"{over.tries} tries in a row had failed; the last: {over.why}")
 
     def waiting(self, tier: str, copies: int, grows: bool) -> None:
         """Record how many copies wait to be deleted from a tier. A growing number is an alert at once."""
-        thing, now_s = (BACKLOG, tier), time.monotonic()
+        work, now_s = (BACKLOG, tier), time.monotonic()
         if grows:
             why = f"{copies} copies that retention gave up are still there, ever more for ten minutes"
-            if failing := self._alerts.failed(thing, "prune", tier, BACKLOG, why, now_s, now(), enough=1):
+            if failing := self._alerts.failed(work, "prune", tier, BACKLOG, why, now_s, now(), alert_after=1):
                 alert, fresh = failing
                 self.counters["alerts"] += fresh
                 self._record_alert("failing", alert, why)
-        elif over := self._alerts.worked(thing):
+        elif over := self._alerts.worked(work):
             self._record_alert("works again", over, f"{copies} copies that retention gave up are still there")
 
     def unanswered(self, tier: str, why: str) -> None:
         """Record that requests to a tier wait for an answer, which is an alert at once."""
-        failing = self._alerts.failed((ANSWER, tier), "wait", tier, ANSWER, why, time.monotonic(), now(), enough=1)
+        failing = self._alerts.failed((ANSWER, tier), "wait", tier, ANSWER, why, time.monotonic(), now(), alert_after=1)
         if failing:
             alert, fresh = failing
             self.counters["alerts"] += fresh
@@ -139,7 +147,9 @@ class Journal:
     def unstable(self, place: str, part: PartId, why: str) -> None:
         """Record that reads of a copy differ from each other, which is an alert at once."""
         why = printable(why)
-        if failing := self._alerts.failed((READ, place), READ, place, part, why, time.monotonic(), now(), enough=1):
+        if failing := self._alerts.failed(
+            (READ, place), READ, place, part, why, time.monotonic(), now(), alert_after=1
+        ):
             alert, fresh = failing
             self.counters["alerts"] += fresh
             self._record_alert("failing", alert, why)
@@ -157,21 +167,23 @@ class Journal:
     def saved(self, part: PartId) -> None:
         """Record that a save worked. It ends the failures of its writer and of the run's earlier launches."""
         run, attempt = part.checkpoint.run, part.checkpoint.attempt
-        for thing, one in self._alerts.subjects(SAVES):
-            other = one.checkpoint if isinstance(one, PartId) else None
-            if thing[1] == part.writer or (other and other.run == run and other.attempt < attempt):
-                self.worked(thing)
+        for work, subject in self._alerts.subjects(SAVES):
+            failed_checkpoint = subject.checkpoint if isinstance(subject, PartId) else None
+            if work[1] == part.writer or (
+                failed_checkpoint and failed_checkpoint.run == run and failed_checkpoint.attempt < attempt
+            ):
+                self.worked(work)
 
     def alerts(self) -> tuple[AlertStatus, ...]:
         """Return the failures that last now."""
         return tuple(
-            AlertStatus(one.place, one.doing, str(one.subject), one.since, one.tries, one.why)
-            for one in self._alerts.lasting()
+            AlertStatus(alert.place, alert.doing, str(alert.subject), alert.since, alert.tries, alert.why)
+            for alert in self._alerts.lasting()
         )
 
-    def _record_alert(self, what: str, one: Alert[Subject], why: str) -> None:
-        seconds = round(time.monotonic() - one.began, 3)
-        self.record(what, one.place, one.subject, why, doing=one.doing, tries=one.tries, seconds=seconds)
+    def _record_alert(self, kind: str, alert: Alert[Subject], why: str) -> None:
+        seconds = round(time.monotonic() - alert.began, 3)
+        self.record(kind, alert.place, alert.subject, why, doing=alert.doing, tries=alert.tries, seconds=seconds)
 
 
 def now() -> str:
@@ -179,9 +191,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _named(subject: Subject) -> dict[str, Any]:
+def _subject_members(subject: Subject) -> dict[str, Any]:
     if isinstance(subject, str):
         return {}
-    one = subject.checkpoint if isinstance(subject, PartId) else subject
+    checkpoint = subject.checkpoint if isinstance(subject, PartId) else subject
     rank = {"rank": subject.rank, "world_size": subject.world} if isinstance(subject, PartId) else {}
-    return {"run": one.run, "step": one.step, "attempt": one.attempt, **rank}
+    return {"run": checkpoint.run, "step": checkpoint.step, "attempt": checkpoint.attempt, **rank}

@@ -25,8 +25,8 @@ from tierd.events.outbox import Outbox
 from tierd.events.receivers import DeliveryFailed, Receiver, open_receiver
 from tierd.priority import lower
 
-_KILLED = 3.0  # further seconds for the tries that are then cut off
-_WHY = 4000  # characters of an event's `why` that are sent
+_KILL_GRACE_S = 3.0  # further seconds for the tries that are then cut off
+_MAX_WHY = 4000  # characters of an event's `why` that are sent
 
 
 class NotifyStatus(msgspec.Struct, frozen=True):
@@ -131,41 +131,41 @@ class Channel:
         while True:
             with self._changed:
                 at = time.monotonic()
-                found = self._outbox.take(at, last=self._ending)
-                if found is None:
+                outgoing = self._outbox.take(at, last=self._ending)
+                if outgoing is None:
                     if self._ending:
                         return
                     self._changed.wait(self._outbox.wait(at))
                     continue
-            if isinstance(found, Event):
-                if not self._deliver(found):
+            if isinstance(outgoing, Event):
+                if not self._deliver(outgoing):
                     with self._changed:
                         self._given_up += 1
-                        self._outbox.miss(found)
-            elif not self._deliver(_summary(found, self.name)):
+                        self._outbox.miss(outgoing)
+            elif not self._deliver(_summary(outgoing, self.name)):
                 with self._changed:
-                    self._outbox.missed.update(found)
+                    self._outbox.missed.update(outgoing)
                     if self._ending:
                         return
 
     def _deliver(self, event: Event) -> bool:
         body = self._body(event)
         for number in range(self._receiver.tries):
-            if number and (self._error_lasts or self._rest(self._again_s * 2 ** (number - 1))):
+            if number and (self._error_lasts or self._pause(self._again_s * 2 ** (number - 1))):
                 return False
             try:
                 self._receiver.give(body, self._timeout)
             except DeliveryFailed as error:
                 if self._stopped:
                     return False
-                self._tried(str(error))
+                self._record_try(str(error))
                 if not error.again:
                     return False
             except Exception as error:  # a bug must not end the thread, and its text may contain secrets
-                self._tried(f"it failed: {type(error).__name__}")
+                self._record_try(f"it failed: {type(error).__name__}")
                 return False
             else:
-                self._tried(None)
+                self._record_try(None)
                 return True
         return False
 
@@ -174,12 +174,12 @@ class Channel:
         """Whether an earlier event was given up and no event was delivered since. One try per event is then enough."""
         return self._in_vain >= self._receiver.tries
 
-    def _rest(self, seconds: float) -> bool:
+    def _pause(self, seconds: float) -> bool:
         """Wait before another try. Returns True if there must be no other try, because the daemon ends."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ending, seconds)
 
-    def _tried(self, why: str | None) -> None:
+    def _record_try(self, why: str | None) -> None:
         with self._changed:
             self._error = why
             self._delivered += why is None
@@ -187,19 +187,19 @@ class Channel:
             self._in_vain = 0 if why is None else self._in_vain + 1
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._note, why)
+            self._loop.call_soon_threadsafe(self._journal_try, why)
 
-    def _note(self, why: str | None) -> None:
+    def _journal_try(self, why: str | None) -> None:
         assert self._journal is not None
-        thing = ("notify", self.name)
+        work = ("notify", self.name)
         if why is None:
-            self._journal.worked(thing)
+            self._journal.worked(work)
         else:
-            self._journal.failed(thing, "notify", self.name, self._receiver.name, why)
+            self._journal.failed(work, "notify", self.name, self._receiver.name, why)
 
     def _body(self, event: Event) -> bytes:
         body = msgspec.to_builtins(event) | {"level": event.level, "id": secrets.token_hex(8), **self._head}
-        body["why"] = event.why[:_WHY]
+        body["why"] = event.why[:_MAX_WHY]
         body["text"] = f"{self._head['node']}: {event.place}: {event.what} {event.subject}: {body['why']}"
         return msgspec.json.encode(body)
 
@@ -240,12 +240,12 @@ class Notifier:
         """Send queued events for at most `end_s` seconds, then end every thread and process."""
         for channel in self._channels:
             channel.end()
-        await self._ended(self._end_s)
+        await self._join(self._end_s)
         for channel in self._channels:
             channel.stop()
-        await self._ended(_KILLED)
+        await self._join(_KILL_GRACE_S)
 
-    async def _ended(self, seconds: float) -> None:
+    async def _join(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while any(channel.alive for channel in self._channels) and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -255,5 +255,5 @@ class Notifier:
 
 
 def _summary(counts: Counter[str], place: str) -> Event:
-    why = ", ".join(f"{number} {what}" for what, number in counts.most_common())
+    why = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
     return Event(at=now(), what=MORE, place=place, subject=f"{counts.total()} more", why=why, counts=dict(counts))

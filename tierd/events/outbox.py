@@ -55,7 +55,11 @@ class Outbox:
             return True
         if len(self._waiting) >= self._room:
             self.lost += 1
-            plain = next((one for one in self._waiting if not KINDS[one.what].urgent), None) if urgent else event
+            plain = (
+                next((waiting_event for waiting_event in self._waiting if not KINDS[waiting_event.what].urgent), None)
+                if urgent
+                else event
+            )
             self.miss(event if plain is None else plain)
             if plain is None or plain is event:
                 return True

@@ -27,10 +27,10 @@ from tierd.core.webhook import is_loopback, is_reference, shown
 from tierd.stores.keys import read_private
 
 _TICK = 0.02  # seconds between checks of a command
-_LAST = 2.0  # seconds to wait for a killed process to end
+_REAP_S = 2.0  # seconds to wait for a killed process to end
 _LONGEST = 8192  # characters of an address or of a header's value
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-_LATER = (408, 425, 429)  # HTTP statuses below 500 that ask for a later try
+_RETRY_STATUSES = (408, 425, 429)  # HTTP statuses below 500 that ask for a later try
 
 
 class DeliveryFailed(Exception):
@@ -68,31 +68,31 @@ def open_receiver(config: NotifyConfig, where: str) -> Receiver:
     if config.command is not None:
         return Command(config.command)
     assert config.url is not None
-    url = _read(config.url, f"{where}.url")
+    url = _resolve_reference(config.url, f"{where}.url")
     try:
         name = shown(url)
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from None
-    headers = {key: _read(value, f"{where}.headers.{key}") for key, value in config.headers.items()}
+    headers = {key: _resolve_reference(value, f"{where}.headers.{key}") for key, value in config.headers.items()}
     return Webhook(url, name, headers)
 
 
-def _read(text: str, where: str) -> str:
+def _resolve_reference(text: str, where: str) -> str:
     if not is_reference(text):
         return text
     kind, _, name = text.partition(":")
     if kind == "env":
-        found = os.environ.get(name, "")
+        secret = os.environ.get(name, "")
     else:
         try:
-            found = read_private(Path(name), 4 * _LONGEST).decode().rstrip("\r\n")
+            secret = read_private(Path(name), 4 * _LONGEST).decode().rstrip("\r\n")
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         except UnicodeDecodeError:
-            found = ""
-    if not found or len(found) > _LONGEST or not all(" " <= one <= "~" for one in found):
+            secret = ""
+    if not secret or len(secret) > _LONGEST or not all(" " <= character <= "~" for character in secret):
         raise ConfigError(f"{where}: {text} holds nothing, or no plain line of at most {_LONGEST} characters")
-    return found
+    return secret
 
 
 class Webhook:
@@ -127,11 +127,13 @@ class Webhook:
                 raise DeliveryFailed(f"no answer within {timeout_s:g} s", again=True)
         except urllib.error.HTTPError as error:
             error.close()
-            raise DeliveryFailed(f"it answered {error.code}", again=error.code >= 500 or error.code in _LATER) from None
+            raise DeliveryFailed(
+                f"it answered {error.code}", again=error.code >= 500 or error.code in _RETRY_STATUSES
+            ) from None
         except DeliveryFailed:
             raise
         except Exception as error:  # a server's answer may cause any exception
-            why = f"no answer within {timeout_s:g} s" if self._over.is_set() else _said(error, timeout_s)
+            why = f"no answer within {timeout_s:g} s" if self._over.is_set() else _describe_error(error, timeout_s)
             raise DeliveryFailed(why, again=True) from None
         finally:
             watch.cancel()
@@ -185,7 +187,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _said(error: BaseException, timeout_s: float) -> str:
+def _describe_error(error: BaseException, timeout_s: float) -> str:
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
         error = error.reason
     if isinstance(error, TimeoutError):
@@ -228,18 +230,18 @@ class Command:
             raise DeliveryFailed(f"it cannot be run: {error.strerror}", again=False) from None
         finally:
             os.close(fd)
-        ended = False
+        has_exited = False
         try:
-            while not ended and not self._stopped and time.monotonic() < end:
+            while not has_exited and not self._stopped and time.monotonic() < end:
                 # WNOWAIT leaves the process unreaped, so that the kernel does not reuse its group's number.
-                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-                time.sleep(0 if ended else _TICK)
+                has_exited = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+                time.sleep(0 if has_exited else _TICK)
         finally:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except OSError:  # the whole group has ended, or belongs to another user
                 pass
-        if not ended:
+        if not has_exited:
             _reap(process)
             raise DeliveryFailed(
                 "the daemon ends" if self._stopped else f"it ran longer than {timeout_s:g} s", again=False
@@ -253,6 +255,6 @@ class Command:
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(_LAST)
+        process.wait(_REAP_S)
     except subprocess.TimeoutExpired:  # the process is stuck in the kernel; it is reaped at the next start of a process
         pass

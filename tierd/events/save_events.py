@@ -21,7 +21,7 @@ from tierd.spool.commit import CommittedPart
 
 log = logging.getLogger("tierd.daemon")
 
-_LASTS = 2  # observations
+_MIN_OBSERVATIONS = 2  # observations
 
 
 class SaveEvents:
@@ -35,7 +35,7 @@ class SaveEvents:
         self._append_only: set[str] = set()  # tiers
         # Observations that showed this tier, run and attempt.
         self._unvouched: Counter[tuple[str, str, str]] = Counter()
-        self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were reported
+        self._reported_launches: dict[str, frozenset[str]] = {}  # by run, the launches that were reported
 
     def persisting(self, part: PartId, under_way: bool) -> None:
         """Record that the commit of a trainer's snapshot begins or ends.
@@ -49,13 +49,13 @@ class SaveEvents:
         """Record that a part was committed from a trainer's handed-over snapshot, or that the commit failed."""
         if isinstance(outcome, Exception):
             self._refused.add(part)
-            self._failed(part, str(outcome))
+            self._record_failure(part, str(outcome))
         else:
             self._journal.counters["persisted"] += 1
             how = "past the page cache" if outcome.direct else "through the page cache"
             if self._first_seen.take(part):
                 times = {"blocked_s": _rounded(outcome.blocked_s), "seconds": _rounded(outcome.durable_s)}
-                self._saved(part, outcome.size, f", {how}", outcome.metrics, **times)
+                self._record_save(part, outcome.size, f", {how}", outcome.metrics, **times)
 
     def restored(self, part: PartId, place: str, seconds: float) -> None:
         """Record that a rank read and verified its part of the checkpoint that all ranks load."""
@@ -70,15 +70,15 @@ class SaveEvents:
     def absent(self, odd: Mapping[CheckpointId, str]) -> None:
         """Have the status show the copies that count as absent, because no directory lies in their place."""
         warnings = self._journal.warnings
-        for thing in [thing for thing in warnings if thing[0] == "odd"]:
-            del warnings[thing]
+        for key in [warning_key for warning_key in warnings if warning_key[0] == "odd"]:
+            del warnings[key]
         for checkpoint, why in odd.items():
             warnings["odd", str(checkpoint)] = f"{checkpoint} counts as absent from the spool: {why}"
 
     def given_up(self, part: PartId, why: str) -> None:
         """Record that a trainer gave a save up. A failure that the trainer learned from the daemon is reported once."""
         if part not in self._refused:
-            self._failed(part, why)
+            self._record_failure(part, why)
         self._refused.discard(part)
 
     def fetched(self, part: PartId) -> None:
@@ -89,23 +89,23 @@ class SaveEvents:
         """Process an observation of the spool. A part that no trainer handed over was committed by its trainer."""
         for part in self._first_seen.came(spool):
             facts = spool.facts(part)
-            self._saved(part, facts.size if facts else 0, ", by its trainer", facts.metrics if facts else {})
+            self._record_save(part, facts.size if facts else 0, ", by its trainer", facts.metrics if facts else {})
 
     def launches(self, inventory: Inventory) -> None:
         """Process an observation of any place: report, once, launches of a run that save at the same time."""
         reported: dict[str, frozenset[str]] = {}
         for run in inventory.spool.alive:
             if rivals := beside(inventory, run, time.time()):
-                reported[run] = frozenset(one.attempt for one in rivals)
-                if not reported[run] <= self._beside.get(run, frozenset()):
+                reported[run] = frozenset(rival.attempt for rival in rivals)
+                if not reported[run] <= self._reported_launches.get(run, frozenset()):
                     self._journal.record("two launches", SPOOL, run, warning(rivals), run=run)
-        self._beside = reported
+        self._reported_launches = reported
 
     def rolled_back(self, tier: str, run: str, why: str | None) -> None:
         """Process an observation of a tier: report once, while it lasts, that a run's history there was rolled back."""
         if why and self._rolled_back.get((tier, run)) != why:
             self._journal.record("rolled back", tier, run, why, run=run)
-        self._rolled_back = {one: reported for one, reported in self._rolled_back.items() if one != (tier, run)}
+        self._rolled_back = {key: reported for key, reported in self._rolled_back.items() if key != (tier, run)}
         if why:
             self._rolled_back[tier, run] = why
 
@@ -128,10 +128,10 @@ class SaveEvents:
 
         The first observation that shows them logs nothing, because damaged manifests are quarantined after it.
         """
-        for run in {one.run for one in inventory.spool.checkpoints} | inventory.spool.launches.keys():
+        for run in {checkpoint.run for checkpoint in inventory.spool.checkpoints} | inventory.spool.launches.keys():
             for attempt in unvouched(inventory, tier, run):
                 self._unvouched[tier, run, attempt] += 1
-                if self._unvouched[tier, run, attempt] == _LASTS:
+                if self._unvouched[tier, run, attempt] == _MIN_OBSERVATIONS:
                     log.warning(
                         "%s: %s: nothing is pruned: by the names of its objects attempt %s is the newest, and none of "
                         "them can be read (it is damaged, of a newer tierd, of another key, or not tierd's); %s",
@@ -151,25 +151,37 @@ class SaveEvents:
         place = tiers[tier]
         if place is None:
             return
-        others = [other for name, other in tiers.items() if other and name != tier]
-        for checkpoint, took in self._first_seen.whole(tier, spool, place, time.monotonic(), others):
-            seen = place.checkpoints[checkpoint]
-            known = seen.facts.values()
-            raw, stored = sum(one.size for one in known), sum(one.stored_size for one in known)
-            ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0)
-            why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
-            more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
-            numbers = metrics_of(next(iter(known)).metrics) if known else None
+        other_tiers = [tier_place for name, tier_place in tiers.items() if tier_place and name != tier]
+        for checkpoint, duration_s in self._first_seen.whole(tier, spool, place, time.monotonic(), other_tiers):
+            copy = place.checkpoints[checkpoint]
+            facts = copy.facts.values()
+            raw, stored = (
+                sum(part_facts.size for part_facts in facts),
+                sum(part_facts.stored_size for part_facts in facts),
+            )
+            ranks = max((world for world, ranks in copy.ranks.items() if len(ranks) == world), default=0)
+            why = f"every part of {ranks} ranks is there, verified; {len(facts)} of them read, {raw} bytes as {stored}"
+            sizes = {"raw_bytes": raw, "stored_bytes": stored} if len(facts) == ranks else {}
+            numbers = metrics_of(next(iter(facts)).metrics) if facts else None
             self._journal.record(
-                "durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, metrics=numbers, **more
+                "durable",
+                tier,
+                checkpoint,
+                why,
+                seconds=round(duration_s, 3),
+                world_size=ranks,
+                metrics=numbers,
+                **sizes,
             )
 
-    def _failed(self, part: PartId, why: str) -> None:
+    def _record_failure(self, part: PartId, why: str) -> None:
         self._journal.counters["persist_failures"] += 1
         self._journal.record("persist failed", SPOOL, part, why)
         self._journal.failed((SAVES, part.writer), "save", SPOOL, part, why)
 
-    def _saved(self, part: PartId, size: int, how: str, metrics: Mapping[str, float], **times: float | None) -> None:
+    def _record_save(
+        self, part: PartId, size: int, how: str, metrics: Mapping[str, float], **times: float | None
+    ) -> None:
         numbers = metrics_of(metrics)
         self._journal.record("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size, metrics=numbers, **times)
         self._journal.saved(part)

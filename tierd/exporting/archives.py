@@ -62,14 +62,14 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not _Storage:
             return None
-        known = torch.storage._dtype_to_storage_type_map()
-        if value.dtype in known:
-            return "storage", getattr(torch, known[value.dtype]), value.key, "cpu", value.count
+        storage_types = torch.storage._dtype_to_storage_type_map()
+        if value.dtype in storage_types:
+            return "storage", getattr(torch, storage_types[value.dtype]), value.key, "cpu", value.count
         return "storage", torch.UntypedStorage, value.key, "cpu", value.count * value.dtype.itemsize
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(max(one, 1) for one in shape[dim + 1 :]) for dim in range(len(shape)))
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class ArchiveWriter:

@@ -37,9 +37,9 @@ class ChunkReader:
         at = span.start
         edges: list[tuple[int, int]] = []
         for chunk in span.file.chunks[span.first : span.end]:
-            kept = self._kept.get((part, path, at))
-            if kept is not None:
-                memory[at - span.start : at - span.start + len(kept)] = kept
+            cached = self._kept.get((part, path, at))
+            if cached is not None:
+                memory[at - span.start : at - span.start + len(cached)] = cached
                 self._kept.move_to_end((part, path, at))
             else:
                 missing.append(self._files.span(part, path, at, chunk.size))
@@ -49,14 +49,14 @@ class ChunkReader:
             self._files.fill(memory, missing, base=span.start)
         for begin, size in {edges[0], edges[-1]}:
             if begin < offset or begin + size > offset + length:  # a neighbouring range shares no other chunk
-                self._keep((part, path, begin), memory[begin - span.start : begin - span.start + size])
+                self._cache_chunk((part, path, begin), memory[begin - span.start : begin - span.start + size])
         return memory[offset - span.start : offset - span.start + length]
 
     def size(self, part: PartId, path: str) -> int:
         """Return the size of a file."""
         return self._files.span(part, path).length
 
-    def _keep(self, key: _Key, chunk: memoryview) -> None:
+    def _cache_chunk(self, key: _Key, chunk: memoryview) -> None:
         if key in self._kept or len(chunk) > CACHED_BYTES:
             return
         self._kept[key] = bytes(chunk)

@@ -93,13 +93,13 @@ def chosen_names(paths: Mapping[str, Path], only: str | None, where: str) -> dic
     """Return the exported name of each name."""
     if only is None:
         return {name: name for name in paths}
-    found = {
+    exported = {
         name: ".".join(map(str, path[1:])) or str(only) for name, path in paths.items() if str(path[0]) == str(only)
     }
-    if not found:
+    if not exported:
         entries = ", ".join(dict.fromkeys(printable(str(path[0])) for path in paths.values()))
         raise StateMismatch(f"{where}: {only!r} not in the checkpoint; it has {entries}")
-    return found
+    return exported
 
 
 def nested(stand_ins: Mapping[str, Any], paths: Mapping[str, Path], only: str | None) -> Any:
@@ -115,7 +115,7 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     saved = SavedState(cast(Files, files), 0, 1)
     paths = dict(saved.metadata.planner_data)
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
-    tensors, others = {}, {}
+    tensors, other_values = {}, {}
     generators = {name for name in names if any(instances(saved.claims.own(name)[1], SavedGenerator))}
     for name, exported in names.items():
         if name in generators:
@@ -123,32 +123,36 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
         rank, value = saved.claims.own(name)
         is_tensor = isinstance(value, NativeLeaf)
         if (is_tensor or values) and (reason := saved.claims.contradiction(name)):
-            way = "export less (only=…, --only)" if only is None else "`tierd restore` copies the files"
-            raise StateMismatch(f"{manifest.part.checkpoint}: {printable(name)!r}: {reason}; {way}")
+            advice = "export less (only=…, --only)" if only is None else "`tierd restore` copies the files"
+            raise StateMismatch(f"{manifest.part.checkpoint}: {printable(name)!r}: {reason}; {advice}")
         if is_tensor:
             tensors[exported] = _native_tensor(saved, name, exported, value)
         else:
             load = partial(_native_value, files, saved.part(rank), value)
-            others[exported] = Value(load, partial(archived, load))
+            other_values[exported] = Value(load, partial(archived, load))
 
     def tree() -> tuple[Any, dict[int, str]]:
-        whole, stand_ins = saved.tree
+        full_state, stand_ins = saved.tree
         if not stand_ins.keys() >= names.keys():  # other ranks have more names, as pipeline stages do
             flat = {
                 name: torch.empty(tensors[names[name]].shape, dtype=tensors[names[name]].dtype, device="meta")
                 if names[name] in tensors
-                else others[names[name]].load()
+                else other_values[names[name]].load()
                 for name in names
                 if name not in generators
             }
             return nested(flat, paths, only), {id(value): names[name] for name, value in flat.items()}
-        whole = _native_value(files, saved.part(0), whole)
-        state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
+        full_state = _native_value(files, saved.part(0), full_state)
+        state = (
+            full_state
+            if only is None
+            else next(entry_value for key, entry_value in full_state.items() if str(key) == only)
+        )
         return state, {id(stand_ins[name]): names[name] for name in names}
 
     placed = {names[name]: below(paths[name], only) for name in names if name not in generators}
     return Contents(
-        tensors, others, placed, tree, unreadable=tuple(names[name] for name in names if name in generators)
+        tensors, other_values, placed, tree, unreadable=tuple(names[name] for name in names if name in generators)
     )
 
 
@@ -170,7 +174,7 @@ def at_place(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[PartI
 
 
 def _native_value(files: PartRanges, part: PartId, value: Any) -> Any:
-    return replaced(value, SavedArray, lambda one: one.made(read_tensor(files, part, one.entry)))
+    return replaced(value, SavedArray, lambda array: array.made(read_tensor(files, part, array.entry)))
 
 
 def archived(load: Callable[[], Any]) -> bytes:
@@ -193,29 +197,31 @@ def of_dcp(files: PartRanges, first: PartId, only: str | None, base: str = "") -
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths: dict[str, Path] = {}
     for name in metadata.state_dict_metadata:
-        way = planned.get(name)
-        paths[name] = way if type(way) is tuple and way else tuple(str(name).split("."))
+        planned_path = planned.get(name)
+        paths[name] = planned_path if type(planned_path) is tuple and planned_path else tuple(str(name).split("."))
     names = chosen_names(paths, only, str(first.checkpoint))
-    tensors, others = {}, {}
+    tensors, other_values = {}, {}
     for name, exported in names.items():
-        found = metadata.state_dict_metadata[name]
-        if isinstance(found, TensorStorageMetadata):
-            tensors[exported] = _dcp_tensor(metadata, first, name, exported, found, base)
+        stored = metadata.state_dict_metadata[name]
+        if isinstance(stored, TensorStorageMetadata):
+            tensors[exported] = _dcp_tensor(metadata, first, name, exported, stored, base)
         else:
             place = position_of(metadata.storage_data, MetadataIndex(name), first, base)
             data = partial(_bytes, reader, place)
-            others[exported] = Value(partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}"), data)
+            other_values[exported] = Value(
+                partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}"), data
+            )
 
     def tree() -> tuple[Any, dict[int, str]]:
         flat = {
             name: torch.empty(tensors[exported].shape, dtype=tensors[exported].dtype, device="meta")
             if exported in tensors
-            else others[exported].load()
+            else other_values[exported].load()
             for name, exported in names.items()
         }
         return nested(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
 
-    return Contents(tensors, others, {names[name]: below(paths[name], only) for name in names}, tree)
+    return Contents(tensors, other_values, {names[name]: below(paths[name], only) for name in names}, tree)
 
 
 _Position = tuple[PartId, str, int, int]
@@ -236,17 +242,17 @@ def _dcp_value(data: Callable[[], bytes], where: str) -> Any:
 
 
 def _dcp_tensor(
-    metadata: Metadata, first: PartId, name: str, exported: str, found: TensorStorageMetadata, base: str
+    metadata: Metadata, first: PartId, name: str, exported: str, stored: TensorStorageMetadata, base: str
 ) -> SavedTensor:
     pieces, order = [], []
-    dtype = found.properties.dtype
-    for chunk in found.chunks:
+    dtype = stored.properties.dtype
+    for chunk in stored.chunks:
         place = position_of(metadata.storage_data, MetadataIndex(name, chunk.offsets), first, base)
         shape = tuple(chunk.sizes)
         order.append(place)
         locate = partial(_locate, place, dtype, shape, f"{first.checkpoint}: {printable(str(name))!r}")
         pieces.append(Piece(locate, shape, (0,) * len(shape), tuple(chunk.offsets), shape))
-    return SavedTensor(exported, dtype, tuple(found.size), tuple(pieces), min(order, default=()))
+    return SavedTensor(exported, dtype, tuple(stored.size), tuple(pieces), min(order, default=()))
 
 
 def _locate(

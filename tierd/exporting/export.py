@@ -45,7 +45,7 @@ class ExportOptions:
     only: str | None = None
     dtype: str | None = None
     strip: str = ""
-    on_progress: Callable[[int, int], None] = lambda done, total: None
+    on_progress: Callable[[int, int], None] = lambda done_bytes, total: None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -96,15 +96,15 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     stripped = 0
     if options.strip:
         stripped = sum(name.startswith(options.strip) for name in (*contents.tensors, *contents.values))
-        contents = _stripped(contents, options.strip)
+        contents = _strip_prefix(contents, options.strip)
     if not contents.tensors and options.format not in WITH_VALUES:
         raise StateMismatch(f"{first.checkpoint}: no tensor in {options.only or 'the state'!r}; format torch takes it")
-    total, done = sum(tensor.nbytes for tensor in contents.tensors.values()), 0
+    total, done_bytes = sum(tensor.nbytes for tensor in contents.tensors.values()), 0
 
     def count(size: int) -> None:
-        nonlocal done
-        done += size
-        options.on_progress(done, total)
+        nonlocal done_bytes
+        done_bytes += size
+        options.on_progress(done_bytes, total)
 
     target.parent.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
@@ -128,21 +128,25 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     finally:
         if home.exists():
             remove(home)
-    left_out, converted = _left_out(work, options.format), tuple(work.converted)
+    left_out, converted = _omissions(work, options.format), tuple(work.converted)
     return Files(work.written, len(contents.tensors), left_out, converted, stripped, tuple(work.overflowed))
 
 
-def _left_out(work: Export, format: str) -> tuple[str, ...]:
+def _omissions(work: Export, format: str) -> tuple[str, ...]:
     contents = work.contents
     if format not in WITH_VALUES:
         differing = (f"{METADATA}.{key}, which differs" for key in contents.contradicting)
         return (*contents.values, *contents.unreadable, *differing)
-    names = [name for name in contents.unreadable if not any(f"{one}.".startswith(f"{name}.") for one in work.left_out)]
+    names = [
+        name
+        for name in contents.unreadable
+        if not any(f"{omitted}.".startswith(f"{name}.") for omitted in work.left_out)
+    ]
     metadata = (METADATA,) if contents.metadata.keys() - {"format"} or contents.contradicting else ()
     return (*work.left_out, *names, *metadata)
 
 
-def _stripped(contents: Contents, prefix: str) -> Contents:
+def _strip_prefix(contents: Contents, prefix: str) -> Contents:
     """Remove a prefix from names; in the nested state, from the keys of mappings."""
 
     def new(name: str) -> str:
@@ -150,16 +154,16 @@ def _stripped(contents: Contents, prefix: str) -> Contents:
 
     names = [new(name) for name in (*contents.tensors, *contents.values)]
     if len(set(names)) < len(names) or "" in names:
-        bad = next(name for name in names if not name or names.count(name) > 1)
-        raise StateMismatch(f"without {prefix!r}, two tensors have the name {printable(bad)!r}, or one has none")
+        clash = next(name for name in names if not name or names.count(name) > 1)
+        raise StateMismatch(f"without {prefix!r}, two tensors have the name {printable(clash)!r}, or one has none")
     paths = {new(name): (new(str(path[0])), *path[1:]) for name, path in contents.paths.items()}
     tensors = {new(name): replace(tensor, name=new(name)) for name, tensor in contents.tensors.items()}
 
     def tree() -> tuple[object, dict[int, str]]:
-        state, known = contents.tree()
+        state, names_by_id = contents.tree()
         if isinstance(state, dict):
             state = {new(key) if isinstance(key, str) else key: value for key, value in state.items()}
-        return state, {one: new(name) for one, name in known.items()}
+        return state, {tensor_id: new(name) for tensor_id, name in names_by_id.items()}
 
     values = {new(name): value for name, value in contents.values.items()}
     unreadable = tuple(map(new, contents.unreadable))

@@ -19,7 +19,7 @@ from tierd.core.printable import printable
 from tierd.state.kinds import numpy_arrays
 
 _MAX_INT_BITS = 8 * 255 - 1  # the reader has no opcode for longer integers
-_SAME = frozenset((type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device))
+_UNCHANGED_TYPES = frozenset((type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device))
 _ABSENT = object()
 
 
@@ -55,18 +55,18 @@ class LoadableState:
 
     def _loadable(self, value: Any, path: tuple[Any, ...]) -> Any:
         kind = type(value)
-        if kind in _SAME or _is_short_int(value):
+        if kind in _UNCHANGED_TYPES or _is_short_int(value):
             return value
         if kind is bytes:
             return value or _EmptyBytes()
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind is list:
-            return self._filled(value, path)
+            return self._fill_list(value, path)
         if kind is tuple:
-            return tuple(self._filled(list(value), path))
+            return tuple(self._fill_list(list(value), path))
         if kind is deque:
-            return self._converted(self._filled(list(value), path), value, path)
+            return self._converted(self._fill_list(list(value), path), value, path)
         if isinstance(value, dict):
             is_same = kind in (dict, OrderedDict, Counter)
             mapping = self._mapping(value if is_same else dict(value), path)
@@ -84,7 +84,7 @@ class LoadableState:
         self.in_memory[id(tensor)] = tensor
         return tensor
 
-    def _filled(self, items: list[Any], path: tuple[Any, ...]) -> list[Any]:
+    def _fill_list(self, items: list[Any], path: tuple[Any, ...]) -> list[Any]:
         if self._is_entered(items):
             return items
         for index, item in enumerate(items):

@@ -47,7 +47,7 @@ _OLDEST = _LEGACY.replace(
 )
 _ENDINGS = {".keras": _KERAS, ".h5": _HDF5, ".hdf5": _HDF5}
 _ARCHIVES = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".ts")
-_MOST = 8  # files of one checkpoint that are opened
+_MAX_OPENED = 8  # files of one checkpoint that are opened
 
 
 def other_form(reader: ChunkReader, part: PartId, paths: Sequence[str]) -> str | None:
@@ -62,7 +62,7 @@ def other_form(reader: ChunkReader, part: PartId, paths: Sequence[str]) -> str |
         if form := _ENDINGS.get(PurePosixPath(path).suffix):
             return f"{path}: {form}"
     archives = [path for path in paths if len(paths) == 1 or path.endswith(_ARCHIVES)]
-    for path in archives[:_MOST]:
+    for path in archives[:_MAX_OPENED]:
         if form := _form(reader, part, path):
             return f"{path}: {form}"
     return None

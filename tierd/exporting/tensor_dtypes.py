@@ -12,13 +12,15 @@ import torch
 
 from tierd.state.tensor_file import DTYPES
 
-_LATER = {  # that safetensors 0.5 does not hold
+_NEWER_DTYPES = {  # that safetensors 0.5 does not hold
     "C64": "complex64",
     "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-_TORCH = DTYPES | {name: getattr(torch, own) for name, own in _LATER.items() if hasattr(torch, own)}
+_TORCH = DTYPES | {
+    name: getattr(torch, torch_name) for name, torch_name in _NEWER_DTYPES.items() if hasattr(torch, torch_name)
+}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 _PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
 

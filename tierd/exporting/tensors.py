@@ -92,10 +92,12 @@ class SavedTensor:
         dims, dim, item = self.shape or (1,), len(above), self.dtype.itemsize
         target: torch.Tensor | None = None
         for piece, (part, path, offset) in places:
-            array, local, begin, size = (one or (1,) for one in (piece.array, piece.local, piece.begin, piece.size))
+            array, local, begin, size = (
+                coordinates or (1,) for coordinates in (piece.array, piece.local, piece.begin, piece.size)
+            )
             begin, local = (begin, local) if self.shape else ((0,), (0,))
             low, high = max(first, begin[dim]), min(end, begin[dim] + size[dim])
-            outside = any(not at <= index < at + many for index, at, many in zip(above, begin, size, strict=False))
+            outside = any(not at <= index < at + extent for index, at, extent in zip(above, begin, size, strict=False))
             if outside or low >= high:
                 continue
             row = item * math.prod(array[dim + 1 :])
@@ -118,15 +120,15 @@ class SavedTensor:
         return _bytes_of(target)
 
 
-def converted(slab: memoryview, given: torch.dtype, wanted: torch.dtype) -> tuple[memoryview, bool]:
+def converted(slab: memoryview, source_dtype: torch.dtype, target_dtype: torch.dtype) -> tuple[memoryview, bool]:
     """Return the slab's elements in another dtype, and whether a finite one is infinite there."""
-    if given == wanted:
+    if source_dtype == target_dtype:
         return slab, False
-    elements = torch.frombuffer(slab, dtype=given)
-    found = elements.to(wanted)
-    infinite = found.isinf()
+    elements = torch.frombuffer(slab, dtype=source_dtype)
+    target = elements.to(target_dtype)
+    infinite = target.isinf()
     overflows = bool(infinite.any()) and bool((infinite & elements.isfinite()).any())
-    return _bytes_of(found), overflows
+    return _bytes_of(target), overflows
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -93,7 +93,7 @@ class _File:
 
 
 def _of_tensors(reader: ChunkReader, first: PartId, files: list[str], only: str | None) -> Contents:
-    found: dict[str, SavedTensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     texts: dict[str, set[str]] = {}
     for path in files:
         source = _File(reader, first, path)
@@ -104,13 +104,13 @@ def _of_tensors(reader: ChunkReader, first: PartId, files: list[str], only: str 
             raise StateMismatch(f"{first.checkpoint}: {path}: {error}") from error
         for name, place in header.tensors.items():
             begin, end = place.data_offsets
-            dtype, shape, is_own = as_torch(place.dtype, place.shape, end - begin)
+            dtype, shape, is_native = as_torch(place.dtype, place.shape, end - begin)
             tensor = _tensor(name, dtype, shape, (first, path, header.begin + begin))
-            _add(found, tensor if is_own else replace(tensor, foreign=(place.dtype, place.shape)), first)
+            _add(tensors, tensor if is_native else replace(tensor, foreign=(place.dtype, place.shape)), first)
         for key, text in header.metadata.items():
             texts.setdefault(key, set()).add(text)
-    contents = _contents(found, {}, {name: (_MODEL, name) for name in found}, only, first)
-    metadata = {key: next(iter(some)) for key, some in texts.items() if len(some) == 1}
+    contents = _contents(tensors, {}, {name: (_MODEL, name) for name in tensors}, only, first)
+    metadata = {key: next(iter(variants)) for key, variants in texts.items() if len(variants) == 1}
     return replace(contents, metadata=metadata, contradicting=tuple(sorted(texts.keys() - metadata.keys())))
 
 
@@ -119,47 +119,47 @@ def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Value] = {}
     paths: dict[str, tuple[Any, ...]] = {}
-    whole: Any = None
+    full_state: Any = None
     stand_ins: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             archive = Archive(RangeStream(reader, first, path, 0, reader.size(first, path)))
             if not isinstance(archive.value, dict):
                 raise ValueError("it holds no mapping of names")
-            flat, own = _flattened(archive.value)
+            flat, own_paths = _flatten(archive.value)
             for name, value in flat.items():
-                paths[name] = tuple(own[name]) if entry is None else (entry, name)
+                paths[name] = tuple(own_paths[name]) if entry is None else (entry, name)
                 if isinstance(value, torch.Tensor):
                     place = first, path, _offset(archive, name, value)
                     _add(tensors, _tensor(name, value.dtype, tuple(value.shape), place), first)
                     stand_ins[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 else:
-                    load = partial(_same, value)
+                    load = partial(_return_value, value)
                     values[name] = Value(load, partial(archived, load))
         except NO_ARCHIVE as error:
             raise StateRefused(
                 f"{first.checkpoint}: {path}: {str(error).splitlines()[0][:300]}; `tierd restore` copies it"
             ) from error
         if entry is None:
-            new = {id(flat[name]): one for name, one in stand_ins.items()}
-            whole = replaced(archive.value, torch.Tensor, partial(_stand_in, new))
+            new = {id(flat[name]): stand_in for name, stand_in in stand_ins.items()}
+            full_state = replaced(archive.value, torch.Tensor, partial(_stand_in, new))
     contents = _contents(tensors, values, paths, only, first)
     if entry is not None:
         return contents
     # The mapping as it was saved: its keys may be numbers, which names are not.
     names = chosen_names(paths, only, str(first.checkpoint))
-    state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
-    known = {id(one): names[name] for name, one in stand_ins.items() if name in names}
-    return replace(contents, tree=lambda: (state, known))
+    state = full_state if only is None else next(value for key, value in full_state.items() if str(key) == only)
+    names_by_id = {id(stand_in): names[name] for name, stand_in in stand_ins.items() if name in names}
+    return replace(contents, tree=lambda: (state, names_by_id))
 
 
-def _flattened(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def _flatten(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Flatten a state as DCP does, and also the tuples with tensors, which DCP does not enter."""
     flat, paths = flatten_state_dict(state)
     for name in tuple(flat):
         if not isinstance(flat[name], torch.Tensor) and any(True for _ in instances(flat[name], torch.Tensor)):
             base, value = paths.pop(name), flat.pop(name)
-            for inner, leaf in _expanded(value):
+            for inner, leaf in _walk_values(value):
                 path = (*base, *inner)
                 new = ".".join(map(str, path))
                 if new in flat:
@@ -168,12 +168,12 @@ def _flattened(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[A
     return flat, paths
 
 
-def _expanded(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _walk_values(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     if isinstance(value, torch.Tensor) or not any(True for _ in instances(value, torch.Tensor)):
         yield path, value
         return
     for key, inner in members(value) or ():
-        yield from _expanded(inner, (*path, key))
+        yield from _walk_values(inner, (*path, key))
 
 
 def _offset(archive: Archive, name: str, tensor: torch.Tensor) -> int:
@@ -183,11 +183,11 @@ def _offset(archive: Archive, name: str, tensor: torch.Tensor) -> int:
         raise ValueError(f"{printable(name)!r}: {error}") from error
 
 
-def _stand_in(new: dict[int, torch.Tensor], one: torch.Tensor) -> torch.Tensor:
-    return new[id(one)]
+def _stand_in(new: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return new[id(tensor)]
 
 
-def _same(value: Any) -> Any:
+def _return_value(value: Any) -> Any:
     return value
 
 
@@ -196,10 +196,10 @@ def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], place: tuple[
     return SavedTensor(name, dtype, shape, (piece,), place)
 
 
-def _add(found: dict[str, SavedTensor], tensor: SavedTensor, first: PartId) -> None:
-    if tensor.name in found:
+def _add(tensors: dict[str, SavedTensor], tensor: SavedTensor, first: PartId) -> None:
+    if tensor.name in tensors:
         raise StateMismatch(f"{first.checkpoint}: {printable(tensor.name)!r} is in two files")
-    found[tensor.name] = tensor
+    tensors[tensor.name] = tensor
 
 
 def _contents(
@@ -221,12 +221,12 @@ def _contents(
         return nested(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
 
     return Contents(
-        {new: _named(tensors[name], new) for name, new in names.items() if name in tensors},
+        {new: _with_name(tensors[name], new) for name, new in names.items() if name in tensors},
         {new: values[name] for name, new in names.items() if name in values},
         {new: below(paths[name], only) for name, new in names.items()},
         tree,
     )
 
 
-def _named(tensor: SavedTensor, name: str) -> SavedTensor:
+def _with_name(tensor: SavedTensor, name: str) -> SavedTensor:
     return replace(tensor, name=name)

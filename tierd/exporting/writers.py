@@ -77,16 +77,16 @@ class Export:
     def stream(self, tensors: Sequence[SavedTensor]) -> Iterator[tuple[int, Iterator[memoryview]]]:
         """Yield the index of each tensor that has bytes, and its slabs as they are written, reading one ahead."""
         slabs = ((number, slab) for number, tensor in enumerate(tensors) for slab in tensor.slabs(self.reader))
-        for number, some in groupby(ahead(slabs), lambda one: one[0]):
+        for number, tensor_slabs in groupby(ahead(slabs), lambda numbered: numbered[0]):
             tensor = tensors[number]
-            yield number, (self._converted(tensor, slab) for _, slab in some)
+            yield number, (self._convert_slab(tensor, slab) for _, slab in tensor_slabs)
 
-    def _converted(self, tensor: SavedTensor, slab: memoryview) -> memoryview:
+    def _convert_slab(self, tensor: SavedTensor, slab: memoryview) -> memoryview:
         self.count(slab.nbytes)
-        found, overflows = converted(slab, tensor.dtype, self.dtype_of(tensor))
+        new_slab, overflows = converted(slab, tensor.dtype, self.dtype_of(tensor))
         if overflows:
             self.overflowed[tensor.name] = None
-        return found
+        return new_slab
 
     def file(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
         """Write a new file, and make it durable."""
@@ -100,7 +100,7 @@ class Export:
 def in_file_order(export: Export) -> list[SavedTensor]:
     """Sort the tensors by element size, so that each is aligned, then by the place of their bytes."""
     tensors = export.contents.tensors.values()
-    return sorted(tensors, key=lambda one: (-export.dtype_of(one).itemsize, one.order, one.name))
+    return sorted(tensors, key=lambda tensor: (-export.dtype_of(tensor).itemsize, tensor.order, tensor.name))
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def write_hf(export: Export) -> None:
     total = sum(map(export.size_of, export.contents.tensors.values()))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     text = json.dumps(index, indent=2) + "\n"
-    export.file("model.safetensors.index.json", lambda file: _all(file, text.encode()))
+    export.file("model.safetensors.index.json", lambda file: _write_all(file, text.encode()))
 
 
 def _write_tensors(export: Export, name: str, tensors: Sequence[SavedTensor]) -> None:
@@ -163,15 +163,15 @@ def _write_tensors(export: Export, name: str, tensors: Sequence[SavedTensor]) ->
         )
 
     def write(file: IO[bytes]) -> None:
-        _all(file, len(text).to_bytes(8, "little") + text)
+        _write_all(file, len(text).to_bytes(8, "little") + text)
         for _, slabs in export.stream(tensors):
             for slab in slabs:
-                _all(file, slab)
+                _write_all(file, slab)
 
     export.file(name, write)
 
 
-def _all(file: IO[bytes], data: bytes | memoryview) -> None:
+def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
     file.write(data)
 
 
@@ -190,21 +190,21 @@ def write_torch(export: Export) -> None:
     loadable = LoadableState(tree, names)
     export.converted.extend(loadable.converted)
     export.left_out.extend(loadable.left_out)
-    known = export.contents.tensors
+    tensors = export.contents.tensors
     first: dict[object, str] = {}  # names of the same stored bytes share a storage, as tied parameters do
     alias = {
         name: first.setdefault((tensor.order, tensor.dtype, tensor.shape) if tensor.nbytes else name, name)
-        for name, tensor in known.items()
+        for name, tensor in tensors.items()
     }
-    names = {one: alias[name] for one, name in names.items() if name in known}
-    dtypes = {name: export.dtype_of(tensor) for name, tensor in known.items()}
+    names = {key: alias[name] for key, name in names.items() if name in tensors}
+    dtypes = {name: export.dtype_of(tensor) for name, tensor in tensors.items()}
     in_memory = {f"\0{number}": tensor for number, tensor in enumerate(loadable.in_memory.values())}
     names |= {id(tensor): name for name, tensor in in_memory.items()}
     dtypes |= {name: tensor.dtype for name, tensor in in_memory.items()}
 
     def write(file: IO[bytes]) -> None:
         archive = ArchiveWriter(file, loadable.value, names, dtypes)
-        _records(export, archive, [known[name] for name in archive.order if name in known])
+        _write_records(export, archive, [tensors[name] for name in archive.order if name in tensors])
         for name, tensor in in_memory.items():
             data = tensor.reshape(-1).view(torch.uint8).numpy().data
             archive.write(name, data.nbytes, iter((data,)))
@@ -220,8 +220,8 @@ def _check_dtypes(export: Export) -> None:
             raise StateMismatch(f"{printable(name)!r}: {kind}; the formats safetensors and hf hold it")
 
 
-def _records(export: Export, archive: ArchiveWriter, tensors: list[SavedTensor]) -> None:
-    ordered = sorted(tensors, key=lambda one: (one.order, one.name))
+def _write_records(export: Export, archive: ArchiveWriter, tensors: list[SavedTensor]) -> None:
+    ordered = sorted(tensors, key=lambda tensor: (tensor.order, tensor.name))
     for number, slabs in export.stream(ordered):
         archive.write(ordered[number].name, export.size_of(ordered[number]), slabs)
     for tensor in ordered:
@@ -251,7 +251,7 @@ def write_dcp(export: Export) -> None:
         )
 
     def write(file: IO[bytes]) -> None:
-        ordered = sorted(export.contents.tensors.values(), key=lambda one: (one.order, one.name))
+        ordered = sorted(export.contents.tensors.values(), key=lambda tensor: (tensor.order, tensor.name))
         for number, slabs in export.stream(ordered):
             tensor_entry(file, ordered[number], slabs)
         for tensor in ordered:
@@ -265,7 +265,7 @@ def write_dcp(export: Export) -> None:
 
     export.file(name, write)
     metadata = Metadata(described, planner_data=dict(export.contents.paths), storage_data=places)
-    export.file(".metadata", lambda file: _all(file, pickle.dumps(metadata)))
+    export.file(".metadata", lambda file: _write_all(file, pickle.dumps(metadata)))
 
 
 FORMATS: dict[str, Callable[[Export], None]] = {

@@ -117,19 +117,19 @@ class SubSource:
         return self.whole.read(self.offset + offset, length)
 
 
-def shifted(error: Damaged, offset: int, what: str) -> Damaged:
-    """Convert the error of a part that begins at `offset` to an error of the whole; `what` names the part."""
-    return Damaged(error.offset + offset, f"{what}: {error.reason}")
+def shifted(error: Damaged, offset: int, label: str) -> Damaged:
+    """Convert the error of a part that begins at `offset` to an error of the whole; `label` names the part."""
+    return Damaged(error.offset + offset, f"{label}: {error.reason}")
 
 
-def take(source: ByteSource, offset: int, length: int, what: str) -> bytes:
+def take(source: ByteSource, offset: int, length: int, label: str) -> bytes:
     """Return these bytes.
 
     Raises:
-        Damaged: the source ends before them; `what` names them in the message.
+        Damaged: the source ends before them; `label` names them in the message.
     """
     if offset + length > source.size:
-        raise Damaged(source.size, f"the file ends there, within {what} of {length} bytes at {offset}")
+        raise Damaged(source.size, f"the file ends there, within {label} of {length} bytes at {offset}")
     return source.read(offset, length)
 
 

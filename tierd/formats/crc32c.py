@@ -11,12 +11,12 @@ _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
 
 
 def _table() -> tuple[int, ...]:
-    found = []
+    table = []
     for value in range(256):
         for _ in range(8):
             value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        found.append(value)
-    return tuple(found)
+        table.append(value)
+    return tuple(table)
 
 
 _TABLE = _table()

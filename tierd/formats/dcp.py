@@ -55,8 +55,8 @@ def read_extents(source: ByteSource) -> dict[str, list[Extent]]:
     if source.size > _MAX:
         raise Unchecked(f"metadata of {source.size} bytes, more than {_MAX}")
     try:
-        found = interpret(source.read(0, source.size), NAMES)
-        members = _members(found, "Metadata")
+        pickled = interpret(source.read(0, source.size), NAMES)
+        members = _members(pickled, "Metadata")
         states, storage = _pairs(members.get("state_dict_metadata")), _pairs(members.get("storage_data"))
         tensors = {
             key
@@ -74,17 +74,17 @@ def read_extents(source: ByteSource) -> dict[str, list[Extent]]:
     return files
 
 
-def _members(found: Any, kind: str) -> dict[str, Any]:
-    state = found.state if type(found) is PickledInstance and found.of.kind == kind else None
+def _members(pickled: Any, kind: str) -> dict[str, Any]:
+    state = pickled.state if type(pickled) is PickledInstance and pickled.of.kind == kind else None
     if type(state) is not Pairs or any(type(name) is not str for name in state[::2]):
         raise ManifestError(f"no {kind} where one belongs")
     return dict(zip(state[::2], state[1::2], strict=True))
 
 
-def _pairs(found: Any) -> Pairs:
-    if type(found) is not Pairs:
+def _pairs(pickled: Any) -> Pairs:
+    if type(pickled) is not Pairs:
         raise ManifestError("no dict where one belongs")
-    return found
+    return pickled
 
 
 def _extent(index: Any, info: Any, tensors: set[str]) -> tuple[str, Extent]:

@@ -101,7 +101,7 @@ def _read_new(source: ByteSource, at: int, version: int) -> tuple[int, int, int]
 
 def _addresses(source: ByteSource, at: int, width: int, count: int) -> list[int]:
     data = take(source, at, width * count, "the superblock")
-    return [int.from_bytes(data[width * one : width * (one + 1)], "little") for one in range(count)]
+    return [int.from_bytes(data[width * index : width * (index + 1)], "little") for index in range(count)]
 
 
 def lookup3(data: bytes) -> int:
@@ -113,7 +113,9 @@ def lookup3(data: bytes) -> int:
 
     a = b = c = (0xDEADBEEF + len(data)) & mask
     while len(data) > 12:
-        a, b, c = ((one + int.from_bytes(data[4 * n : 4 * n + 4], "little")) & mask for n, one in enumerate((a, b, c)))
+        a, b, c = (
+            (word + int.from_bytes(data[4 * n : 4 * n + 4], "little")) & mask for n, word in enumerate((a, b, c))
+        )
         for bits in (4, 6, 8, 16, 19, 4):
             a = ((a - c) & mask) ^ rotate(c, bits)
             c = (c + b) & mask
@@ -122,7 +124,7 @@ def lookup3(data: bytes) -> int:
     if not data:
         return c
     data = data.ljust(12, b"\0")
-    a, b, c = ((one + int.from_bytes(data[4 * n : 4 * n + 4], "little")) & mask for n, one in enumerate((a, b, c)))
+    a, b, c = ((word + int.from_bytes(data[4 * n : 4 * n + 4], "little")) & mask for n, word in enumerate((a, b, c)))
     for bits in (14, 11, 25, 16, 4, 14, 24):
         c = ((c ^ b) - rotate(b, bits)) & mask
         a, b, c = b, c, a

@@ -25,14 +25,14 @@ def find_int(data: bytes, key: str) -> int | None:
 
     The opcodes are read one by one, and none is executed.
     """
-    found = False
+    is_after_key = False
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
                 continue
-            if found and isinstance(argument, int) and "INT" in opcode.name:
+            if is_after_key and isinstance(argument, int) and "INT" in opcode.name:
                 return argument
-            found = argument == key
+            is_after_key = argument == key
     except (ValueError, IndexError, struct.error, OverflowError):
         pass
     return None

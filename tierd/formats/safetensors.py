@@ -60,21 +60,21 @@ def looks_like_safetensors(head: bytes, size: int) -> bool:
     return size > 9 and head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= size - 8
 
 
-def check_safetensors(source: ByteSource, named: Collection[str] = (), by: str = "") -> Sound:
+def check_safetensors(source: ByteSource, expected: Collection[str] = (), by: str = "") -> Sound:
     """Check a file.
 
     Args:
         source: the file.
-        named: the tensors that an index places in this file.
+        expected: the tensors that an index places in this file.
         by: the index's name.
 
     Raises:
-        Damaged: the file is truncated, its header is wrong, or it lacks a tensor of `named`.
+        Damaged: the file is truncated, its header is wrong, or it lacks a tensor of `expected`.
         Unchecked: a tensor has a dtype that this module does not know.
     """
     header = read_header(source)
     begin = header.begin
-    tensors = sorted(header.tensors.items(), key=lambda one: one[1].data_offsets)
+    tensors = sorted(header.tensors.items(), key=lambda entry: entry[1].data_offsets)
     at = 0
     for name, tensor in tensors:
         where, (first, last) = f"tensor {name[:200]!a}", tensor.data_offsets
@@ -82,7 +82,7 @@ def check_safetensors(source: ByteSource, named: Collection[str] = (), by: str =
             how = "overlaps the one before it" if first < at else "leaves a hole before it"
             raise Damaged(begin + min(first, at), f"{where} {how}: bytes {first} to {last} of the data, after {at}")
         bits = _BITS.get(tensor.dtype)
-        if any(one < 0 for one in tensor.shape) or (
+        if any(dimension < 0 for dimension in tensor.shape) or (
             bits is not None and math.prod(tensor.shape) * bits != 8 * (last - first)
         ):
             raise Damaged(8, f"{where}: {last - first} bytes for {tensor.dtype} of shape {list(tensor.shape)[:16]}")
@@ -92,7 +92,7 @@ def check_safetensors(source: ByteSource, named: Collection[str] = (), by: str =
         raise Damaged(
             min(begin + at, source.size), f"{place}: {'it is cut off' if begin + at > source.size else 'it goes on'}"
         )
-    if lacking := set(named).difference(name for name, _ in tensors):
+    if lacking := set(expected).difference(name for name, _ in tensors):
         raise Damaged(8, f"it lacks tensor {min(lacking)[:200]!a}, which {by[:200]!a} places in it")
     if unknown := {tensor.dtype for _, tensor in tensors} - _BITS.keys():
         raise Unchecked(f"a tensor of dtype {min(unknown)[:100]!a}")
@@ -106,27 +106,27 @@ def read_header(source: ByteSource) -> Header:
         raise Damaged(
             0, f"a header of {length} bytes in a file of {source.size}; it is cut off, or never was safetensors"
         )
-    return _parsed(source.read(8, length))
+    return _parse_header(source.read(8, length))
 
 
-def _parsed(header: bytes) -> Header:
+def _parse_header(header: bytes) -> Header:
     try:
         if not header.startswith(b"{"):
             raise ValueError("it does not begin with a brace")
-        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        json.loads(header, object_pairs_hook=_without_duplicates)  # msgspec takes the last of equal names
-        metadata = found.pop("__metadata__", None)
+        members = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        json.loads(header, object_pairs_hook=_refuse_duplicates)  # msgspec takes the last of equal names
+        metadata = members.pop("__metadata__", None)
         texts = msgspec.json.decode(metadata, type=dict[str, str] | None) if metadata is not None else None
-        tensors = {name: msgspec.json.decode(raw, type=TensorPlace) for name, raw in found.items()}
+        tensors = {name: msgspec.json.decode(raw, type=TensorPlace) for name, raw in members.items()}
         return Header(8 + len(header), tensors, texts or {})
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(8, f"the header is no JSON of tensors: {str(error)[:300]}") from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
     """Raise `ValueError` if an object of the header has a name twice, because readers then differ in what they take."""
-    seen = set[str]()
+    names = set[str]()
     for name, _ in pairs:
-        if name in seen:
+        if name in names:
             raise ValueError(f"it has {name[:200]!a} twice")
-        seen.add(name)
+        names.add(name)

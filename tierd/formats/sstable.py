@@ -93,10 +93,10 @@ def _entries(block: bytes, place: int) -> Iterator[tuple[bytes, bytes]]:
     at, key = 0, b""
     while at < end:
         shared, at = varint(block, at, place)
-        more, at = varint(block, at, place)
+        suffix_size, at = varint(block, at, place)
         size, at = varint(block, at, place)
-        if shared > len(key) or at + more + size > end:
+        if shared > len(key) or at + suffix_size + size > end:
             raise Damaged(place, "a block of the table holds an entry that reaches over its end")
-        key = key[:shared] + block[at : at + more]
-        at += more + size
+        key = key[:shared] + block[at : at + suffix_size]
+        at += suffix_size + size
         yield key, block[at - size : at]

@@ -87,17 +87,17 @@ def _has_strings(entry: BundleEntry) -> bool:
 
 
 def _crc_of(source: ByteSource, entry: BundleEntry, crc: Callable[[bytes, int], int]) -> int:
-    found = 0
+    checksum = 0
     if entry.dtype != _STRING:
         for piece in pieces(source, entry.offset, entry.size):
-            found = crc(piece, found)
-        return found
+            checksum = crc(piece, checksum)
+        return checksum
     data, at, lengths = source.read(entry.offset, entry.size), 0, b""
     for _ in range(entry.elements or 0):
         length, at = varint(data, at, entry.offset)
         lengths += length.to_bytes(4 if length < 1 << 32 else 8, "little")
-    found = crc(lengths, 0)
-    return crc(data[at:], found)
+    checksum = crc(lengths, 0)
+    return crc(data[at:], checksum)
 
 
 def _elements(fields: _Fields) -> int | None:
@@ -107,9 +107,9 @@ def _elements(fields: _Fields) -> int | None:
     return math.prod(sizes) if all(0 <= size < 1 << 40 for size in sizes) and len(sizes) < 256 else None
 
 
-def _number(fields: _Fields, wanted: int) -> int:
+def _number(fields: _Fields, number: int) -> int:
     """Return a field's value; 0 if it is absent, as in protobuf."""
-    return next((value for field, value in fields if field == wanted and isinstance(value, int)), 0)
+    return next((value for field, value in fields if field == number and isinstance(value, int)), 0)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -26,7 +26,7 @@ _MAGIC = (
     b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.",
     b"L119547037146038801333356L\n.",
 )  # of protocol 2 and later, and before
-_KEPT = 8  # values on the stack that are kept; a storage has six
+_STACK_DEPTH = 8  # values on the stack that are kept; a storage has six
 _BLOCK = 512  # bytes of a tar header, and of the padding of a file
 _MEMBERS = frozenset(("sys_info", "pickle", "tensors", "storages"))
 _SIZES = {
@@ -36,7 +36,7 @@ _SIZES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
     "ComplexDouble": 16,
 }
-_AGAIN = "`torch.load` reads it, and `torch.save` of what it returns writes today's format"
+_RESAVE_HINT = "`torch.load` reads it, and `torch.save` of what it returns writes today's format"
 
 
 def is_legacy(head: bytes) -> bool:
@@ -55,12 +55,12 @@ def check_legacy(source: ByteSource) -> Sound:
     Raises:
         Damaged: it is cut off, or its pickles and the tensors behind them contradict each other.
     """
-    note = f"a file of torch.save from before torch 1.6, a pickle with the tensors behind it: {_AGAIN}"
+    note = f"a file of torch.save from before torch 1.6, a pickle with the tensors behind it: {_RESAVE_HINT}"
     stream = _Stream(source)
     try:
         for _ in range(3):  # the magic number, the protocol, and the system
             _storages(stream)
-        wanted = _storages(stream)
+        storages = _storages(stream)
         keys = _strings(stream)
     except _TooLargeError:
         return Sound("torch.save before 1.6", f"pickles of more than {_MAX} bytes are not read", note)
@@ -69,7 +69,7 @@ def check_legacy(source: ByteSource) -> Sound:
     at = stream.tell()
     for key in keys:
         count = int.from_bytes(take(source, at, 8, f"the size of tensor {key[:100]!a}"), "little")
-        elements, size = wanted.get(key, (count, None))
+        elements, size = storages.get(key, (count, None))
         if count != elements:
             raise Damaged(at, f"tensor {key[:100]!a}: {count} elements, and the pickle says {elements}")
         if size is None:
@@ -102,9 +102,9 @@ class _Stream:
         if first + size > len(self._buffer):
             length = min(max(size, _BUFFER), self._source.size - self._at)
             self._buffer, self._begin, first = self._source.read(self._at, length), self._at, 0
-        found = self._buffer[first : first + size]
-        self._at += len(found)
-        return found
+        data = self._buffer[first : first + size]
+        self._at += len(data)
+        return data
 
     def readline(self) -> bytes:
         line = bytearray()
@@ -127,30 +127,30 @@ def _storages(stream: _Stream) -> dict[str, tuple[int, int | None]]:
 
     A storage is a persistent id: the tuple `("storage", class, key, device, elements, view)`.
     """
-    found: dict[str, tuple[int, int | None]] = {}
+    storages: dict[str, tuple[int, int | None]] = {}
     memo: dict[int, Any] = {}
     values: list[Any] = []  # that were pushed since the last mark
-    made: tuple[Any, ...] = ()
+    last_tuple: tuple[Any, ...] = ()
     for opcode, argument, _ in _opcodes(stream):
         name = opcode.name
-        del values[:-_KEPT]
+        del values[:-_STACK_DEPTH]
         if name == "MARK":
             values = []
         elif name == "TUPLE":
-            made, values = tuple(values), []
+            last_tuple, values = tuple(values), []
         elif name == "MEMOIZE" or "PUT" in name:
             memo[len(memo) if argument is None else argument] = values[-1] if values else None
         elif "GET" in name:
             values.append(memo.get(int(argument or 0)))
         elif name == "STACK_GLOBAL":
             values[-2:] = [" ".join(map(str, values[-2:]))]
-        elif name == "BINPERSID" and len(made) >= 5 and made[0] == "storage":
-            kind = str(made[1]).rpartition(" ")[2].removesuffix("Storage")
-            found[str(made[2])] = made[4], _SIZES.get(kind)
+        elif name == "BINPERSID" and len(last_tuple) >= 5 and last_tuple[0] == "storage":
+            kind = str(last_tuple[1]).rpartition(" ")[2].removesuffix("Storage")
+            storages[str(last_tuple[2])] = last_tuple[4], _SIZES.get(kind)
             values = []
         else:
             values.append(argument)
-    return found
+    return storages
 
 
 def _is_string(opcode: pickletools.OpcodeInfo) -> bool:
@@ -176,7 +176,7 @@ def check_tar(source: ByteSource) -> Sound:
         at += _BLOCK + -(-_octal(header[124:136], at) // _BLOCK) * _BLOCK
     if not names >= _MEMBERS:
         raise NoFormat("a tar archive, and none of torch.save")
-    note = f"a tar archive of torch.save from before torch 0.2: {_AGAIN}"
+    note = f"a tar archive of torch.save from before torch 0.2: {_RESAVE_HINT}"
     return Sound("torch.save before 0.2", "the format holds no digest", note)
 
 

@@ -55,7 +55,7 @@ class _Record:
     offset: int  # offset of the local header
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         return self.name[:200].decode("utf-8", "backslashreplace")
 
 
@@ -77,12 +77,12 @@ def check_zip(source: ByteSource) -> Sound:
     if directory.records > _MAX_RECORDS:
         raise Unchecked(f"a zip archive of more than {_MAX_RECORDS} records")
     spans: list[tuple[int, int]] = []
-    left = _MAX_EXPANSION * source.size
+    budget = _MAX_EXPANSION * source.size
     bare = 0
     for record in _records(source, directory):
         begin, end = _check_header(source, record, directory.offset)
-        left -= record.size
-        if left < 0:
+        budget -= record.size
+        if budget < 0:
             raise Unchecked(f"its records expand to more than {_MAX_EXPANSION} times its size")
         if record.crc or not record.size:
             _check_content(source, record, begin)
@@ -97,17 +97,17 @@ def check_zip(source: ByteSource) -> Sound:
     return Sound("zip", f"{bare} of {len(spans)} records have no CRC" if bare else None)
 
 
-def read_record(source: ByteSource, ending: str, most: int) -> bytes | None:
+def read_record(source: ByteSource, ending: str, max_bytes: int) -> bytes | None:
     """Return the content of the first uncompressed record whose name has this ending; None if there is none.
 
-    A record of more than `most` bytes counts as none. The content is not checked (see `check_zip`).
+    A record of more than `max_bytes` bytes counts as none. The content is not checked (see `check_zip`).
 
     Raises:
         Damaged, Unchecked: as `check_zip`.
     """
     directory = _find_directory(source)
     for record in _records(source, directory):
-        if record.name.endswith(ending.encode()) and record.method == _STORED and record.size <= most:
+        if record.name.endswith(ending.encode()) and record.method == _STORED and record.size <= max_bytes:
             begin, _ = _check_header(source, record, directory.offset)
             return source.read(begin, record.size)
     return None
@@ -117,20 +117,20 @@ def _find_directory(source: ByteSource) -> _Directory:
     """Find the directory through the end record, which is last in the file except for a comment."""
     tail_at = max(0, source.size - _END_RECORD.size - _MAX_COMMENT)
     tail = source.read(tail_at, source.size - tail_at)
-    found = tail.rfind(_END)
-    while found >= 0:
-        at = tail_at + found
+    candidate = tail.rfind(_END)
+    while candidate >= 0:
+        at = tail_at + candidate
         if source.size - at >= _END_RECORD.size:
-            _, *disks, here, records, size, offset, comment = _END_RECORD.unpack_from(tail, found)
+            _, *disks, disk_records, records, size, offset, comment = _END_RECORD.unpack_from(tail, candidate)
             if at + _END_RECORD.size + comment == source.size:
-                return _directory(source, at, (*disks, here, records, size, offset))
-        found = tail.rfind(_END, 0, found)
+                return _directory(source, at, (*disks, disk_records, records, size, offset))
+        candidate = tail.rfind(_END, 0, candidate)
     raise Damaged(source.size, "the zip archive has no end record: it is cut off, or its end was overwritten")
 
 
 def _directory(source: ByteSource, at: int, end: tuple[int, ...]) -> _Directory:
     """Return the directory that the end record at `at`, or the zip64 record before it, names."""
-    *disks, here, records, size, offset = end
+    *disks, disk_records, records, size, offset = end
     ends_at = at
     locator_at = at - _LOCATOR_RECORD.size
     if locator_at >= 0 and source.read(locator_at, 4) == _LOCATOR:
@@ -138,19 +138,19 @@ def _directory(source: ByteSource, at: int, end: tuple[int, ...]) -> _Directory:
         if disk or total > 1 or ends_at + _END64_RECORD.size > locator_at:
             raise Damaged(locator_at, "the zip64 locator points nowhere")
         wide = _END64_RECORD.unpack(source.read(ends_at, _END64_RECORD.size))
-        magic, length, _, _, *disks64, here64, records64, size64, offset64 = wide
+        magic, length, _, _, *disks64, disk_records64, records64, size64, offset64 = wide
         if magic != _END64 or ends_at + 12 + length != locator_at:
             raise Damaged(ends_at, "no zip64 end record where the locator says")
         narrow = (
-            (here, here64, _FULL16),
+            (disk_records, disk_records64, _FULL16),
             (records, records64, _FULL16),
             (size, size64, _FULL),
             (offset, offset64, _FULL),
         )
-        if any(one not in (full, other) for one, other, full in narrow):
+        if any(narrow_value not in (full, wide_value) for narrow_value, wide_value, full in narrow):
             raise Damaged(at, "the two end records of the zip archive contradict each other")
-        disks, here, records, size, offset = [*disks, *disks64], here64, records64, size64, offset64
-    if any(disks) or here != records:
+        disks, disk_records, records, size, offset = [*disks, *disks64], disk_records64, records64, size64, offset64
+    if any(disks) or disk_records != records:
         raise Damaged(at, "the end record names several volumes")
     if offset + size != ends_at:
         raise Damaged(at, f"the zip directory ends at {offset + size} by its end record, which begins at {ends_at}")
@@ -174,11 +174,11 @@ def _records(source: ByteSource, directory: _Directory) -> Iterator[_Record]:
 def _record(data: bytes, at: int) -> tuple[_Record, int]:
     if len(data) < _CENTRAL_HEADER.size or data[:4] != _CENTRAL:
         raise Damaged(at, "no record of the zip directory where one belongs")
-    _, _, needed, flags, method, time, date, crc, packed, size, name, extra, comment, disk, _, _, offset = (
+    _, _, version, flags, method, time, date, crc, packed, size, name, extra, comment, disk, _, _, offset = (
         _CENTRAL_HEADER.unpack_from(data)
     )
-    if needed & 0xFF > _NEWEST:
-        raise Unchecked(f"a zip archive of version {needed & 0xFF}")
+    if version & 0xFF > _NEWEST:
+        raise Unchecked(f"a zip archive of version {version & 0xFF}")
     begin = _CENTRAL_HEADER.size
     length = begin + name + extra + comment
     if disk or length > len(data):
@@ -192,8 +192,8 @@ def _record(data: bytes, at: int) -> tuple[_Record, int]:
             value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
         values.append(value)
     size, packed, offset = values
-    found = _Record(at, data[begin : begin + name], flags, method, (time, date), crc, packed, size, offset)
-    return found, length
+    record = _Record(at, data[begin : begin + name], flags, method, (time, date), crc, packed, size, offset)
+    return record, length
 
 
 def _zip64(extra: bytes, at: int) -> bytes:
@@ -211,10 +211,10 @@ def _zip64(extra: bytes, at: int) -> bytes:
 def _check_header(source: ByteSource, record: _Record, limit: int) -> tuple[int, int]:
     """Compare the local header with the directory, and return the begin and end of the content."""
     if record.flags & _ENCRYPTED or record.method not in (_STORED, _DEFLATED):
-        raise Unchecked(f"{record.shown} is encrypted, or compressed by method {record.method}")
+        raise Unchecked(f"{record.label} is encrypted, or compressed by method {record.method}")
     if record.method == _STORED and record.packed != record.size:
-        raise Damaged(record.at, f"{record.shown}: stored in {record.packed} bytes, and has {record.size}")
-    where = f"{record.shown}: no local header where the zip directory says"
+        raise Damaged(record.at, f"{record.label}: stored in {record.packed} bytes, and has {record.size}")
+    where = f"{record.label}: no local header where the zip directory says"
     if record.offset + _LOCAL_HEADER.size > limit:
         raise Damaged(record.at, where)
     magic, _, flags, method, time, date, crc, packed, size, name, extra = _LOCAL_HEADER.unpack(
@@ -225,24 +225,24 @@ def _check_header(source: ByteSource, record: _Record, limit: int) -> tuple[int,
     begin = record.offset + _LOCAL_HEADER.size
     data = begin + name + extra
     if data + record.packed > limit:
-        raise Damaged(record.offset, f"{record.shown}: it reaches into the zip directory")
+        raise Damaged(record.offset, f"{record.label}: it reaches into the zip directory")
     described = bool(flags & _DESCRIBED)
     sizes = (packed in (record.packed, _FULL) and size in (record.size, _FULL)) or (described and not packed | size)
     same = (flags, method, (time, date)) == (record.flags, record.method, record.moment)
     if not (same and sizes and (crc == record.crc or (described and not crc))):
-        raise Damaged(record.offset, f"{record.shown}: its local header and the zip directory contradict each other")
+        raise Damaged(record.offset, f"{record.label}: its local header and the zip directory contradict each other")
     head = source.read(begin, name + extra)
     if head[:name] != record.name:
-        raise Damaged(begin, f"{record.shown}: another name in its local header")
+        raise Damaged(begin, f"{record.label}: another name in its local header")
     _zip64(head[name:], begin + name)
     return data, data + record.packed
 
 
 def _check_content(source: ByteSource, record: _Record, begin: int) -> None:
-    found = size = 0
+    crc = size = 0
     if record.method == _STORED:
         for piece in pieces(source, begin, record.packed):
-            found = zlib.crc32(piece, found)
+            crc = zlib.crc32(piece, crc)
         size = record.packed
     else:
         inflater = zlib.decompressobj(-zlib.MAX_WBITS)
@@ -250,13 +250,13 @@ def _check_content(source: ByteSource, record: _Record, begin: int) -> None:
             for piece in pieces(source, begin, record.packed):
                 while piece and not inflater.eof and size <= record.size:
                     expanded = inflater.decompress(piece, PIECE)
-                    found, size, piece = zlib.crc32(expanded, found), size + len(expanded), inflater.unconsumed_tail
+                    crc, size, piece = zlib.crc32(expanded, crc), size + len(expanded), inflater.unconsumed_tail
         except zlib.error as error:
-            raise Damaged(begin, f"{record.shown}: its content cannot be inflated: {error}") from None
+            raise Damaged(begin, f"{record.label}: its content cannot be inflated: {error}") from None
         if not inflater.eof or inflater.unused_data:
-            raise Damaged(begin, f"{record.shown}: its deflated content does not end where it should")
-    if size != record.size or found != record.crc:
-        raise Damaged(begin, f"{record.shown}: its {record.packed} bytes of content do not have their CRC-32")
+            raise Damaged(begin, f"{record.label}: its deflated content does not end where it should")
+    if size != record.size or crc != record.crc:
+        raise Damaged(begin, f"{record.label}: its {record.packed} bytes of content do not have their CRC-32")
 
 
 def _check_descriptor(source: ByteSource, record: _Record, end: int, limit: int) -> int:
@@ -275,4 +275,4 @@ def _check_descriptor(source: ByteSource, record: _Record, end: int, limit: int)
             )
             if source.read(end, size) == _DESCRIPTOR + b"".join(numbers):
                 return end + size
-    raise Damaged(end, f"{record.shown}: its data descriptor and the zip directory contradict each other")
+    raise Damaged(end, f"{record.label}: its data descriptor and the zip directory contradict each other")

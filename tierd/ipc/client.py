@@ -76,7 +76,7 @@ class Link:
         self._silence_s = _SILENCE if silence_s is None else silence_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(self._silence_s)
-        self._rest = b""
+        self._buffer = b""
         _open.add(self)
         try:
             connect(self._socket, spool.socket, min(_QUEUE, self._silence_s))
@@ -171,40 +171,40 @@ class Link:
         try:
             self._socket.sendall(line)
         except TimeoutError:
-            raise self._hung("took no request", self._silence_s) from None
+            raise self._hung_error("took no request", self._silence_s) from None
         except ConnectionError:
             pass  # the daemon closed the connection; `_line` reads the reason, if it sent one, or the end
 
     def _line(self, end: float | None, silence_s: float) -> bytes:
-        while b"\n" not in self._rest:
-            left = silence_s if end is None else end - time.monotonic()
-            if left <= 0:
-                raise _over()
-            self._socket.settimeout(min(left, silence_s))
+        while b"\n" not in self._buffer:
+            remaining_s = silence_s if end is None else end - time.monotonic()
+            if remaining_s <= 0:
+                raise _timed_out()
+            self._socket.settimeout(min(remaining_s, silence_s))
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError:
                 if end is not None and time.monotonic() >= end:
-                    raise _over() from None
-                raise self._hung("was silent", silence_s) from None
+                    raise _timed_out() from None
+                raise self._hung_error("was silent", silence_s) from None
             if not data:
                 raise ConnectionResetError("the daemon closed the connection")
-            self._rest += data
-            if len(self._rest) > MAX_REPLY:
+            self._buffer += data
+            if len(self._buffer) > MAX_REPLY:
                 raise DaemonUnavailable(f"the daemon's answer is longer than {MAX_REPLY} bytes")
-        line, _, self._rest = self._rest.partition(b"\n")
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _hung(self, did: str, silence_s: float) -> DaemonSilent:
+    def _hung_error(self, did: str, silence_s: float) -> DaemonSilent:
         try:
             pid = peer_pid(self._socket)
         except OSError:
             pid = 0
         return DaemonSilent(hung(pid, f"{did} for {silence_s:g} s"))
 
-    def about_peer(self, asked: Callable[[socket.socket], bool]) -> bool:
-        """Return the result of `asked`, a check of the process at the other end of the socket."""
-        return asked(self._socket)
+    def about_peer(self, check: Callable[[socket.socket], bool]) -> bool:
+        """Return the result of `check`, a check of the process at the other end of the socket."""
+        return check(self._socket)
 
     def alive(self) -> bool:
         """Whether the daemon still holds the connection. Sends nothing."""
@@ -258,7 +258,7 @@ def holder(spool: Spool) -> int:
     return int(text) if text.isascii() and text.isdecimal() else 0
 
 
-def _over() -> TimeoutError:
+def _timed_out() -> TimeoutError:
     return TimeoutError("the daemon did not answer in the time given")
 
 

@@ -20,7 +20,7 @@ from tierd.spool.file_io import open_own
 from tierd.spool.spool import Spool
 
 _START = 60.0  # seconds that a daemon may take to answer after its start, because imports from a network disk are slow
-_AGAIN = 1.0  # seconds between attempts to take a spool that another daemon holds
+_RETRY_S = 1.0  # seconds between attempts to take a spool that another daemon holds
 # Kept, because Popen's destructor warns of a running child, and a daemon is meant to outlive this process.
 _started: list[subprocess.Popen[bytes]] = []
 _serving: dict[Path, subprocess.Popen[bytes]] = {}  # spool -> the last daemon started for it that answered
@@ -28,7 +28,7 @@ _EXITING = 0.2  # seconds that a daemon may take to exit after it closed its soc
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    with _opened(log) as output:
+    with _open_log(log) as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
         )
@@ -36,7 +36,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def _opened(log: Path) -> BinaryIO:
+def _open_log(log: Path) -> BinaryIO:
     """Open the daemon's log to append.
 
     Raises:
@@ -71,7 +71,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     process = _start(command, log)
     end = time.monotonic() + _START
     while time.monotonic() < end:
-        ended = process.poll()
+        status = process.poll()
         try:
             Link(spool).close()
             _serving[spool.root] = process
@@ -79,16 +79,16 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
         except DaemonSilent:  # it holds the spool, so another daemon cannot start
             raise
         except DaemonUnavailable:
-            if ended == EXIT_HELD:
+            if status == EXIT_HELD:
                 if _is_stopped(pid := holder(spool)):
                     raise DaemonSilent(f"spool {spool.root}: {hung(pid, 'holds it and does not listen')}") from None
-                time.sleep(_AGAIN)
+                time.sleep(_RETRY_S)
                 process = _start(command, log)
-            elif ended is not None:
+            elif status is not None:
                 break
         time.sleep(0.05)
     text = _log_text(log)
-    if ended == EXIT_BAD_INPUT:
+    if status == EXIT_BAD_INPUT:
         raise ConfigError(_last_error(text) or f"spool {spool.root}: the daemon refused its configuration; see {log}")
     tail = text[-2000:].strip()
     raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")

@@ -67,25 +67,25 @@ def outdated(client: Protocol | None, daemon: Protocol | None) -> Side | None:
 
     Two protocols work together if their major numbers are equal and their minor numbers are at most one apart.
     """
-    mine, other = client or Protocol(0, 0), daemon or Protocol(0, 0)
-    if mine.major == other.major and abs(mine.minor - other.minor) <= 1:
+    client_protocol, daemon_protocol = client or Protocol(0, 0), daemon or Protocol(0, 0)
+    if client_protocol.major == daemon_protocol.major and abs(client_protocol.minor - daemon_protocol.minor) <= 1:
         return None
-    return "client" if mine < other else "daemon"
+    return "client" if client_protocol < daemon_protocol else "daemon"
 
 
 def explain(client: Peer, daemon: Peer) -> str:
     """Name both versions and the side to upgrade, in one line; empty if the two work together."""
-    both = f"(daemon: {daemon}; client: {client})"
+    versions = f"(daemon: {daemon}; client: {client})"
     match outdated(client.protocol, daemon.protocol):
         case "daemon":
             return (
-                f"the daemon speaks too old a protocol for the client {both}: upgrade the daemon to the client's "
+                f"the daemon speaks too old a protocol for the client {versions}: upgrade the daemon to the client's "
                 "version of tierd and restart it (systemctl restart tierd)"
             )
         case "client":
             return (
-                f"the client speaks too old a protocol for the daemon {both}: upgrade the client, which is the tierd "
-                "that training or the command line runs"
+                f"the client speaks too old a protocol for the daemon {versions}: upgrade the client, which is the "
+                "tierd that training or the command line runs"
             )
         case None:
             return ""

@@ -43,8 +43,8 @@ def read_member(reply: dict[str, Any], name: str, kind: type[T]) -> T:
 
 def error_reply(error: Exception) -> dict[str, Any]:
     """Encode an error as an answer with the name of its condition, so that the other side raises the same one."""
-    known = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-    return {"ok": False, "error": next(known, type(error).__name__), "message": str(error)}
+    condition_names = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    return {"ok": False, "error": next(condition_names, type(error).__name__), "message": str(error)}
 
 
 def raise_error(reply: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from tierd.spool.permissions import account
 
 UNITS = tuple(
-    Path(one)
-    for one in (
+    Path(path)
+    for path in (
         "/etc/systemd/system",
         "/run/systemd/system",
         "/usr/local/lib/systemd/system",

@@ -34,7 +34,7 @@ from tierd.spool.file_io import remove
 log = logging.getLogger("tierd")
 
 STATE = "delivered.json"
-_ENDED = "ended"  # `<checkpoint> <status>`, from the keeper
+_STATUS_FILE = "ended"  # `<checkpoint> <status>`, from the keeper
 _MOST_ROUNDS = 64  # between two tries of a checkpoint that could not be delivered
 _PLACE = re.compile(r"\{(directory|step|attempt|run)\}")
 
@@ -76,7 +76,7 @@ def parse_command(text: str) -> list[str]:
 
 def substitute(words: Sequence[str], values: dict[str, str]) -> list[str]:
     """Replace `{directory}`, `{step}`, `{attempt}` and `{run}` within each word; a word stays one argument."""
-    return [_PLACE.sub(lambda found: values[found[1]], word) for word in words]
+    return [_PLACE.sub(lambda match: values[match[1]], word) for word in words]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,68 +128,73 @@ class CommandFollower:
             self.home.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--to {self.home}: {error.strerror}") from error
-        all_there = True
+        all_delivered = True
         with Delivered(self.home / STATE, self.tiers.run, self._wait) as delivered:
             self._settle(delivered)
-            found = rounds(
+            due_rounds = rounds(
                 self.tiers, delivered, latest=latest, period_s=period_s, once=once, pruned=lambda: self._pruned
             )
-            for number, due in enumerate(found):
-                all_there, self._pruned = True, False
-                self._clear({name_of(self.tiers.run, listed) for listed in due})
-                for listed in due:
-                    one = name_of(self.tiers.run, listed)
-                    failures, next_try = self._tries.get(one, (0, 0))
+            for number, due_checkpoints in enumerate(due_rounds):
+                all_delivered, self._pruned = True, False
+                self._clear({name_of(self.tiers.run, listed) for listed in due_checkpoints})
+                for listed in due_checkpoints:
+                    checkpoint = name_of(self.tiers.run, listed)
+                    failures, next_try = self._tries.get(checkpoint, (0, 0))
                     if number < next_try or (once and failures) or not self._deliver(listed, delivered):
-                        all_there = False
+                        all_delivered = False
                         if number >= next_try and not (once and failures):
-                            self._tries[one] = failures + 1, number + min(2**failures, _MOST_ROUNDS)
+                            self._tries[checkpoint] = failures + 1, number + min(2**failures, _MOST_ROUNDS)
                     else:
-                        self._tries.pop(one, None)
-        return all_there
+                        self._tries.pop(checkpoint, None)
+        return all_delivered
 
     def _wait(self) -> None:
         log.info("waiting for the follower of %s to end, or for the command that it started", self.home)
 
     def _settle(self, delivered: Delivered) -> tuple[CheckpointId, int] | None:
         """Record how the last command ended, if that is written down and not recorded yet."""
-        path = self.home / _ENDED
+        path = self.home / _STATUS_FILE
         try:
             name, _, status = path.read_text().partition(" ")
         except FileNotFoundError:
             return None
-        one = CheckpointId.parse(self.tiers.run, name)
-        if one is None or not status.lstrip("-").isdigit():
+        checkpoint = CheckpointId.parse(self.tiers.run, name)
+        if checkpoint is None or not status.lstrip("-").isdigit():
             raise ConfigError(f"{path}: not what a keeper writes; remove it, and its checkpoint is delivered again")
         if status == "0":
-            delivered.add(one)
+            delivered.add(checkpoint)
         path.unlink()
-        return one, int(status)
+        return checkpoint, int(status)
 
-    def _clear(self, due: Collection[CheckpointId]) -> None:
+    def _clear(self, due_checkpoints: Collection[CheckpointId]) -> None:
         """Remove the files of a delivery that was interrupted, but for a partial download of one that is still due.
 
         A checkpoint that was pruned, or passed over for a newer one, is not. A tier that does not answer may have one.
         """
         for path in self.home.iterdir():
             hidden = path.name.startswith(".") and path.name.endswith(".partial")
-            one = CheckpointId.parse(self.tiers.run, path.name.removeprefix(".").removesuffix(".partial"))
-            if one is not None and not (hidden and (one in due or self.tiers.unreached)):
+            checkpoint = CheckpointId.parse(self.tiers.run, path.name.removeprefix(".").removesuffix(".partial"))
+            if checkpoint is not None and not (hidden and (checkpoint in due_checkpoints or self.tiers.unreached)):
                 remove(path)
 
     def _deliver(self, listed: Listed, delivered: Delivered) -> bool:
-        one = name_of(self.tiers.run, listed)
-        directory = self.home.absolute() / one.name
+        checkpoint = name_of(self.tiers.run, listed)
+        directory = self.home.absolute() / checkpoint.name
         try:
             if any("{directory}" in word for word in self.words):
-                self._fetch(Candidate(one, listed.world_size), directory)
+                self._fetch(Candidate(checkpoint, listed.world_size), directory)
             else:
                 check_manifests(self.tiers, listed)
         except (*UNFIT, SpoolFull) as error:
             self._pruned |= isinstance(error, ObjectNotFound)
-            return self._report(one, None, str(error))
-        values = {"directory": str(directory), "step": str(one.step), "attempt": one.attempt, "run": one.run}
-        keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _ENDED), one.name]
+            return self._report(checkpoint, None, str(error))
+        values = {
+            "directory": str(directory),
+            "step": str(checkpoint.step),
+            "attempt": checkpoint.attempt,
+            "run": checkpoint.run,
+        }
+        keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _STATUS_FILE), checkpoint.name]
         # Not `subprocess.run`, which kills the keeper at KeyboardInterrupt. Then nobody writes the status or holds the
         # lock, and the next follower starts the command again while it still runs.
         process = subprocess.Popen(
@@ -198,13 +203,13 @@ class CommandFollower:
             pass_fds=[delivered.lock],
         )
         process.wait()
-        ended = self._settle(delivered)
+        outcome = self._settle(delivered)
         if directory.exists():
             remove(directory)
-        if ended is None:
-            return self._report(one, None, "the command was killed; it is tried again")
-        failed = f"the command ended with status {ended[1]}; it is tried again" if ended[1] else ""
-        return self._report(one, ended[1], failed)
+        if outcome is None:
+            return self._report(checkpoint, None, "the command was killed; it is tried again")
+        failed = f"the command ended with status {outcome[1]}; it is tried again" if outcome[1] else ""
+        return self._report(checkpoint, outcome[1], failed)
 
     def _fetch(self, candidate: Candidate, directory: Path) -> None:
         """Fetch a checkpoint's files. Raises as `export_one`, and `ObjectNotFound` if it was pruned meanwhile."""
@@ -214,6 +219,6 @@ class CommandFollower:
         except (CorruptChunk, ManifestError) as error:
             raise corrupt_or_gone(self.tiers, candidate, error) from None
 
-    def _report(self, one: CheckpointId, status: int | None, reason: str) -> bool:
-        self.on_delivery(Delivery(one.run, one.step, one.attempt, not reason, status, reason))
+    def _report(self, checkpoint: CheckpointId, status: int | None, reason: str) -> bool:
+        self.on_delivery(Delivery(checkpoint.run, checkpoint.step, checkpoint.attempt, not reason, status, reason))
         return not reason

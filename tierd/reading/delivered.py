@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _VERSION = 1
 
 
-class _Form(msgspec.Struct, frozen=True, kw_only=True):
+class _StateFile(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     run: str
     delivered: dict[Attempt, list[Step]]
@@ -48,9 +48,9 @@ class Delivered:
         self._steps: dict[str, set[int]] = {}
         self.lock = -1
         if path is not None:
-            self.lock = _locked(path.with_name(f"{path.name}.lock"), waiting)
+            self.lock = _open_locked(path.with_name(f"{path.name}.lock"), waiting)
             try:
-                self._steps = _read(path, run)
+                self._steps = _read_state(path, run)
             except BaseException:
                 self.close()
                 raise
@@ -61,15 +61,17 @@ class Delivered:
     @property
     def newest(self) -> CheckpointId | None:
         """The newest delivered checkpoint; None before the first."""
-        return max((CheckpointId(self._run, one, max(steps)) for one, steps in self._steps.items()), default=None)
+        return max(
+            (CheckpointId(self._run, attempt, max(steps)) for attempt, steps in self._steps.items()), default=None
+        )
 
     def add(self, checkpoint: CheckpointId) -> None:
         """Record a delivery, durably. Adding a checkpoint twice is harmless."""
         self._steps.setdefault(checkpoint.attempt, set()).add(checkpoint.step)
         if self.path is not None:
-            steps = {attempt: sorted(some) for attempt, some in sorted(self._steps.items())}
+            steps = {attempt: sorted(attempt_steps) for attempt, attempt_steps in sorted(self._steps.items())}
             write_durably(
-                self.path, msgspec.json.encode(_Form(version=_VERSION, run=self._run, delivered=steps)) + b"\n"
+                self.path, msgspec.json.encode(_StateFile(version=_VERSION, run=self._run, delivered=steps)) + b"\n"
             )
 
     def close(self) -> None:
@@ -97,7 +99,7 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def _locked(path: Path, waiting: Callable[[], None] | None) -> int:
+def _open_locked(path: Path, waiting: Callable[[], None] | None) -> int:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -113,18 +115,18 @@ def _locked(path: Path, waiting: Callable[[], None] | None) -> int:
     return lock
 
 
-def _read(path: Path, run: str) -> dict[str, set[int]]:
+def _read_state(path: Path, run: str) -> dict[str, set[int]]:
     try:
         with os.fdopen(open_own(path, follow=True), "rb") as file:  # a FIFO in its place would block
-            found = msgspec.json.decode(file.read(), type=_Form)
+            form = msgspec.json.decode(file.read(), type=_StateFile)
     except FileNotFoundError:
         return {}
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path}: not a follower's state: {error}; if you move it away, every checkpoint is delivered again"
         ) from error
-    if found.version != _VERSION:
-        raise ConfigError(f"{path}: state of version {found.version}, and this tierd knows {_VERSION}: use a newer one")
-    if found.run != run:
-        raise ConfigError(f"{path}: the state of run {found.run!r}, not of {run!r}; name another file")
-    return {attempt: set(steps) for attempt, steps in found.delivered.items()}
+    if form.version != _VERSION:
+        raise ConfigError(f"{path}: state of version {form.version}, and this tierd knows {_VERSION}: use a newer one")
+    if form.run != run:
+        raise ConfigError(f"{path}: the state of run {form.run!r}, not of {run!r}; name another file")
+    return {attempt: set(steps) for attempt, steps in form.delivered.items()}

@@ -61,23 +61,23 @@ def export_state(
     search = Search(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
     for candidate in search.whole(step, attempt, best, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
-        found, error = _try(tiers, candidate, files, target, options)
+        exported, error = _try(tiers, candidate, files, target, options)
         unfit = isinstance(error, StateMismatch | StateRefused | ConfigError)
         if search.settle(candidate, error, unfit=unfit).load:
-            assert found is not None
-            one = candidate.checkpoint
-            skipped = tuple(map(str, search.skipped(one)))
+            assert exported is not None
+            checkpoint = candidate.checkpoint
+            skipped = tuple(map(str, search.skipped(checkpoint)))
             return StateExport(
                 tiers.run,
-                one.step,
-                one.attempt,
+                checkpoint.step,
+                checkpoint.attempt,
                 str(target),
-                found.written,
-                found.tensors,
-                found.left_out,
-                found.converted,
-                found.stripped,
-                found.overflowed,
+                exported.written,
+                exported.tensors,
+                exported.left_out,
+                exported.converted,
+                exported.stripped,
+                exported.overflowed,
                 files.used,
                 skipped,
             )

@@ -23,7 +23,7 @@ from tierd.reading.tiers import RunOnTiers
 
 log = logging.getLogger("tierd")
 
-_HANDS = 8  # manifests in flight at once
+_CONCURRENCY = 8  # manifests in flight at once
 _LISTINGS = 3  # with `once`, because a checkpoint may be pruned between a listing and the reading
 # Why a checkpoint is not delivered now, and may be later. `ObjectNotFound` means that it was pruned.
 UNFIT = (CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, StoreRefused)
@@ -52,7 +52,7 @@ def rounds(
         StoreUnavailable: with `once`, no tier answered. Otherwise the next round tries again.
     """
     for number in itertools.count(1):
-        begun = time.monotonic()
+        started_s = time.monotonic()
         try:
             inventory = tiers.observe()
         except StoreUnavailable as error:
@@ -60,22 +60,22 @@ def rounds(
                 raise
             log.warning("%s; the next try is in %.0f s", error, period_s)
         else:
-            yield _due(tiers.run, list_checkpoints(inventory, tiers.run), delivered, latest)
+            yield _select_due(tiers.run, list_checkpoints(inventory, tiers.run), delivered, latest)
             del inventory
         if once:
             if number == _LISTINGS or not pruned():
                 return
             continue
-        time.sleep(max(0.0, begun + period_s - time.monotonic()))
+        time.sleep(max(0.0, started_s + period_s - time.monotonic()))
 
 
 def follow(tiers: RunOnTiers, delivered: Delivered, *, latest: bool, period_s: float, once: bool) -> Iterator[Listed]:
     """Yield each checkpoint, and record it once the caller asks for the next. Arguments and errors as for `rounds`."""
     pruned = False
-    every = rounds(tiers, delivered, latest=latest, period_s=period_s, once=once, pruned=lambda: pruned)
-    for due in every:
+    due_rounds = rounds(tiers, delivered, latest=latest, period_s=period_s, once=once, pruned=lambda: pruned)
+    for due_checkpoints in due_rounds:
         pruned = False
-        for listed in due:
+        for listed in due_checkpoints:
             try:
                 check_manifests(tiers, listed)
             except UNFIT as error:
@@ -109,18 +109,20 @@ def check_manifests(tiers: RunOnTiers, listed: Listed) -> None:
             raise copies.lost("its manifest", copies.unavailable)
         check_origin(copies.contents()[0], origins)
 
-    async def all_of_them() -> None:
-        await together(_HANDS, [ask(rank) for rank in range(listed.world_size)])
+    async def ask_all() -> None:
+        await together(_CONCURRENCY, [ask(rank) for rank in range(listed.world_size)])
 
     try:
-        tiers.loop.run(all_of_them())
+        tiers.loop.run(ask_all())
     except (CorruptChunk, ManifestError) as error:
         raise corrupt_or_gone(tiers, Candidate(name_of(tiers.run, listed), listed.world_size), error) from None
 
 
-def _due(run: str, listed: tuple[Listed, ...], delivered: Delivered, latest: bool) -> list[Listed]:
-    whole = sorted((one for one in listed if one.complete), key=lambda one: name_of(run, one))
+def _select_due(run: str, listed: tuple[Listed, ...], delivered: Delivered, latest: bool) -> list[Listed]:
+    complete = sorted(
+        (checkpoint for checkpoint in listed if checkpoint.complete), key=lambda checkpoint: name_of(run, checkpoint)
+    )
     if latest:
         newest = delivered.newest
-        whole = [one for one in whole[-1:] if newest is None or name_of(run, one) > newest]
-    return [one for one in whole if name_of(run, one) not in delivered]
+        complete = [checkpoint for checkpoint in complete[-1:] if newest is None or name_of(run, checkpoint) > newest]
+    return [checkpoint for checkpoint in complete if name_of(run, checkpoint) not in delivered]

@@ -43,37 +43,43 @@ def list_checkpoints(inventory: Inventory, run: str) -> tuple[Listed, ...]:
     """Describe every checkpoint: first those that a restore would try, in that order, then all others, newest first."""
     copies = inventory.copies(run)
     tried = [candidate.checkpoint for candidate in restore_candidates(inventory, run).candidates]
-    first = _first(inventory, {one: copies[one] for one in tried})
-    found = []
-    for one in (*tried, *sorted(copies.keys() - set(tried), reverse=True)):
-        seen = copies[one]
-        ranks = union(*(place.ranks for place in seen.values()))
-        sound = union(*(place.sound for place in seen.values()))
-        facts = next((place.spoken for place in seen.values() if place.spoken), None)
-        found.append(
+    first = _restore_choice(inventory, {tried_id: copies[tried_id] for tried_id in tried})
+    listing = []
+    for checkpoint in (*tried, *sorted(copies.keys() - set(tried), reverse=True)):
+        copies_by_tier = copies[checkpoint]
+        ranks = union(*(place.ranks for place in copies_by_tier.values()))
+        sound = union(*(place.sound for place in copies_by_tier.values()))
+        facts = next((place.spoken for place in copies_by_tier.values() if place.spoken), None)
+        listing.append(
             Listed(
-                step=one.step,
-                attempt=one.attempt,
+                step=checkpoint.step,
+                attempt=checkpoint.attempt,
                 created=facts.created if facts else None,
                 metrics=dict(facts.metrics) if facts else {},
-                world_size=min((size for size, some in ranks.items() if len(some) == size), default=max(ranks)),
+                world_size=min(
+                    (size for size, sound_ranks in ranks.items() if len(sound_ranks) == size), default=max(ranks)
+                ),
                 complete=is_complete(sound),
-                tiers=tuple(name for name, place in seen.items() if place.usable),
-                resumes=one == first,
+                tiers=tuple(name for name, place in copies_by_tier.items() if place.usable),
+                resumes=checkpoint == first,
             )
         )
-    return tuple(found)
+    return tuple(listing)
 
 
-def _first(inventory: Inventory, tried: Mapping[CheckpointId, Mapping[str, CheckpointCopy]]) -> CheckpointId | None:
+def _restore_choice(
+    inventory: Inventory, tried: Mapping[CheckpointId, Mapping[str, CheckpointCopy]]
+) -> CheckpointId | None:
     """Return the candidate that a restore would load, as far as the manifests show; None if that cannot be known.
 
     A restore passes over a candidate only if its manifests are proven corrupt.
     """
-    for one, seen in tried.items():
-        if is_complete(union(*(place.sound for place in seen.values()))):
-            return one
-        corrupt = all(isinstance(why, ManifestError) for place in seen.values() for why in place.defects.values())
+    for checkpoint, copies_by_tier in tried.items():
+        if is_complete(union(*(place.sound for place in copies_by_tier.values()))):
+            return checkpoint
+        corrupt = all(
+            isinstance(why, ManifestError) for place in copies_by_tier.values() for why in place.defects.values()
+        )
         if not corrupt or None in inventory.tiers.values():
             return None  # another key, or a tier that does not answer now, may prove this candidate valid
     return None

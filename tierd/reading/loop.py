@@ -21,7 +21,7 @@ class LoopThread:
         self._pid = os.getpid()
         self._ready = Event()
         self._closed = False
-        self._thread = Thread(target=lambda: asyncio.run(self._live()), name="tierd-reader", daemon=True)
+        self._thread = Thread(target=lambda: asyncio.run(self._run_until_closed()), name="tierd-reader", daemon=True)
         self._thread.start()
         self._ready.wait()
 
@@ -54,7 +54,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
 
-    async def _live(self) -> None:
+    async def _run_until_closed(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self._ready.set()
         await self._end.wait()

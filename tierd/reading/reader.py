@@ -177,7 +177,7 @@ class Reader:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         rank: int | None = None,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done_bytes, total: None,
     ) -> Exported:
         """Copy the files of the newest verified checkpoint, or the best, into `directory`, as `tierd restore` does.
 
@@ -199,9 +199,9 @@ class Reader:
         if best is not None and step is not None:
             raise ConfigError(f"best={best!r} and step={step}: one of the two")
         goal = None if best is None else check_goal(Goal(best, mode))
-        wanted = None if step is None else check_step(step), None if attempt is None else check_attempt(attempt)
+        selection = None if step is None else check_step(step), None if attempt is None else check_attempt(attempt)
         moved = Progress(on_progress=lambda at: on_progress(at.done, at.total))
-        work = export(self.tiers.stores, self.run, target, *wanted, moved, self.tiers.budget, goal, rank)
+        work = export(self.tiers.stores, self.run, target, *selection, moved, self.tiers.budget, goal, rank)
         try:
             return self.tiers.loop.run(work)
         except CheckpointNotFound as error:
@@ -223,7 +223,7 @@ class Reader:
         only: str | None = None,
         dtype: str | None = None,
         strip: str = "",
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done_bytes, total: None,
     ) -> StateExport:
         """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
 
@@ -267,8 +267,8 @@ class Reader:
         self.close()
 
 
-def _path(given: object, wanted: str) -> PathLike:
-    """Return `given` if it can be a path or a URL; else raise `ConfigError` with the description in `wanted`."""
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigError(f"{wanted}, and not a {type(given).__name__}")
-    return given
+def _path(argument: object, description: str) -> PathLike:
+    """Return `argument` if it can be a path or a URL; else raise `ConfigError` with `description`."""
+    if not isinstance(argument, str | os.PathLike):
+        raise ConfigError(f"{description}, and not a {type(argument).__name__}")
+    return argument

@@ -70,11 +70,11 @@ def restore(
     search = Search(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
     for candidate in search.whole(step, attempt, goal, at_least, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
-        found, error = _try(tiers, candidate, files, chosen(state, names), names, rank, ignore_prefixes)
+        loaded, error = _try(tiers, candidate, files, chosen(state, names), names, rank, ignore_prefixes)
         unfit = isinstance(error, StateMismatch | ConfigError)
         if search.settle(candidate, error, unfit=unfit).load:
-            assert found is not None
-            manifest, tree, tensors, fitting = found
+            assert loaded is not None
+            manifest, tree, tensors, fitting = loaded
             into = chosen(state, names)
             load(into, tree, handed_over=False, file=tensors, fitting=fitting)
             if into is not state and isinstance(state, MutableMapping):
@@ -90,8 +90,8 @@ def restore(
                 skipped=search.skipped(candidate.checkpoint),
                 unreached=search.resume.unreached,
             )
-        del found, error  # frees the memory before the next candidate is read
-    incomplete = [str(one) for one in search.skipped()]
+        del loaded, error  # frees the memory before the next candidate is read
+    incomplete = [str(reason) for reason in search.skipped()]
     raise CheckpointNotFound("\n  ".join([none_there(tiers), *incomplete]))
 
 
@@ -110,10 +110,10 @@ def _try(
         The manifest, the tree, the tensors and the result of `check_fit`, or None and the error.
     """
     try:
-        manifest, found = read_part(files, names, rank)
-        tree = unflatten(found[TREE], found[TENSORS])
+        manifest, contents = read_part(files, names, rank)
+        tree = unflatten(contents[TREE], contents[TENSORS])
         tree = with_names_of(into, tree) if ignore_prefixes else tree
-        return (manifest, tree, found[TENSORS], check_fit(into, tree)), None
+        return (manifest, tree, contents[TENSORS], check_fit(into, tree)), None
     except (CorruptChunk, ManifestError) as error:
         return None, corrupt_or_gone(tiers, candidate, error)
     except Exception as error:

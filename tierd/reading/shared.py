@@ -61,13 +61,13 @@ def differing(files: TierFiles, names: Collection[str] | None) -> list[str]:
         part = files.part(rank)
         if _content(files.manifest(part)) == _content(manifest):
             return set()
-        other = _describe(files, part)
-        asked = dict.fromkeys((*first.entries, *other.entries)) if names is None else names
-        return {name for name in asked if not _is_same(files, first, other, name)}
+        described = _describe(files, part)
+        entry_names = dict.fromkeys((*first.entries, *described.entries)) if names is None else names
+        return {name for name in entry_names if not _is_same(files, first, described, name)}
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tierd-compare") as pool:
-        found = set[str]().union(*pool.map(compare, range(1, files.world)))
-    return [*(name for name in first.entries if name in found), *sorted(found - first.entries.keys())]
+        differences = set[str]().union(*pool.map(compare, range(1, files.world)))
+    return [*(name for name in first.entries if name in differences), *sorted(differences - first.entries.keys())]
 
 
 def _content(manifest: Manifest) -> list[tuple[str, list[str]]]:
@@ -84,14 +84,14 @@ def _describe(files: TierFiles, part: PartId) -> _Part:
     return _Part(part, entries, tensors, read_header(files, part)[1].entries, ComparedPart(part))
 
 
-def _is_same(files: TierFiles, one: _Part, other: _Part, name: str) -> bool:
-    if name not in one.entries or one.entries[name] != other.entries.get(name):
+def _is_same(files: TierFiles, first: _Part, second: _Part, name: str) -> bool:
+    if name not in first.entries or first.entries[name] != second.entries.get(name):
         return False
-    return all(_are_equal(files, one, other, tensor) for tensor in sorted(one.tensors[name]))
+    return all(_are_equal(files, first, second, tensor) for tensor in sorted(first.tensors[name]))
 
 
-def _are_equal(files: TierFiles, one: _Part, other: _Part, tensor: str) -> bool:
-    here, there = one.places.get(tensor), other.places.get(tensor)
-    if here is None or there is None:
-        return here is there is None
-    return are_equal(files, one.side, here, other.side, there)
+def _are_equal(files: TierFiles, first: _Part, second: _Part, tensor: str) -> bool:
+    first_place, second_place = first.places.get(tensor), second.places.get(tensor)
+    if first_place is None or second_place is None:
+        return first_place is second_place is None
+    return are_equal(files, first.side, first_place, second.side, second_place)

@@ -31,7 +31,7 @@ from tierd.stores.base import Store
 
 log = logging.getLogger("tierd")
 
-_HANDS = 8  # chunks in flight at once for one caller, within the memory budget
+_CONCURRENCY = 8  # chunks in flight at once for one caller, within the memory budget
 
 
 class RunOnTiers:
@@ -75,7 +75,7 @@ class RunOnTiers:
     async def _observe(self) -> Inventory:
         unreached: dict[str, str] = {}
 
-        async def one(name: str) -> Place | None:
+        async def observe_tier(name: str) -> Place | None:
             try:
                 return await self._eyes[name].observe({self.run})
             except (StoreUnavailable, StoreRefused) as error:
@@ -83,7 +83,7 @@ class RunOnTiers:
                 unreached[name] = str(error)
                 return None
 
-        places = await together(len(self._eyes), [one(name) for name in self._eyes])
+        places = await together(len(self._eyes), [observe_tier(name) for name in self._eyes])
         self.unreached = {name: unreached[name] for name in self._eyes if name in unreached}
         if len(unreached) == len(self._eyes):
             why = "; ".join(f"{name}: {reason}" for name, reason in self.unreached.items())
@@ -163,15 +163,15 @@ class TierFiles(PartRanges):
                 raise copies.lost("its manifest", copies.unavailable)
             copies.trust(contents[0])
             self._copies[part], self._contents[part] = copies, contents
-        found = self._contents[part][0]
-        check_origin(found, self._origins)  # each time, because `try_next` may have switched to another history
-        return found
+        manifest = self._contents[part][0]
+        check_origin(manifest, self._origins)  # each time, because `try_next` may have switched to another history
+        return manifest
 
     def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
-        for file, some in _by_file(spans).items():
+        for file, file_spans in _group_by_file(spans).items():
             self.manifest(file[0])
             try:
-                self._tiers.loop.run(self._fill(memory, base, *file, some))
+                self._tiers.loop.run(self._fill(memory, base, *file, file_spans))
             except CorruptChunk:
                 self._corrupt = file[0]
                 raise
@@ -195,31 +195,33 @@ class TierFiles(PartRanges):
     async def _fill(self, memory: memoryview, base: int, part: PartId, path: str, spans: list[Span]) -> None:
         copies, files = self._copies[part], self._contents[part][0].files
         number = next(number for number, file in enumerate(files) if file.path == path)
-        wanted: dict[tuple[int, int], list[Span]] = {}  # index and offset of a chunk -> the spans that it overlaps
+        spans_by_chunk: dict[
+            tuple[int, int], list[Span]
+        ] = {}  # index and offset of a chunk -> the spans that it overlaps
         for span in spans:
             sizes = (chunk.size for chunk in span.file.chunks[span.first : span.end])
             for chunk in enumerate(accumulate(sizes, initial=span.start), span.first):
                 if chunk[0] < span.end:
-                    wanted.setdefault(chunk, []).append(span)
-        todo = iter(sorted(wanted.items()))
+                    spans_by_chunk.setdefault(chunk, []).append(span)
+        todo = iter(sorted(spans_by_chunk.items()))
 
         async def hand() -> None:
-            for (index, offset), some in todo:
+            for (index, offset), chunk_spans in todo:
                 size, buffers = files[number].chunks[index].size, self._tiers.buffers
                 async with self._tiers.budget.take(copies.weight(number, index)):
-                    with _room(memory, base, offset, size, some, buffers) as room:
+                    with _room(memory, base, offset, size, chunk_spans, buffers) as room:
                         raw = memoryview(await copies.chunk(number, index, path, room, buffers)).cast("B")
                         if room.obj is not memory.obj or raw.obj is not room.obj:
-                            await to_the_end(_place, memory, base, raw, offset, some)
+                            await to_the_end(_copy_spans, memory, base, raw, offset, chunk_spans)
 
-        await together(_HANDS, [hand() for _ in range(min(_HANDS, len(wanted)))])
+        await together(_CONCURRENCY, [hand() for _ in range(min(_CONCURRENCY, len(spans_by_chunk)))])
 
 
-def _by_file(spans: Collection[Span]) -> dict[tuple[PartId, str], list[Span]]:
-    found: dict[tuple[PartId, str], list[Span]] = {}
+def _group_by_file(spans: Collection[Span]) -> dict[tuple[PartId, str], list[Span]]:
+    spans_by_file: dict[tuple[PartId, str], list[Span]] = {}
     for span in spans:
-        found.setdefault((span.part, span.path), []).append(span)
-    return found
+        spans_by_file.setdefault((span.part, span.path), []).append(span)
+    return spans_by_file
 
 
 @contextmanager
@@ -234,7 +236,7 @@ def _room(
         yield memory
 
 
-def _place(memory: memoryview, base: int, raw: memoryview, offset: int, spans: list[Span]) -> None:
+def _copy_spans(memory: memoryview, base: int, raw: memoryview, offset: int, spans: list[Span]) -> None:
     """Copy into `memory` the parts of `spans` that a chunk holds. The chunk begins at `offset` of its file."""
     for span in spans:
         begin, end = max(span.offset, offset), min(span.offset + span.length, offset + len(raw))

@@ -40,12 +40,12 @@ def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> 
         if type(rank) is not int or not 0 <= rank < files.world:
             raise ConfigError(f"rank={rank!r}: {files.checkpoint} has ranks 0..{files.world - 1}")
         return files.part(rank)
-    found = differing(files, names)
-    if found:
-        shown = ", ".join(map(show_part, found))
+    entries = differing(files, names)
+    if entries:
+        entry_texts = ", ".join(map(show_part, entries))
         raise StateMismatch(
-            f"{files.checkpoint} was saved by {files.world} ranks, and {shown} differ{'s' * (len(found) == 1)} between "
-            f"them: say whose is wanted, restore(state, rank=0), or load others alone, restore(state, only=…)"
+            f"{files.checkpoint} was saved by {files.world} ranks, and {entry_texts} differ{'s' * (len(entries) == 1)} "
+            f"between them: say whose is wanted, restore(state, rank=0), or load others alone, restore(state, only=…)"
         )
     return files.part(0)
 
@@ -55,10 +55,10 @@ def _read(files: TierFiles, part: PartId, names: Collection[str] | None) -> tupl
     check_written_by_save(part, [file.path for file in manifest.files])
     if names is not None:
         return read_entries(files, part, names)
-    found = {}
+    contents = {}
     for file in manifest.files:
         memory = memory_for(file.size)
         if file.size:
             files.fill(memory, [files.span(part, file.path)])
-        found[file.path] = settle(memory, file.size)
-    return manifest, found
+        contents[file.path] = settle(memory, file.size)
+    return manifest, contents

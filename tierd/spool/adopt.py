@@ -30,7 +30,7 @@ from tierd.spool.file_io import digest, sync_directory
 How: TypeAlias = Literal["reflink", "link", "copy"]
 _FICLONE = 0x40049409  # linux/fs.h
 # The file system or the kernel's rules do not allow a link or a clone between the two paths.
-_NOT_HERE = (
+_UNSUPPORTED = (
     *(errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS),
     *(errno.EMLINK, errno.ETXTBSY),
 )
@@ -51,9 +51,9 @@ def adopt(fd: int, size: int, path: Path, name: str, *, link: bool, going: Calla
         CorruptChunk: the file changed meanwhile.
         OSError: as the system reports it.
     """
-    how: How = "reflink" if _clone(fd, path) else "link" if link and _linked(fd, path) else "copy"
+    how: How = "reflink" if _clone(fd, path) else "link" if link and _link_open_file(fd, path) else "copy"
     if how == "copy":
-        return _copied(fd, size, path, name, going), how
+        return _copy_file(fd, size, path, name, going), how
     file = describe_file(path, name, going=going)
     if file.size != size:
         raise CorruptChunk(f"{path}: it had {size} bytes, and has {file.size}")
@@ -126,20 +126,20 @@ def unshare_below(home: Path) -> None:
 
 
 def _clone(fd: int, path: Path) -> bool:
-    made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.ioctl(made, _FICLONE, fd)
+        fcntl.ioctl(target, _FICLONE, fd)
         return True
     except OSError as error:
         path.unlink()
-        if error.errno in _NOT_HERE:
+        if error.errno in _UNSUPPORTED:
             return False
         raise
     finally:
-        os.close(made)
+        os.close(target)
 
 
-def _linked(fd: int, path: Path) -> bool:
+def _link_open_file(fd: int, path: Path) -> bool:
     """Link the open file itself, not whatever has its name by now."""
     if os.fstat(fd).st_uid != os.geteuid():
         return False  # its owner could change it, or take it away from us
@@ -147,7 +147,7 @@ def _linked(fd: int, path: Path) -> bool:
     try:
         os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=directory, follow_symlinks=True)
     except OSError as error:
-        if error.errno in (*_NOT_HERE, errno.ENOENT):  # ENOENT: deleted meanwhile, or /proc is not there
+        if error.errno in (*_UNSUPPORTED, errno.ENOENT):  # ENOENT: deleted meanwhile, or /proc is not there
             return False
         raise
     finally:
@@ -155,21 +155,21 @@ def _linked(fd: int, path: Path) -> bool:
     return True
 
 
-def _copied(fd: int, size: int, path: Path, name: str, going: Callable[[], None]) -> File:
+def _copy_file(fd: int, size: int, path: Path, name: str, going: Callable[[], None]) -> File:
     sizes = cut(lambda offset, length: os.pread(fd, length, offset), size, CHUNK_SIZE)
     memory, pieces = memory_for(max(sizes, default=0) + PAGE), memory_for(LARGE)
-    made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         chunks, offset = [], 0
         for length in sizes:
             going()
-            found = agreed_digest(fd, pieces, length, offset, path)
-            write_all(made, _read(fd, memory, length, offset, path, found), offset)
-            chunks.append(Chunk(size=length, xxh3_128=found))
+            digested = agreed_digest(fd, pieces, length, offset, path)
+            write_all(target, _read(fd, memory, length, offset, path, digested), offset)
+            chunks.append(Chunk(size=length, xxh3_128=digested))
             offset += length
-        os.fsync(made)
+        os.fsync(target)
     finally:
-        os.close(made)
+        os.close(target)
     return File(path=name, size=size, chunks=tuple(chunks))
 
 
@@ -179,11 +179,11 @@ def _read(fd: int, memory: memoryview, size: int, offset: int, path: Path, expec
     def read() -> memoryview:
         if read_into(fd, memory, size, offset) < size:
             raise CorruptChunk(f"{path}: it became shorter than its {offset + size} bytes")
-        found = digest(memory[:size])
-        if found != expected:
+        actual = digest(memory[:size])
+        if actual != expected:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             error = CorruptChunk(f"{path}: it changed while it was copied")
-            error.read_digest = found
+            error.read_digest = actual
             raise error
         return memory[:size]
 

@@ -42,14 +42,14 @@ class _Mapping(mmap.mmap):
             self.before_unmapping()
 
 
-_not_here: list[_Mapping] = []
+_foreign_mappings: list[_Mapping] = []
 
 
 def _forget_in_child() -> None:
     # A DataLoader's worker must not keep a state's worth of memory alive.
     for arena in list(_open):
         # Never unmapped in a child, because a later mapping may use the same address there.
-        _not_here.append(arena._memory)
+        _foreign_mappings.append(arena._memory)
         arena.close()
 
 
@@ -176,12 +176,12 @@ def available() -> int:
     """
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(facts[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    left = [free - int(_SPARE * total)]
+    free_bytes = [free - int(_SPARE * total)]
     for group in limited_groups():
         with suppress(OSError, ValueError):
-            left.append(group.left() - int(_SPARE * group.limit))
+            free_bytes.append(group.left() - int(_SPARE * group.limit))
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        left.append(space - mapped - int(_SPARE * space))
-    return max(0, min(left))
+        free_bytes.append(space - mapped - int(_SPARE * space))
+    return max(0, min(free_bytes))

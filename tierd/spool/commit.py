@@ -123,8 +123,8 @@ def _write(
     with spool.stage(manifest.part) as stage:
         for name, source in sources.items():
             path, size = stage.path / name, len(source)
-            again = reuse and name == largest and size >= LARGE and _take(spool, manifest.part, path)
-            with FileWriter(path, name, size, chunk_size, recycled=again) as writer:
+            is_recycled = reuse and name == largest and size >= LARGE and _take(spool, manifest.part, path)
+            with FileWriter(path, name, size, chunk_size, recycled=is_recycled) as writer:
                 for piece in source:
                     writer.write(piece)
                 described.append(writer.finish())
@@ -135,10 +135,10 @@ def _write(
 
 
 def _take(spool: Spool, part: PartId, path: Path) -> bool:
-    found = spool.recycled(part)
+    spare = spool.recycled(part)
     try:
-        if found:
-            found.rename(path)
+        if spare:
+            spare.rename(path)
             return True
     except FileNotFoundError:  # another writer claimed the file first, or `drop_recycled` deleted it
         pass
@@ -146,11 +146,11 @@ def _take(spool: Spool, part: PartId, path: Path) -> bool:
 
 
 def _pieces(source: Source) -> Pieces:
-    return _Whole(flat(source)) if isinstance(source, bytes | bytearray | memoryview | mmap.mmap) else source
+    return _SinglePiece(flat(source)) if isinstance(source, bytes | bytearray | memoryview | mmap.mmap) else source
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _SinglePiece:
     """Bytes that are in memory, as one piece."""
 
     view: memoryview

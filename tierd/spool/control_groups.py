@@ -59,8 +59,8 @@ def limited_groups(groups: str = "", root: Path = _ROOT) -> Iterator[MemoryGroup
             continue
         # In a container the path may be the host's, which is not there. The container's own group is then the root, and
         # the root is asked in any case.
-        here = base / path.lstrip("/")
-        for directory in (here, *here.parents):
+        own_group = base / path.lstrip("/")
+        for directory in (own_group, *own_group.parents):
             texts = (_read(directory / name).strip() for name in names)
             limits = [limit for text in texts if text.isdigit() and (limit := int(text)) < _UNLIMITED]
             if limits:

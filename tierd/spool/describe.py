@@ -53,30 +53,30 @@ def describe_file(
 
 
 def _describe(
-    path: Path, name: str, chunk_size: int, written: tuple[int, str] | None, going: Callable[[], None]
+    path: Path, name: str, chunk_size: int, expected: tuple[int, str] | None, going: Callable[[], None]
 ) -> File:
     fd = open_plain(path)
     try:
-        if written is None:
+        if expected is None:
             os.fsync(fd)
         size = os.fstat(fd).st_size
         chunks, offset = [], 0
         sizes = cut(lambda offset, length: os.pread(fd, length, offset), size, chunk_size)
-        memory, whole = memory_for(LARGE), xxhash.xxh3_128()
+        memory, file_hash = memory_for(LARGE), xxhash.xxh3_128()
         for length in sizes:
             going()
-            if written:
-                found = _digest_pieces(fd, memory, length, offset, path, whole)
+            if expected:
+                digested = _digest_pieces(fd, memory, length, offset, path, file_hash)
             else:
-                found = agreed_digest(fd, memory, length, offset, path)
-            chunks.append(Chunk(size=length, xxh3_128=found))
+                digested = agreed_digest(fd, memory, length, offset, path)
+            chunks.append(Chunk(size=length, xxh3_128=digested))
             offset += length
         if os.fstat(fd).st_size != size:
             raise CorruptChunk(f"{path}: it changed while it was being digested")
-        if written and written != (size, whole.hexdigest()):
+        if expected and expected != (size, file_hash.hexdigest()):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the next read, if any, comes from the disk
-            error = CorruptChunk(f"{path}: its {size} bytes are not the {written[0]} that were written to it")
-            error.read_digest = f"{size} {whole.hexdigest()}"
+            error = CorruptChunk(f"{path}: its {size} bytes are not the {expected[0]} that were written to it")
+            error.read_digest = f"{size} {file_hash.hexdigest()}"
             raise error
     finally:
         os.close(fd)
@@ -100,16 +100,16 @@ def agreed_digest(fd: int, memory: memoryview, size: int, offset: int, path: Pat
         CorruptChunk: the file ends inside the range.
         UnstableRead: the reads differ from each other.
     """
-    found = digest_cached(fd, memory, size, offset)
-    if found is not None:
-        return found
+    cached = digest_cached(fd, memory, size, offset)
+    if cached is not None:
+        return cached
     readings: list[Reading] = []
     while True:
-        way = "cached" if len(readings) % 2 else "direct"  # the last read leaves the bytes in the page cache
+        access = "cached" if len(readings) % 2 else "direct"  # the last read leaves the bytes in the page cache
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        set_direct(fd, way == "direct")
+        set_direct(fd, access == "direct")
         try:
-            readings.append(Reading(_digest_pieces(fd, memory, size, offset, path), way))
+            readings.append(Reading(_digest_pieces(fd, memory, size, offset, path), access))
         finally:
             set_direct(fd, False)
         verdict = judge(readings, paths=2)
@@ -120,13 +120,13 @@ def agreed_digest(fd: int, memory: memoryview, size: int, offset: int, path: Pat
 
 
 def _digest_pieces(
-    fd: int, memory: memoryview, size: int, offset: int, path: Path, whole: xxhash.xxh3_128 | None = None
+    fd: int, memory: memoryview, size: int, offset: int, path: Path, file_hash: xxhash.xxh3_128 | None = None
 ) -> str:
-    """Read and digest a range piece by piece in `LARGE` bytes of memory; also update `whole`."""
-    found = xxhash.xxh3_128()
+    """Read and digest a range piece by piece in `LARGE` bytes of memory; also update `file_hash`."""
+    hasher = xxhash.xxh3_128()
     for at in range(offset, offset + size, PIECE_IN_CACHE):
         piece = read_range(fd, memory, min(PIECE_IN_CACHE, offset + size - at), at, path)
-        found.update(piece)
-        if whole:
-            whole.update(piece)
-    return found.hexdigest()
+        hasher.update(piece)
+        if file_hash:
+            file_hash.update(piece)
+    return hasher.hexdigest()

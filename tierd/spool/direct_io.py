@@ -56,8 +56,8 @@ def is_spare(fd: int) -> bool:
 
     The kernel grants a write lease only in that case (a mapping counts as open). The lease is released at once.
     """
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.geteuid():
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
         return False
     try:
         # A process that opens the file before the release makes the kernel send a signal; the default, SIGIO, would
@@ -80,13 +80,13 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> boo
         OSError: as the system reports it; some of the bytes may have been written.
     """
     view, direct = memoryview(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-    whole, done = len(view) - len(view) % PAGE, 0
-    while done < len(view):
-        if done >= whole:
+    aligned, position = len(view) - len(view) % PAGE, 0
+    while position < len(view):
+        if position >= aligned:
             set_direct(fd, False)
-        end = min(done + PIECE, whole if done < whole else len(view))
+        end = min(position + PIECE, aligned if position < aligned else len(view))
         try:
-            done += os.pwrite(fd, view[done:end], offset + done)
+            position += os.pwrite(fd, view[position:end], offset + position)
         except OSError as error:
             if error.errno != errno.EINVAL or not set_direct(fd, False):
                 raise
@@ -135,18 +135,18 @@ def read_into(fd: int, memory: memoryview, size: int, offset: int) -> int:
     Returns:
         The number of bytes that were read; less than `size` if the file ends earlier.
     """
-    pages, done = memory[: -(-size // PAGE) * PAGE], 0
-    while done < size:
+    pages, position = memory[: -(-size // PAGE) * PAGE], 0
+    while position < size:
         try:
-            count = os.preadv(fd, [pages[done : done + PIECE]], offset + done)
+            count = os.preadv(fd, [pages[position : position + PIECE]], offset + position)
         except OSError as error:
             if error.errno != errno.EINVAL or not set_direct(fd, False):
                 raise
             continue
         if count == 0:
             break
-        done += count
-    return min(done, size)
+        position += count
+    return min(position, size)
 
 
 def read_cached(fd: int, memory: memoryview, size: int, offset: int) -> bool:
@@ -160,15 +160,18 @@ def read_cached(fd: int, memory: memoryview, size: int, offset: int) -> bool:
         size: the number of bytes.
         offset: where they lie in the file.
     """
-    done, length = 0, PAGE  # one page first, because the kernel reads ahead after a miss, and more for a larger request
-    while done < size:
+    position, length = (
+        0,
+        PAGE,
+    )  # one page first, because the kernel reads ahead after a miss, and more for a larger request
+    while position < size:
         try:
-            count = os.preadv(fd, [memory[done : min(done + length, size)]], offset + done, os.RWF_NOWAIT)
+            count = os.preadv(fd, [memory[position : min(position + length, size)]], offset + position, os.RWF_NOWAIT)
         except OSError:  # not in the cache; or a kernel or a file system that does not say so
             return False
         if not count:
             return False
-        done, length = done + count, PIECE
+        position, length = position + count, PIECE
     return True
 
 
@@ -217,22 +220,22 @@ def ahead(items: Iterator[T], *, worth: bool) -> Iterator[Iterator[T]]:
         items: the iterator that the thread consumes.
         worth: if False, no thread is started and items are made as the caller takes them.
     """
-    made: SimpleQueue[T | None] = SimpleQueue()
+    queue: SimpleQueue[T | None] = SimpleQueue()
     failed: list[BaseException] = []
-    left = Event()
+    stopped = Event()
 
     def make() -> None:
         try:
             for item in items:
-                made.put(item)
-                if left.is_set():
+                queue.put(item)
+                if stopped.is_set():
                     break
         except BaseException as error:
             failed.append(error)
-        made.put(None)
+        queue.put(None)
 
-    def taken() -> Iterator[T]:
-        while (item := made.get()) is not None:
+    def drain() -> Iterator[T]:
+        while (item := queue.get()) is not None:
             yield item
         if failed:
             raise failed[0]
@@ -244,8 +247,8 @@ def ahead(items: Iterator[T], *, worth: bool) -> Iterator[Iterator[T]]:
     except RuntimeError:  # the system grants no thread
         worth = False
     try:
-        yield taken() if worth else items
+        yield drain() if worth else items
     finally:
-        left.set()
+        stopped.set()
         if worth:
             thread.join()

@@ -72,17 +72,17 @@ def names_in(path: Path) -> list[str]:
         return []
 
 
-def directories_in(path: Path, known: Container[str] = ()) -> list[str]:
+def directories_in(path: Path, known_names: Container[str] = ()) -> list[str]:
     """List the directories in a directory, without links and hidden ones.
 
     Args:
         path: the directory.
-        known: names that were such directories before, which is not asked again, because there may be thousands.
+        known_names: names that were such directories before, which is not asked again, because there may be thousands.
     """
     try:
-        if known:
+        if known_names:
             names = os.listdir(path)  # noqa: PTH208  # as in `names_in`
-            return [name for name in names if name in known or _is_directory(path / name)]
+            return [name for name in names if name in known_names or _is_directory(path / name)]
         with os.scandir(path) as entries:
             return [
                 entry.name

@@ -55,7 +55,7 @@ class FileWriter:
     def __init__(
         self, path: Path, name: str, size: int, chunk_size: int = CHUNK_SIZE, *, recycled: bool = False
     ) -> None:
-        self._name, self._size, self._chunk_size, self._done = name, size, chunk_size, 0
+        self._name, self._size, self._chunk_size, self._written_bytes = name, size, chunk_size, 0
         self._cuts: list[int] | None = None  # sizes of the unfinished chunks, the next one last
         self._hash, self._hashed, self._chunks = xxhash.xxh3_128(), 0, list[Chunk]()
         over = _open_spare(path) if recycled else None
@@ -78,7 +78,7 @@ class FileWriter:
         Raises:
             ValueError: there are more bytes than `size`.
         """
-        if self._done + len(piece) > self._size:
+        if self._written_bytes + len(piece) > self._size:
             raise ValueError(f"{self._name}: more than the {self._size} bytes that were announced")
         if self._cuts is None:
             self._cuts = cut(lambda offset, size: piece[offset : offset + size], self._size, self._chunk_size)[::-1]
@@ -92,16 +92,16 @@ class FileWriter:
         Raises:
             ValueError: there are fewer bytes than `size`.
         """
-        if self._done != self._size:
-            raise ValueError(f"{self._name}: {self._done} bytes, not the {self._size} that were announced")
+        if self._written_bytes != self._size:
+            raise ValueError(f"{self._name}: {self._written_bytes} bytes, not the {self._size} that were announced")
         os.fsync(self._fd)
         return File(path=self._name, size=self._size, chunks=tuple(self._chunks))
 
     def _digested(self, piece: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Digest `piece` in steps of `PIECE` bytes, and yield the offset in the file and the bytes of each step."""
         for begin in range(0, len(piece), PIECE):
-            data, offset = piece[begin : begin + PIECE], self._done
-            self._done += len(data)
+            data, offset = piece[begin : begin + PIECE], self._written_bytes
+            self._written_bytes += len(data)
             self._digest(data)
             yield offset, data
 
@@ -109,10 +109,10 @@ class FileWriter:
         assert self._cuts is not None
         while data:
             size = self._cuts[-1]
-            here = data[: size - self._hashed]
-            data = data[len(here) :]
-            self._hash.update(here)
-            self._hashed += len(here)
+            piece = data[: size - self._hashed]
+            data = data[len(piece) :]
+            self._hash.update(piece)
+            self._hashed += len(piece)
             if self._hashed == size:
                 self._chunks.append(Chunk(size=size, xxh3_128=self._hash.hexdigest()))
                 self._cuts.pop()

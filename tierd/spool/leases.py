@@ -28,23 +28,23 @@ ALIVE = "alive"  # a subdirectory of `.tierd/`
 _TRIES, _PAUSE_S = 20, 0.005  # a process that checks a lock holds it for an instant only
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a lock's place does not block
 _PID_SIZE = 20  # bytes
-_KEPT = 64  # locks per run that a sweep keeps
+_MAX_KEPT_LOCKS = 64  # locks per run that a sweep keeps
 
 _Owner = object  # a writer of this process that holds a lock; compared by identity or value
 # (control, writer) -> by owner, attempt and descriptor.
-_held: dict[tuple[Path, str], dict[_Owner, tuple[str, int]]] = {}
+_held_leases: dict[tuple[Path, str], dict[_Owner, tuple[str, int]]] = {}
 _guard = threading.RLock()  # reentrant, because a signal handler that saves may interrupt its holder
-_changing = False  # whether the holder of `_guard` is changing `_held`
+_changing = False  # whether the holder of `_guard` is changing `_held_leases`
 
 
 def _forget_in_child() -> None:
     # A DataLoader's worker must not keep its trainer's lock after the trainer dies.
     global _guard, _changing
     _guard, _changing = threading.RLock(), False
-    for owners in _held.values():
+    for owners in _held_leases.values():
         for _, fd in owners.values():
             os.close(fd)
-    _held.clear()
+    _held_leases.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -84,12 +84,12 @@ def hold(control: Path, part: PartId, owner: _Owner = None, *, among: bool = Fal
 
 def _take(control: Path, part: PartId, owner: _Owner, marks: Path, among: bool) -> bool:
     attempt = part.checkpoint.attempt
-    owners = _held.setdefault((control, part.writer), {})
+    owners = _held_leases.setdefault((control, part.writer), {})
     if owner in owners and owners[owner][0] == attempt:
         return False
-    twins = [fd for other, (name, fd) in owners.items() if name == attempt and other != owner]
+    twins = [fd for other_owner, (name, fd) in owners.items() if name == attempt and other_owner != owner]
     # Even if no lock can be taken, the previous launch has ended.
-    former = [owners.pop(one) for one in list(owners) if one == owner or not among]
+    former = [owners.pop(former_owner) for former_owner in list(owners) if former_owner == owner or not among]
     try:
         check_room(control / ALIVE)
         with suppress(FileExistsError):
@@ -104,21 +104,21 @@ def _take(control: Path, part: PartId, owner: _Owner, marks: Path, among: bool) 
 
 def holds(control: Path, part: PartId, owner: _Owner = None) -> bool:
     """Whether `owner` holds the lease of the launch of `part`."""
-    held = _held.get((control, part.writer), {}).get(owner)
-    return held is not None and held[0] == part.checkpoint.attempt
+    lease = _held_leases.get((control, part.writer), {}).get(owner)
+    return lease is not None and lease[0] == part.checkpoint.attempt
 
 
 def release(control: Path, part: PartId, owner: _Owner = None) -> None:
     """Release the lease of `owner`, unless the lease is of another launch of that rank by now."""
     with _guard:
         if holds(control, part, owner):
-            os.close(_held[control, part.writer].pop(owner)[1])
+            os.close(_held_leases[control, part.writer].pop(owner)[1])
 
 
 def trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Trainer, ...]]:
     """Return, by run, the trainers that live on this node, in the order of their launches. Raises OSError."""
-    found = {run: tuple(sorted(_leased(control / ALIVE / run, run))) for run in runs}
-    return {run: some for run, some in found.items() if some}
+    by_run = {run: tuple(sorted(_list_trainers(control / ALIVE / run, run))) for run in runs}
+    return {run: run_trainers for run, run_trainers in by_run.items() if run_trainers}
 
 
 def on_this_machine(run: str, attempt: str) -> dict[int, str]:
@@ -129,22 +129,22 @@ def on_this_machine(run: str, attempt: str) -> dict[int, str]:
     Returns:
         By process id, the spool in which the trainer holds its lock.
     """
-    found = {}
+    spool_by_pid = {}
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             control, _, lock = str(descriptor.readlink()).rpartition(f"/{ALIVE}/{run}/")
             if control and lock.partition(".")[0] == attempt:
-                found[int(descriptor.parts[2])] = str(Path(control).parent)
-    return found
+                spool_by_pid[int(descriptor.parts[2])] = str(Path(control).parent)
+    return spool_by_pid
 
 
 def ended(control: Path, alive: Mapping[str, Collection[Trainer]], runs: Iterable[str]) -> dict[str, frozenset[str]]:
     """Return, by run, the launches that saved on this node recently and have no trainer in `alive`."""
-    found = {}
+    by_run = {}
     for run in runs:
         names = {path.name.partition(".")[0] for path in _files(control / ALIVE / run)}
-        found[run] = frozenset(names - {one.attempt for one in alive.get(run, ())})
-    return found
+        by_run[run] = frozenset(names - {trainer.attempt for trainer in alive.get(run, ())})
+    return by_run
 
 
 def forget(control: Path, run: str) -> None:
@@ -155,7 +155,7 @@ def forget(control: Path, run: str) -> None:
         marks.rmdir()
 
 
-def _leased(marks: Path, run: str) -> Iterable[Trainer]:
+def _list_trainers(marks: Path, run: str) -> Iterable[Trainer]:
     for path in _files(marks):
         attempt, _, name = path.name.partition(".")
         part = PartId.parse(run, f"{0:012}.{attempt}", name)
@@ -176,9 +176,9 @@ def _lock(path: Path, part: PartId) -> int:
     writing, because a file system with such a file cannot be remounted read-only. NFS requires a descriptor open for
     writing (flock(2)), so EBADF leads to a second try with one.
     """
-    mode, more = os.O_RDONLY, os.O_CREAT | _PLAIN
+    mode, create_flags = os.O_RDONLY, os.O_CREAT | _PLAIN
     for _ in range(_TRIES):
-        fd = os.open(path, mode | more, 0o600)
+        fd = os.open(path, mode | create_flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == path.stat().st_ino:
@@ -209,7 +209,7 @@ def _holder(path: Path) -> str:
     return "another process"
 
 
-def _sweep(marks: Path, keep: int = _KEPT) -> None:
+def _sweep(marks: Path, keep: int = _MAX_KEPT_LOCKS) -> None:
     """Remove the locks of dead trainers, except the newest ones, which show which launches have ended.
 
     A lock is held during its removal, so that no trainer takes it.

@@ -39,30 +39,30 @@ class Leftovers(LocalParts):
         Args:
             childless: the checkpoints whose directories are empty, if the caller knows them.
         """
-        found = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
+        names = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
         if childless is None:
-            childless = [one for pair in childless_below(self.root) if (one := CheckpointId.parse(*pair))]
+            childless = [checkpoint for pair in childless_below(self.root) if (checkpoint := CheckpointId.parse(*pair))]
         empty = [f"{bare.run}/{bare.name}" for bare in childless]
-        empty += self._vacant()
+        empty += self._list_vacant_runs()
         alive: list[str] = []  # their commits may have made an empty directory and wait for a slow disk to sync it
         for room in _LOCKED:
             for path in self._room(room).iterdir():
                 fd = try_lock(path)
                 if fd is not None:
                     os.close(fd)
-                    found.append(f"{room}/{path.name}")
+                    names.append(f"{room}/{path.name}")
                 else:
                     alive.append(path.name)
-        found += [
+        names += [
             f"{_EMPTY}/{name}"
             for name in empty
-            if not any(one.startswith(f"{name.replace('/', '.')}.") for one in alive)
+            if not any(stage_name.startswith(f"{name.replace('/', '.')}.") for stage_name in alive)
         ]
-        return sorted(found)
+        return sorted(names)
 
-    def _vacant(self) -> list[str]:
+    def _list_vacant_runs(self) -> list[str]:
         """List the runs whose directories are empty, or hold only an empty directory for pins."""
-        found = []
+        vacant = []
         for run in directories_in(self.root):
             try:
                 check_run(run)
@@ -70,10 +70,10 @@ class Leftovers(LocalParts):
                     continue
                 inside = list(itertools.islice((self.root / run).iterdir(), 2))
                 if not inside or ([path.name for path in inside] == [_PINS] and not any(inside[0].iterdir())):
-                    found.append(run)
+                    vacant.append(run)
             except (ConfigError, OSError):  # not a run's name, or removed meanwhile, or a plain file
                 continue
-        return found
+        return vacant
 
     def discard(self, name: str, before_ns: int | None = None) -> None:
         """Remove one named object from the spool.
@@ -85,9 +85,9 @@ class Leftovers(LocalParts):
                 time of the run's empty directory, and later records belong to a launch that began meanwhile.
         """
         path = self.control / name
-        room, _, rest = name.partition("/")
+        room, _, subpath = name.partition("/")
         if room == _EMPTY:  # safe, because a writer whose directory is removed before its rename makes it again
-            home = self.root / rest
+            home = self.root / subpath
             left_ns = home.stat().st_mtime_ns if home.is_dir() else 0
             for directory in (home / _PINS, home):
                 try:
@@ -95,18 +95,18 @@ class Leftovers(LocalParts):
                 except OSError as error:
                     if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                         raise
-            if "/" in rest:
+            if "/" in subpath:
                 self._drop_if_empty(home)
             # The records of a saved launch are kept, because it may have work left.
-            elif not exists(home) and rest not in launches(self.control, [rest]):
-                forget(self.control, rest, left_ns if before_ns is None else before_ns)
-                forget_trainers(self.control, rest)
+            elif not exists(home) and subpath not in launches(self.control, [subpath]):
+                forget(self.control, subpath, left_ns if before_ns is None else before_ns)
+                forget_trainers(self.control, subpath)
             return
         if room == SAVED:
-            forget_launch(self.control, *rest.split("/"))
+            forget_launch(self.control, *subpath.split("/"))
             return
         if room == _PINS:
-            run, _, checkpoint = rest.partition("/")
+            run, _, checkpoint = subpath.partition("/")
             if (pin := CheckpointId.parse(run, checkpoint)) is not None:
                 self.pin(pin, pinned=False)
             return
@@ -138,8 +138,8 @@ class Leftovers(LocalParts):
 
     def pins(self) -> set[CheckpointId]:
         """List the pinned checkpoints. Raises OSError, because a checkpoint whose pin is not seen is pruned."""
-        found = ((run, name) for run in self.runs() for name in names_in(self.root / run / _PINS))
-        return {pin for names in found if (pin := CheckpointId.parse(*names))}
+        pairs = ((run, name) for run in self.runs() for name in names_in(self.root / run / _PINS))
+        return {pin for names in pairs if (pin := CheckpointId.parse(*names))}
 
     def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
         """Pin a checkpoint, so that retention keeps it, or remove the pin."""

@@ -63,10 +63,10 @@ class LocalParts:
         Raises:
             OSError: the spool cannot be listed.
         """
-        runs = [one for one in self.runs() if run in (None, one)]
-        found = [part for one in runs for names in parts_of_run(self.root, one) if (part := PartId.parse(*names))]
+        runs = [name for name in self.runs() if run in (None, name)]
+        parts = [part for name in runs for names in parts_of_run(self.root, name) if (part := PartId.parse(*names))]
         self.check_mounted()
-        return sorted(found)
+        return sorted(parts)
 
     def newest(self, run: str, count: int) -> list[CheckpointId]:
         """List the newest checkpoints of a run that have anything in their place here, newest first.
@@ -82,19 +82,23 @@ class LocalParts:
         """
         home = self.root / run
         names = sorted(sorted(names_in(home), reverse=True), key=_attempt, reverse=True)  # by attempt, then step
-        found = (one for name in names if (one := CheckpointId.parse(run, name)))
-        newest = list(itertools.islice((one for one in found if _may_have_parts(home / one.name)), count))
+        checkpoints = (checkpoint for name in names if (checkpoint := CheckpointId.parse(run, name)))
+        newest = list(
+            itertools.islice(
+                (checkpoint for checkpoint in checkpoints if _may_have_parts(home / checkpoint.name)), count
+            )
+        )
         self.check_mounted()
         return newest
 
-    def names(self, run: str, known: Container[str] = ()) -> list[str]:
+    def names(self, run: str, known_names: Container[str] = ()) -> list[str]:
         """List the directories in a run's directory, by name. Raises OSError if the run cannot be listed.
 
         Args:
             run: the run.
-            known: names that were listed before, which are not asked again whether they are directories.
+            known_names: names that were listed before, which are not asked again whether they are directories.
         """
-        return directories_in(self.root / run, known)
+        return directories_in(self.root / run, known_names)
 
     def parts_of(self, checkpoint: CheckpointId) -> list[PartId]:
         """List the committed parts of one checkpoint, in order. Raises OSError if the checkpoint cannot be listed."""
@@ -114,7 +118,7 @@ class LocalParts:
                 inside = list(entries)
         except (FileNotFoundError, NotADirectoryError):
             return [], False
-        pairs = (PartId.parse_name(f"{one.name}.json") for one in inside if one.is_dir(follow_symlinks=False))
+        pairs = (PartId.parse_name(f"{entry.name}.json") for entry in inside if entry.is_dir(follow_symlinks=False))
         return sorted(PartId(checkpoint, *pair) for pair in pairs if pair), not inside
 
     def where(self, run: str, name: str = "") -> str:
@@ -163,10 +167,10 @@ class LocalParts:
                 continue
             place = home / checkpoint.name
             if is_plain_directory(place):
-                bad = [place / name for name in odd_entries_in(place) if PartId.parse_name(f"{name}.json")]
+                odd_paths = [place / name for name in odd_entries_in(place) if PartId.parse_name(f"{name}.json")]
             else:
-                bad = [place]
-            for path in bad:
+                odd_paths = [place]
+            for path in odd_paths:
                 if described := _described(path):
                     odd[checkpoint] = described
         return odd
@@ -176,16 +180,16 @@ class LocalParts:
 
         Every other link is logged once per `Spool`, because a daemon lists the runs repeatedly.
         """
-        found = directories_in(self.root)
+        names = directories_in(self.root)
         for name in links_in(self.root):
             try:
                 check_link(self.root / name)
-                found.append(name)
+                names.append(name)
             except SpoolUnusable as error:
                 if str(error) not in self._ignored:
                     self._ignored.add(str(error))
                     log.warning("%s", error)
-        return found
+        return names
 
     def check_way(self, run: str) -> None:
         """Raise `SpoolUnusable` if a run's directory is a symbolic link that tierd does not follow."""
@@ -284,16 +288,16 @@ class LocalParts:
 
     def quarantined(self) -> dict[PartId, Manifest | None]:
         """Return the quarantined parts with their manifests; None for a manifest that cannot be read."""
-        found: dict[PartId, Manifest | None] = {}
+        quarantined: dict[PartId, Manifest | None] = {}
         base = self._room("quarantine")
         for run, checkpoint, name in parts_below(base):
             part = PartId.parse(run, checkpoint, name)
             if part:
                 try:
-                    found[part] = self._read_manifest(base / part.path, part)
+                    quarantined[part] = self._read_manifest(base / part.path, part)
                 except (TierdError, OSError):
-                    found[part] = None
-        return found
+                    quarantined[part] = None
+        return quarantined
 
 
 _attempt = operator.itemgetter(slice(13, None))  # the attempt in the name of a checkpoint's directory

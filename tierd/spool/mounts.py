@@ -19,18 +19,18 @@ def mount_of(path: Path, table: str = "") -> Mount | None:
         table: the content of ``/proc/self/mountinfo``, proc_pid_mountinfo(5); empty: read it.
     """
     real = os.path.realpath(path)
-    found: tuple[int, Mount] | None = None
+    deepest: tuple[int, Mount] | None = None
     for line in (table or _read()).splitlines():
         before, dash, after = line.partition(" - ")
-        fields, rest = before.split(" "), after.split(" ")
-        if not dash or len(fields) < 6 or len(rest) < 3:
+        fields, source_fields = before.split(" "), after.split(" ")
+        if not dash or len(fields) < 6 or len(source_fields) < 3:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and (found is None or len(point) >= found[0]):  # of equals the later one lies on top
-            frozen = "ro" in fields[5].split(",") or "ro" in rest[2].split(",")
-            found = len(point), Mount(rest[0], rest[1], frozen)
-    return found[1] if found else None
+        if inside and (deepest is None or len(point) >= deepest[0]):  # of equals the later one lies on top
+            frozen = "ro" in fields[5].split(",") or "ro" in source_fields[2].split(",")
+            deepest = len(point), Mount(source_fields[0], source_fields[1], frozen)
+    return deepest[1] if deepest else None
 
 
 def _read() -> str:

@@ -35,12 +35,12 @@ def node_id(root: Path) -> str:
         OSError: the spool cannot be read.
     """
     place, control = _place(root), root / ".tierd"
-    if recorded := _recorded(control, place):
+    if recorded := _read_record(control, place):
         return recorded
     if root.stat().st_uid != os.geteuid() or not control.is_dir():
         return place[:8]
     try:
-        return _made(control, place)
+        return _make_record(control, place)
     except OSError:
         return place[:8]
 
@@ -51,7 +51,7 @@ def new_node_id(root: Path) -> str:
     Raises:
         OSError: it cannot be recorded.
     """
-    return _made(root / ".tierd", _place(root), anew=True)
+    return _make_record(root / ".tierd", _place(root), replaces=True)
 
 
 def is_elsewhere(root: Path) -> bool:
@@ -86,7 +86,7 @@ def _boot(root: Path) -> str:
     return digest(f"{boot} {root.stat().st_dev}".encode())
 
 
-def _recorded(control: Path, place: str) -> str:
+def _read_record(control: Path, place: str) -> str:
     """Return the id that is recorded for this place; empty if there is none."""
     try:
         fd = open_plain(control / _NAME)
@@ -104,20 +104,20 @@ def _is_in_use(control: Path) -> bool:
     )
 
 
-def _made(control: Path, place: str, *, anew: bool = False) -> str:
+def _make_record(control: Path, place: str, *, replaces: bool = False) -> str:
     """Make the record durably, and return its id. Of several threads and processes, the first one makes it.
 
     Args:
         control: the spool's `.tierd/`.
         place: the digest of the place.
-        anew: make another id although one is recorded.
+        replaces: make another id although one is recorded.
     """
     lock = open_directory(control)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not anew and (recorded := _recorded(control, place)):
+        if not replaces and (recorded := _read_record(control, place)):
             return recorded
-        is_old = not anew and _is_in_use(control)
+        is_old = not replaces and _is_in_use(control)
         identity = place[:8] if is_old else secrets.token_hex(4)
         if not is_old:  # no other node can have this id yet
             _write(control, _BOOT, _boot(control.parent))

@@ -24,7 +24,7 @@ from tierd.core.errors import SpoolUnusable
 
 log = logging.getLogger("tierd")
 
-_OTHERS = 0o077
+_OTHERS_MODE = 0o077
 _SET_DUMPABLE = 4  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,15 +43,15 @@ def keep_private(root: Path) -> None:
     try:
         with os.scandir(fd) as entries:  # before chmod: another rank adds entries only after chmod
             filled = any(entries)
-        found = os.fstat(fd)
-        check_owner(root, found)
-        mode = stat.S_IMODE(found.st_mode)
+        status = os.fstat(fd)
+        check_owner(root, status)
+        mode = stat.S_IMODE(status.st_mode)
         if mode & stat.S_IWOTH and filled:
             raise SpoolUnusable(
                 f"spool {root}: others may write to it (mode {mode:o}), so what lies there may be theirs; "
                 f"look through it, then chmod 700 {root}"
             )
-        if mode & _OTHERS:
+        if mode & _OTHERS_MODE:
             os.fchmod(fd, mode & 0o700)  # without set-gid, because systemd's RestrictSUIDSGID= forbids a mode with it
             log.warning("spool %s: its mode was %o; it is closed to others now", root, mode)
     finally:
@@ -71,10 +71,10 @@ def account(uid: int) -> str:
 
 def whose(owner: int) -> str:
     """Say whose a spool is, and as whom this process runs, for messages that refuse it."""
-    theirs, ours = (
-        f"uid {one} ({name})" if (name := account(one)) != str(one) else f"uid {one}" for one in (owner, os.geteuid())
+    owner_name, own_name = (
+        f"uid {uid} ({name})" if (name := account(uid)) != str(uid) else f"uid {uid}" for uid in (owner, os.geteuid())
     )
-    return f"it belongs to {theirs}, and this is {ours}"
+    return f"it belongs to {owner_name}, and this is {own_name}"
 
 
 def as_account(uid: int) -> str:
@@ -83,9 +83,9 @@ def as_account(uid: int) -> str:
     return f"sudo -u {name}" if name != str(uid) else f"sudo -u '#{uid}'"
 
 
-def check_owner(root: Path, found: os.stat_result | None = None) -> None:
+def check_owner(root: Path, status: os.stat_result | None = None) -> None:
     """Raise `SpoolUnusable` if a spool's directory belongs to another user."""
-    owner = (found or root.stat()).st_uid
+    owner = (status or root.stat()).st_uid
     if owner != os.geteuid():
         raise SpoolUnusable(
             f"spool {root}: {whose(owner)}; run as its owner ({as_account(owner)} ...), "
@@ -95,8 +95,8 @@ def check_owner(root: Path, found: os.stat_result | None = None) -> None:
 
 def check_room(path: Path) -> None:
     """Raise `SpoolUnusable` if a directory of tierd's own in the spool is a link, or belongs to another user."""
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise SpoolUnusable(f"{path}: a link, or another user's; nobody but tierd makes it: look at it, and remove it")
 
 
@@ -110,7 +110,7 @@ def check_link(link: Path) -> None:
         SpoolUnusable: the link is not safe; the message names the link, the reason and the remedy.
     """
     try:
-        why = _unsafe(link.parent.resolve() / link.name) or _unfit(link)
+        why = _why_unsafe(link.parent.resolve() / link.name) or _why_unfit(link)
     except OSError as error:
         why = f"it leads nowhere ({error.strerror})"
     if why:
@@ -120,43 +120,45 @@ def check_link(link: Path) -> None:
         )
 
 
-def _unsafe(link: Path, links: int = 40) -> str:
+def _why_unsafe(link: Path, links: int = 40) -> str:
     """Return why another user could redirect `link`; empty if none could. The path to the link itself is trusted."""
-    trusted, here, left = (0, os.geteuid()), link.parent, [link.name]
-    while left:
-        step, name = here / left[0], left.pop(0)
+    trusted, directory, steps = (0, os.geteuid()), link.parent, [link.name]
+    while steps:
+        step, name = directory / steps[0], steps.pop(0)
         if name in (".", ".."):
-            here = here if name == "." else here.parent  # `here` is no link, because each step was resolved
+            directory = (
+                directory if name == "." else directory.parent
+            )  # `directory` is no link, because each step was resolved
             continue
-        found = step.lstat()
-        if found.st_uid not in trusted:
-            return f"{step} is uid {found.st_uid}'s, who may replace what it leads to"
-        if stat.S_ISLNK(found.st_mode):
+        status = step.lstat()
+        if status.st_uid not in trusted:
+            return f"{step} is uid {status.st_uid}'s, who may replace what it leads to"
+        if stat.S_ISLNK(status.st_mode):
             links -= 1
             target = step.readlink()
-            left = [*target.parts[target.is_absolute() :], *left]
-            here = Path("/") if target.is_absolute() else here
+            steps = [*target.parts[target.is_absolute() :], *steps]
+            directory = Path("/") if target.is_absolute() else directory
             if not links:
                 return "it leads through too many links"
             continue
-        if left and found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not found.st_mode & stat.S_ISVTX:
-            return f"others may replace what is in {step} (mode {stat.S_IMODE(found.st_mode):o})"
-        here = step
+        if steps and status.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not status.st_mode & stat.S_ISVTX:
+            return f"others may replace what is in {step} (mode {stat.S_IMODE(status.st_mode):o})"
+        directory = step
     return ""
 
 
-def _unfit(link: Path) -> str:
+def _why_unfit(link: Path) -> str:
     """Return why the directory that a link leads to cannot be a run's; empty if it can."""
-    found = link.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = link.stat()
+    if not stat.S_ISDIR(status.st_mode):
         return "that is no directory"
-    if found.st_uid != os.geteuid():
-        return f"that is uid {found.st_uid}'s"
-    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+    if status.st_uid != os.geteuid():
+        return f"that is uid {status.st_uid}'s"
+    if status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
         return f"others may write there; chmod 700 {link.resolve()}"
     if link.resolve().is_relative_to(link.parent.resolve()):
         return "that is in the spool itself"
-    if found.st_dev != link.parent.stat().st_dev:
+    if status.st_dev != link.parent.stat().st_dev:
         return "that is on another file system, and a commit is one rename, within one"
     return ""
 

@@ -58,8 +58,8 @@ def mark_saved(control: Path, part: PartId) -> None:
     """
     checkpoint = part.checkpoint
     marks = control / SAVED / checkpoint.run
-    both = checkpoint.attempt, f"{checkpoint.attempt}.{part.name}"
-    if all((marks / name).exists() for name in both):
+    mark_names = checkpoint.attempt, f"{checkpoint.attempt}.{part.name}"
+    if all((marks / name).exists() for name in mark_names):
         with suppress(FileNotFoundError):
             os.utime(marks / checkpoint.attempt)
         return
@@ -67,7 +67,7 @@ def mark_saved(control: Path, part: PartId) -> None:
     with suppress(FileExistsError):
         marks.mkdir(mode=0o700)
     _sync_room(control, SAVED)
-    for name in both:
+    for name in mark_names:
         os.close(os.open(marks / name, os.O_WRONLY | os.O_CREAT | _MARK, 0o600))
     sync_directory(marks)
 
@@ -77,8 +77,8 @@ def saved(control: Path, runs: Iterable[str]) -> dict[str, frozenset[str]]:
 
     They are the newest attempt that committed a part, and later attempts. Raises OSError.
     """
-    found = {run: frozenset(filter(is_attempt, _names(control / SAVED / run))) for run in runs}
-    return {run: attempts for run, attempts in found.items() if attempts}
+    by_run = {run: frozenset(filter(is_attempt, _names(control / SAVED / run))) for run in runs}
+    return {run: attempts for run, attempts in by_run.items() if attempts}
 
 
 def note_committed(control: Path, part: PartId) -> None:
@@ -109,7 +109,7 @@ def forget_committed(control: Path, part: PartId) -> None:
             file.truncate(0)  # the file is kept, because it also records that this node saves the rank
 
 
-def committed(control: Path, known: Known | None = None) -> frozenset[PartId]:
+def committed(control: Path, cache: Known | None = None) -> frozenset[PartId]:
     """Return the newest part that each rank of each run's newest launch committed here, even if it was lost since.
 
     Call this before listing the parts, because a part committed between the two calls would appear lost. Raises
@@ -117,7 +117,7 @@ def committed(control: Path, known: Known | None = None) -> frozenset[PartId]:
 
     Args:
         control: the spool's `.tierd/`.
-        known: the records that an earlier call has read, which are read again only if they changed; updated.
+        cache: the records that an earlier call has read, which are read again only if they changed; updated.
     """
     fresh: Known = {}
     for run in _names(control / SAVED):
@@ -127,13 +127,13 @@ def committed(control: Path, known: Known | None = None) -> frozenset[PartId]:
             with suppress(FileNotFoundError):  # deleted since it was listed
                 path, now_ns = f"{control}/{SAVED}/{run}/{name}", time.time_ns()
                 changed_ns = os.lstat(path).st_mtime_ns  # a record for each rank, at each observation
-                before = known.get((run, name)) if known else None
+                before = cache.get((run, name)) if cache else None
                 if before is None or before[0] != changed_ns:
                     before = changed_ns if now_ns - changed_ns > NEAR_NS else 0, _committed(Path(path), run, name)
                 fresh[run, name] = before
-    if known is not None:
-        known.clear()
-        known.update(fresh)
+    if cache is not None:
+        cache.clear()
+        cache.update(fresh)
     return frozenset(part for _, part in fresh.values() if part)
 
 
@@ -153,7 +153,7 @@ def launches(control: Path, runs: Iterable[str] | None = None) -> dict[str, Loca
         control: the spool's `.tierd/`.
         runs: these runs only; None for all.
     """
-    found = {}
+    by_run = {}
     for run in _names(control / SAVED) if runs is None else runs:
         ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for name in _names(control / SAVED / run):
@@ -161,9 +161,11 @@ def launches(control: Path, runs: Iterable[str] | None = None) -> dict[str, Loca
             if numbers := PartId.parse_name(f"{pair}.json"):
                 rank, world = numbers
                 ranks[attempt][world].add(rank)
-        if newest := max((one for one in ranks if CheckpointId.parse(run, f"{0:012}.{one}")), default=None):
-            found[run] = LocalLaunch(newest, {world: frozenset(some) for world, some in ranks[newest].items()})
-    return found
+        if newest := max((attempt for attempt in ranks if CheckpointId.parse(run, f"{0:012}.{attempt}")), default=None):
+            by_run[run] = LocalLaunch(
+                newest, {world: frozenset(world_ranks) for world, world_ranks in ranks[newest].items()}
+            )
+    return by_run
 
 
 def saved_at(control: Path, run: str, attempt: str) -> int:
@@ -180,7 +182,7 @@ def set_policy(control: Path, run: str, policy: RetentionPolicy) -> None:
     Raises:
         SpoolUnusable, OSError: the record could not be made durable.
     """
-    if any(one.retention == policy for one in policies(control, [run]).get(run, ())):
+    if any(recorded.retention == policy for recorded in policies(control, [run]).get(run, ())):
         (control / RETENTION / f"{run}.json").touch()  # so that `forget` sees that the trainer repeated its request
         return
     stored = StoredRetention(run, "", "trainer", socket.gethostname(), datetime.now(UTC).isoformat(), policy)
@@ -192,12 +194,12 @@ def remember(control: Path, head: Head) -> None:
     _write(control, TIMELINE, head.run, encode_head(head))
 
 
-def heads(control: Path, known: KnownHeads | None = None) -> dict[str, tuple[Head, ...]]:
+def heads(control: Path, cache: KnownHeads | None = None) -> dict[str, tuple[Head, ...]]:
     """Return, by run, the recorded head, if it can be read. A run may have no other trace here. Raises OSError.
 
     Args:
         control: the spool's `.tierd/`.
-        known: the heads that an earlier call has read, which are read again only if they changed; updated. Finished
+        cache: the heads that an earlier call has read, which are read again only if they changed; updated. Finished
             runs keep theirs, so there may be thousands.
     """
     fresh: KnownHeads = {}
@@ -206,13 +208,13 @@ def heads(control: Path, known: KnownHeads | None = None) -> dict[str, tuple[Hea
             path, now_ns = f"{control}/{TIMELINE}/{run}.json", time.time_ns()
             now = os.lstat(path)
             stamp = now.st_ino, now.st_size, now.st_mtime_ns
-            before = known.get(run) if known else None
+            before = cache.get(run) if cache else None
             if before is None or before[0] != stamp or now_ns - now.st_mtime_ns <= NEAR_NS:
                 before = stamp, _head(Path(path), run)
             fresh[run] = before
-    if known is not None:
-        known.clear()
-        known.update(fresh)
+    if cache is not None:
+        cache.clear()
+        cache.update(fresh)
     return {run: (head,) for run, (_, head) in fresh.items()}
 
 
@@ -220,12 +222,12 @@ def _head(path: Path, run: str) -> Head:
     return _read_sealed(path, HEAD_SIZE, lambda data: decode_head(data, run, ""))
 
 
-def _read_sealed(path: Path, most: int, decoded: Callable[[bytes], T]) -> T:
+def _read_sealed(path: Path, max_bytes: int, decoded: Callable[[bytes], T]) -> T:
     """Read a record that ends in its own digest. Raises as `decoded`, once two reads gave the same wrong bytes."""
 
     def read() -> T:
         with os.fdopen(open_plain(path), "rb") as file:
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
             try:
                 return decoded(data)
             except ManifestError as error:
@@ -241,16 +243,16 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
 
     An unreadable policy is included, with the reason.
     """
-    found: dict[str, tuple[StoredRetention, ...]] = {}
+    by_run: dict[str, tuple[StoredRetention, ...]] = {}
     for run in runs:
         path = control / RETENTION / f"{run}.json"
         if not exists(path):
             continue
         try:
-            found[run] = (_read_sealed(path, MAX_SIZE, partial(decode, run=run, by="", given="trainer")),)
+            by_run[run] = (_read_sealed(path, MAX_SIZE, partial(decode, run=run, by="", given="trainer")),)
         except (CorruptChunk, TierdError) as error:
-            found[run] = (unreadable(run, "", "trainer", error),)
-    return found
+            by_run[run] = (unreadable(run, "", "trainer", error),)
+    return by_run
 
 
 def set_local_only(control: Path, run: str, attempt: str) -> None:
@@ -277,17 +279,17 @@ def local_only(control: Path) -> dict[str, str]:
 
     A record that cannot be read gives the empty string, which sorts before every launch.
     """
-    found = {}
+    by_run = {}
     for run in (name.removesuffix(".json") for name in _names(control / LOCAL_ONLY) if not name.startswith(".")):
         path = control / LOCAL_ONLY / f"{run}.json"
         try:
             with os.fdopen(open_plain(path), "rb") as file:
                 attempt = json.loads(file.read(_MAX_LOCAL_ONLY))["attempt"]
-            found[run] = attempt if isinstance(attempt, str) and is_attempt(attempt) else ""
+            by_run[run] = attempt if isinstance(attempt, str) and is_attempt(attempt) else ""
         except (CorruptChunk, ValueError, KeyError, TypeError):
             if exists(path):  # else it was deleted since it was listed
-                found[run] = ""
-    return found
+                by_run[run] = ""
+    return by_run
 
 
 def recorded(control: Path, run: str) -> list[Path]:

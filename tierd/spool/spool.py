@@ -157,7 +157,7 @@ class Spool(Leftovers):
         try:
             target = self._room("recycle") / writer
             files = (Path(directory, name) for directory, _, names in os.walk(home) for name in names)
-            plain = {path: found.st_size for path in files if stat.S_ISREG((found := path.lstat()).st_mode)}
+            plain = {path: status.st_size for path in files if stat.S_ISREG((status := path.lstat()).st_mode)}
             largest = max(plain, key=plain.__getitem__, default=None)
             if largest and plain[largest] >= LARGE and largest.lstat().st_nlink == 1 and not target.exists():
                 largest.rename(target)
@@ -250,8 +250,8 @@ class Spool(Leftovers):
 
     def free(self) -> tuple[int, int]:
         """Return `(free, total)` bytes of the spool's file system, as an unprivileged writer sees them."""
-        found = os.statvfs(self.root)
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -306,8 +306,8 @@ def is_held(root: Path, lock: tuple[int, int]) -> bool | None:
     except OSError:
         return None
     try:
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != lock:
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != lock:
             return None
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -321,11 +321,11 @@ def is_held(root: Path, lock: tuple[int, int]) -> bool | None:
 
 def _lock_exclusively(fd: int) -> None:
     """Lock a spool, although a process may check the lock, for which it holds it for an instant."""
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not left:
+            if not tries_left:
                 raise
             time.sleep(_PAUSE_S)
         else:

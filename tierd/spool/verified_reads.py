@@ -47,7 +47,7 @@ def read_file(
     try:
         _check_size(fd, path, file)
         into = memory_for(file.size) if memory is None else memory
-        with ahead(_chunks_read(fd, into, path, file), worth=len(file.chunks) > 1) as chunks:
+        with ahead(_read_chunks_in_turn(fd, into, path, file), worth=len(file.chunks) > 1) as chunks:
             for offset, chunk in chunks:
                 _check_or_reread(into[offset : offset + chunk.size], chunk, path, file, offset)
                 verified(offset + chunk.size)
@@ -56,13 +56,13 @@ def read_file(
         os.close(fd)
 
 
-def _chunks_read(fd: int, memory: memoryview, path: Path, file: File) -> Iterator[tuple[int, Chunk]]:
-    offset = done = 0
+def _read_chunks_in_turn(fd: int, memory: memoryview, path: Path, file: File) -> Iterator[tuple[int, Chunk]]:
+    offset = position = 0
     for chunk in file.chunks:
-        while done < offset + chunk.size:
-            size = min(PIECE, file.size - done)
-            _read_pages(fd, memory[done:], size, done, path)
-            done += size
+        while position < offset + chunk.size:
+            size = min(PIECE, file.size - position)
+            _read_pages(fd, memory[position:], size, position, path)
+            position += size
         yield offset, chunk
         offset += chunk.size
 
@@ -91,19 +91,19 @@ def digest_cached(fd: int, memory: memoryview, size: int, offset: int, *, keep: 
 
     With `keep`, all of them are in `memory` in the end; otherwise only its first `PIECE_IN_CACHE` bytes are used.
     """
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for at in range(0, size, PIECE_IN_CACHE):
         begin = at if keep else 0
         piece = memory[begin : begin + min(PIECE_IN_CACHE, size - at)]
         if not read_cached(fd, piece, len(piece), offset + at):
             return None
-        found.update(piece)
-    return found.hexdigest()
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def room_for_chunk(file: File, index: int) -> int:
     """Return the bytes of memory into which `read_chunks` reads one chunk."""
-    return _room(file, file.chunks[index].size)
+    return _buffer_bytes(file, file.chunks[index].size)
 
 
 def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) -> memoryview:
@@ -124,8 +124,8 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
     fd = open_plain(path)
     try:
         _check_size(fd, path, file)
-        found = digest_cached(fd, memory, chunk.size, offset, keep=True)
-        if found == chunk.xxh3_128:
+        digested = digest_cached(fd, memory, chunk.size, offset, keep=True)
+        if digested == chunk.xxh3_128:
             return memory[: chunk.size]
     finally:
         os.close(fd)
@@ -148,10 +148,10 @@ def read_chunks(path: Path, file: File, first: int, end: int, memory: memoryview
     fd = _open_direct(path, file.size)
     try:
         _check_size(fd, path, file)
-        data, done = read_range(fd, memory, size, offset, path), 0
+        data, position = read_range(fd, memory, size, offset, path), 0
         for chunk in file.chunks[first:end]:
-            _check_or_reread(data[done : done + chunk.size], chunk, path, file, offset + done)
-            done += chunk.size
+            _check_or_reread(data[position : position + chunk.size], chunk, path, file, offset + position)
+            position += chunk.size
         return data
     finally:
         os.close(fd)
@@ -163,14 +163,14 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
     A file that is too long is reported as a bad last chunk, because writing that chunk and truncating repairs the file.
     An empty file that is missing or not empty is reported as chunk 0.
     """
-    found: list[tuple[int, int, CorruptChunk | OSError]] = []
+    defects: list[tuple[int, int, CorruptChunk | OSError]] = []
     offset = 0
     if not file.chunks:
         try:
             read_file(path, file)
         except (CorruptChunk, OSError) as error:
-            found.append((0, 0, error))
-    memory = memory_for(_room(file, max((chunk.size for chunk in file.chunks), default=0)))
+            defects.append((0, 0, error))
+    memory = memory_for(_buffer_bytes(file, max((chunk.size for chunk in file.chunks), default=0)))
     for index, chunk in enumerate(file.chunks):
         try:
             fd = _open_direct(path, file.size)
@@ -181,9 +181,9 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
             finally:
                 os.close(fd)
         except (CorruptChunk, OSError) as error:
-            found.append((index, offset, error))
+            defects.append((index, offset, error))
         offset += chunk.size
-    return found
+    return defects
 
 
 def _open_direct(path: Path, size: int) -> int:
@@ -219,8 +219,8 @@ def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, off
         return _check(data, chunk, path, offset)
     except CorruptChunk as error:
         wrong = error.with_traceback(None)
-    found, way = digest(data), "direct" if file.size >= LARGE else "cached"
-    readings = [Reading(found, way, is_right=found == chunk.xxh3_128)]
+    read_digest, access = digest(data), "direct" if file.size >= LARGE else "cached"
+    readings = [Reading(read_digest, access, is_right=read_digest == chunk.xxh3_128)]
     memory = memory_for(max(LARGE, chunk.size + 2 * PAGE))  # `data` may be the cause, and is not aligned
     while True:
         verdict = judge(readings, paths=2)
@@ -230,22 +230,22 @@ def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, off
             raise wrong
         if verdict is Verdict.UNSTABLE:
             raise unstable(str(wrong)) from wrong
-        way = "cached" if way == "direct" else "direct"
+        access = "cached" if access == "direct" else "direct"
         fd = open_plain(path)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            if way == "direct":
+            if access == "direct":
                 set_direct(fd, True)
-            again = read_range(fd, memory, chunk.size, offset, path)
+            reread = read_range(fd, memory, chunk.size, offset, path)
         finally:
             os.close(fd)
-        found = digest(again)
-        if found == chunk.xxh3_128:
-            data[:] = again
-        readings.append(Reading(found, way, is_right=found == chunk.xxh3_128))
+        read_digest = digest(reread)
+        if read_digest == chunk.xxh3_128:
+            data[:] = reread
+        readings.append(Reading(read_digest, access, is_right=read_digest == chunk.xxh3_128))
 
 
-def _room(file: File, largest: int) -> int:
+def _buffer_bytes(file: File, largest: int) -> int:
     """Return the bytes that `read_range` needs for a chunk of up to `largest` bytes; aligned for a large file."""
     return max(largest + 2 * PAGE, min(file.size, LARGE))
 
@@ -258,6 +258,6 @@ def read_range(fd: int, memory: memoryview, size: int, offset: int, path: Path) 
 
 
 def _read_pages(fd: int, memory: memoryview, size: int, offset: int, path: Path) -> None:
-    found = read_into(fd, memory, size, offset)
-    if found < size:
-        raise CorruptChunk(f"{path}: it ends at byte {offset + found}, inside a chunk")
+    length = read_into(fd, memory, size, offset)
+    if length < size:
+        raise CorruptChunk(f"{path}: it ends at byte {offset + length}, inside a chunk")

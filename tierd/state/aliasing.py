@@ -76,22 +76,22 @@ class Write:
         saved = self.saved
         if isinstance(saved, torch.Tensor):
             saved = torch.conj_physical(saved) if self.target.is_conj() else saved
-            return _bytes(saved.neg() if self.target.is_neg() else saved)
-        return _bytes(saved)
+            return _as_bytes(saved.neg() if self.target.is_neg() else saved)
+        return _as_bytes(saved)
 
     def paint(self, canvas: torch.Tensor, low: int) -> bool:
         """Write the image into `canvas`, which represents memory from address `low`.
 
         Returns whether the image can be read back.
         """
-        view, image = self._on(canvas, low)
+        view, image = self._views_on(canvas, low)
         view.copy_(image)
         return torch.equal(view, image)
 
     def stands(self, canvas: torch.Tensor, low: int) -> bool:
-        return torch.equal(*self._on(canvas, low))
+        return torch.equal(*self._views_on(canvas, low))
 
-    def _on(self, canvas: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views_on(self, canvas: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = self.image()
         if self.dims is None:
             return canvas[self.start - low : self.end - low], image
@@ -148,23 +148,23 @@ def _conflicts(near: list[Write]) -> Iterator[str]:
     for write in near:
         first = distinct.setdefault(write.form, write)
         if not _same(first.saved, write.saved):
-            yield _both(first, write)
-    rest = list(distinct.values())
-    if all(write.dims is None for write in rest):
+            yield _conflict_text(first, write)
+    remaining = list(distinct.values())
+    if all(write.dims is None for write in remaining):
         # The write that ends last agrees with all before it, so each further write needs to agree with that one alone.
-        farthest = rest[0]
-        for write in rest[1:]:
+        farthest = remaining[0]
+        for write in remaining[1:]:
             span = min(write.end, farthest.end) - write.start
-            there = write.start - farthest.start
-            if not torch.equal(farthest.image()[there : there + span], write.image()[:span]):
-                yield _both(farthest, write)
+            offset = write.start - farthest.start
+            if not torch.equal(farthest.image()[offset : offset + span], write.image()[:span]):
+                yield _conflict_text(farthest, write)
             if write.end > farthest.end:
                 farthest = write
-    elif len(rest) > 1 or rest[0].folded:
-        yield from _painted(rest)
+    elif len(remaining) > 1 or remaining[0].folded:
+        yield from _paint_conflicts(remaining)
 
 
-def _painted(writes: list[Write]) -> Iterator[str]:
+def _paint_conflicts(writes: list[Write]) -> Iterator[str]:
     """Yield conflicts as `_conflicts` does, for any strides.
 
     All writes are made on a canvas as large as their joint range, and then compared with their images.
@@ -173,28 +173,29 @@ def _painted(writes: list[Write]) -> Iterator[str]:
     canvas = torch.zeros(max(write.end for write in writes) - low, dtype=torch.uint8)
     for write in writes:
         if not write.paint(canvas, low):
-            yield f"{_show(write)}: its own elements share memory, and differ in the checkpoint; pass a contiguous one"
+            place = _show_write(write)
+            yield f"{place}: its own elements share memory, and differ in the checkpoint; pass a contiguous one"
             return
     for write in writes:
         if not write.stands(canvas, low):
-            for other in writes:
+            for second in writes:
                 write.paint(canvas, low)
-                other.paint(canvas, low)
+                second.paint(canvas, low)
                 if not write.stands(canvas, low):
-                    yield _both(write, other)
+                    yield _conflict_text(write, second)
                     return
 
 
-def _both(one: Write, other: Write) -> str:
-    return f"{_show(one)} and {_show(other)} share memory here, and differ in the checkpoint; {_WAY_OUT}"
+def _conflict_text(first: Write, second: Write) -> str:
+    return f"{_show_write(first)} and {_show_write(second)} share memory here, and differ in the checkpoint; {_WAY_OUT}"
 
 
-def _show(write: Write) -> str:
+def _show_write(write: Write) -> str:
     path, name = write.place
     return show(path) if name is None else f"{show_part(name)} of {show(path)}"
 
 
-def _bytes(value: Any) -> torch.Tensor:
+def _as_bytes(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().reshape(-1).view(torch.uint8)
     import numpy as np
@@ -202,25 +203,25 @@ def _bytes(value: Any) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view("u1"))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     """Return whether two tensors or arrays of one dtype and shape are bitwise equal."""
-    return one is other or torch.equal(_bytes(one), _bytes(other))
+    return first is second or torch.equal(_as_bytes(first), _as_bytes(second))
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(first: Any, second: Any) -> bool:
     """Return whether two restored values are the same; tensors are compared bitwise."""
-    if one is other:
+    if first is second:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor) or numpy_arrays.is_array(one):
-        fits = one.shape == other.shape and one.dtype == other.dtype
-        return fits and (not one.nbytes or _same(one, other))
-    if isinstance(one, dict):
-        return alike(list(one), list(other)) and alike(list(one.values()), list(other.values()))
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return one == other or repr(one) == repr(other)
+    if isinstance(first, torch.Tensor) or numpy_arrays.is_array(first):
+        same_form = first.shape == second.shape and first.dtype == second.dtype
+        return same_form and (not first.nbytes or _same(first, second))
+    if isinstance(first, dict):
+        return alike(list(first), list(second)) and alike(list(first.values()), list(second.values()))
+    if isinstance(first, list | tuple | deque):
+        return len(first) == len(second) and all(map(alike, first, second))
+    return first == second or repr(first) == repr(second)
 
 
 def expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:

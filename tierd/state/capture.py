@@ -11,7 +11,7 @@ from tierd.state.decodable import Skeleton
 from tierd.state.tensor_file import TensorFileLayout
 from tierd.state.values import encode
 
-_FEW = 1 << 13  # values in sequences, or characters, that are encoded within a few milliseconds
+_MAX_QUICK_ITEMS = 1 << 13  # values in sequences, or characters, that are encoded within a few milliseconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +56,8 @@ class Capture:
 
     def is_encoded_soon(self) -> bool:
         """Return whether `tree` and `check` take at most a few milliseconds together."""
-        held = sum(len(hole) for hole in self._holes if isinstance(hole, tuple | dict | str | bytes))
-        return held <= _FEW and self._skeleton.is_decoded_soon()
+        hole_items = sum(len(hole) for hole in self._holes if isinstance(hole, tuple | dict | str | bytes))
+        return hole_items <= _MAX_QUICK_ITEMS and self._skeleton.is_decoded_soon()
 
     def is_checked_soon(self, tree: bytes) -> bool:
         """Return whether `check` takes at most a few milliseconds."""

@@ -55,7 +55,7 @@ class CapturePlan:
             {form[1]: None for _, form in (node.detail for node in tensors) if form[1].type == "cuda"}
         )
         for node in tensors:
-            node.detail = _kept(*node.detail)
+            node.detail = _tensor_detail(*node.detail)
         self._names = list(walk.tensors)
         self._shard_names = [self._names[node.index] for node in shards]
         self._restless = self._copies = frozenset[str]()
@@ -75,9 +75,9 @@ class CapturePlan:
 
     def _number(self) -> None:
         """Recompute everything that depends on the nodes and their indices."""
-        tensors, both = self._tensor_nodes(), list(zip(self._nodes, self._levels, strict=True))
-        stored = [nodes[index] for nodes, level in both for index in level.arrays_at]
-        self._in_order = picker(_inverse([nodes[index].index for nodes, level in both for index in level.holes_at]))
+        tensors, pairs = self._tensor_nodes(), list(zip(self._nodes, self._levels, strict=True))
+        stored = [nodes[index] for nodes, level in pairs for index in level.arrays_at]
+        self._in_order = picker(_inverse([nodes[index].index for nodes, level in pairs for index in level.holes_at]))
         numbers = [node.index for node in tensors]
         # Name index -> first tensor node with it.
         first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
@@ -85,9 +85,9 @@ class CapturePlan:
         self._odd = [at for at, (is_odd, _, _) in firsts if is_odd]
         self._tied = [(at, first[number]) for at, number in enumerate(numbers) if first[number] != at]
         # Without empty tensors, which are never tied.
-        self._seen_at = [at for at, (_, _, is_empty) in firsts if not is_empty]
-        self._seen = picker(self._seen_at)
-        self._seen_forms = [form for _, (_, form, is_empty) in firsts if not is_empty]
+        self._first_indices = [at for at, (_, _, is_empty) in firsts if not is_empty]
+        self._pick_firsts = picker(self._first_indices)
+        self._first_forms = [form for _, (_, form, is_empty) in firsts if not is_empty]
         names = self._names
         places = first | {node.index: len(tensors) + index for index, node in enumerate(stored)}
         self._stored_at = [places[index] for index in range(len(names))]
@@ -144,58 +144,58 @@ class CapturePlan:
         if values:
             raise Doubt
         self._check_tensors(tensors)
-        found = [*tensors, *stored]
+        captured = [*tensors, *stored]
         for index in self._odd:
-            found[index] = plain(found[index])
-        named = dict(zip(self._names, self._stored(found), strict=True))
+            captured[index] = plain(captured[index])
+        by_name = dict(zip(self._names, self._stored(captured), strict=True))
         if added:
-            named = self._add(named, added)
-        return self.capture(named, list(zip(self._shard_names, dtensors, strict=True)), self._in_order(holes))
+            by_name = self._add(by_name, added)
+        return self.capture(by_name, list(zip(self._shard_names, dtensors, strict=True)), self._in_order(holes))
 
-    def _add(self, named: dict[str, torch.Tensor], added: list[tuple[Node, str, Any]]) -> dict[str, torch.Tensor]:
-        """Append plain tensors to mappings of names in the structure, and add them to `named`.
+    def _add(self, by_name: dict[str, torch.Tensor], added: list[tuple[Node, str, Any]]) -> dict[str, torch.Tensor]:
+        """Append plain tensors to mappings of names in the structure, and add them to `by_name`.
 
         Raises:
             Doubt: only a full walk can encode the additions; nothing has changed.
         """
-        known, names = {*self._addresses}, {*named, METADATA}
+        addresses, names = {*self._addresses}, {*by_name, METADATA}
         depths = {id(node): depth for depth, nodes in enumerate(self._nodes) for node in nodes if node.end >= 0}
         for parent, key, tensor in added:
             path = (*parent.path, key)
             simple = parent.end >= 0 and is_name(key) and isinstance(tensor, torch.Tensor) and is_storable(tensor)
             if not simple or not tensor.nbytes or len(added) > MOST_ADDED or len(path) >= MAX_DEPTH:
                 raise Doubt
-            stands_so = tensor.dtype not in STORED_AS and not tensor.is_conj() and not tensor.is_neg()
-            if not stands_so or name_of(path) in names or tensor.data_ptr() in known:
+            is_plain = tensor.dtype not in STORED_AS and not tensor.is_conj() and not tensor.is_neg()
+            if not is_plain or name_of(path) in names or tensor.data_ptr() in addresses:
                 raise Doubt
-            known.add(tensor.data_ptr())
+            addresses.add(tensor.data_ptr())
             names.add(name_of(path))
-        items = list(named.items())
+        items = list(by_name.items())
         for parent, key, tensor in added:
             name = name_of((*parent.path, key))
             self.added[name] = plain(tensor)
             items.insert(self._insert(parent, depths[id(parent)], key, name, tensor), (name, self.added[name]))
-        self._seen, self._stored = picker(self._seen_at), picker(self._stored_at)
+        self._pick_firsts, self._stored = picker(self._first_indices), picker(self._stored_at)
         self._places, self._steady = object(), object()
         return dict(items)
 
     def _insert(self, parent: Node, depth: int, key: str, name: str, tensor: torch.Tensor) -> int:
         """Append a tensor node to the children of `parent`. Returns the number of names before its name."""
         form = form_of(tensor)
-        node = Node(Form.TENSOR, type(tensor), -1, _kept(tensor, form))
+        node = Node(Form.TENSOR, type(tensor), -1, _tensor_detail(tensor, form))
         if form[1].type == "cuda":
             self._devices = tuple(dict.fromkeys((*self._devices, form[1])))
         dicts = [self._nodes[depth][at] for at in self._levels[depth].dicts_at]
-        before = dicts[: next(at for at, one in enumerate(dicts) if one is parent)]
-        self._nodes[depth + 1].insert(sum(len(one.children) for one in before) + len(parent.children), node)
+        before = dicts[: next(at for at, mapping in enumerate(dicts) if mapping is parent)]
+        self._nodes[depth + 1].insert(sum(len(mapping.children) for mapping in before) + len(parent.children), node)
         parent.children = [*parent.children, node]
         parent.detail = (*parent.detail[0], key), parent.detail[1]
         number, end = self._names_before(parent, node), parent.end
-        for one in chain.from_iterable(self._nodes):
-            if one.index >= number and (one.form is Form.TENSOR or one.form is Form.ARRAY):
-                one.index += 1
-            if one.end >= end:
-                one.end += 1
+        for other_node in chain.from_iterable(self._nodes):
+            if other_node.index >= number and (other_node.form is Form.TENSOR or other_node.form is Form.ARRAY):
+                other_node.index += 1
+            if other_node.end >= end:
+                other_node.end += 1
         node.index = number
         self._names.insert(number, name)
         self._text.insert(end, f',{quoted(key)}:{{"$tensor":{quoted(name)}}}')
@@ -208,11 +208,11 @@ class CapturePlan:
         self._resting |= {tensor.data_ptr()}
         self._restless_at = _shifted(self._restless_at, at)
         self._odd = [*_shifted(self._odd, at), *([at] if node.detail[0] else [])]
-        self._tied = [(one + (one >= at), other + (other >= at)) for one, other in self._tied]
-        seen = bisect.bisect_left(self._seen_at, at)
-        self._seen_at = _shifted(self._seen_at, at)
-        self._seen_at.insert(seen, at)
-        self._seen_forms.insert(seen, form)
+        self._tied = [(index + (index >= at), first + (first >= at)) for index, first in self._tied]
+        position = bisect.bisect_left(self._first_indices, at)
+        self._first_indices = _shifted(self._first_indices, at)
+        self._first_indices.insert(position, at)
+        self._first_forms.insert(position, form)
         self._stored_at = _shifted(self._stored_at, at)
         self._stored_at.insert(number, at)
         self._name_of.insert(at, name)
@@ -224,11 +224,11 @@ class CapturePlan:
         if sibling.form is Form.TENSOR and not self._tied:
             return sibling.index + 1  # the sibling got its name at its own position, because no tensor is tied
         number, todo = 0, [self._nodes[0][0]]
-        while (one := todo.pop()) is not node:
-            if one.children:
-                todo += one.children[::-1]
-            elif one.index >= number and (one.form is Form.TENSOR or one.form is Form.ARRAY):
-                number = one.index + 1
+        while (current := todo.pop()) is not node:
+            if current.children:
+                todo += current.children[::-1]
+            elif current.index >= number and (current.form is Form.TENSOR or current.form is Form.ARRAY):
+                number = current.index + 1
         return number
 
     def _check_tensors(self, tensors: list[torch.Tensor]) -> None:
@@ -245,8 +245,8 @@ class CapturePlan:
                 raise Doubt
             return
         addresses = list(map(torch.Tensor.data_ptr, tensors))
-        others = list(compress(count(), map(operator.ne, addresses, self._addresses)))
-        if not self._extents.fit(tensors, others):
+        changed = list(compress(count(), map(operator.ne, addresses, self._addresses)))
+        if not self._extents.fit(tensors, changed):
             raise Doubt
         for index in self._restless_at:
             self._addresses[index] = addresses[index]
@@ -256,17 +256,19 @@ class CapturePlan:
             return  # only restless tensors moved, each to an address of its own
         if any(addresses[index] != addresses[first] for index, first in self._tied):
             raise Doubt
-        seen = self._seen(addresses)
-        if len(set(seen)) != len(seen) and len(set(zip(seen, self._seen_forms, strict=True))) != len(seen):
+        first_addresses = self._pick_firsts(addresses)
+        if len(set(first_addresses)) != len(first_addresses) and len(
+            set(zip(first_addresses, self._first_forms, strict=True))
+        ) != len(first_addresses):
             raise Doubt
-        restless = {*self._restless_at, *others}
+        restless = {*self._restless_at, *changed}
         self._addresses, self._steady = addresses, object()
         self._restless_at = sorted(restless)
         self._restless |= {self._name_of[index] for index in restless}
         self._resting = frozenset(address for index, address in enumerate(addresses) if index not in restless)
 
 
-def _kept(tensor: torch.Tensor, form: TensorForm) -> tuple[bool, TensorForm, bool]:
+def _tensor_detail(tensor: torch.Tensor, form: TensorForm) -> tuple[bool, TensorForm, bool]:
     """Return the facts that a plan keeps of a tensor: whether it is odd, its form, and whether it is empty."""
     return _is_odd(tensor, form), form, not tensor.numel()
 
@@ -281,7 +283,7 @@ def _shifted(indices: list[int], at: int) -> list[int]:
 
 
 def _inverse(order: list[int]) -> list[int]:
-    found = [0] * len(order)
+    inverse = [0] * len(order)
     for place, index in enumerate(order):
-        found[index] = place
-    return found
+        inverse[index] = place
+    return inverse

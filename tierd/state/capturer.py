@@ -37,7 +37,7 @@ class Capturer:
         self._planner: Planner | None = None
         self._layout: TensorFileLayout | None = None
         self._moving: frozenset[str] = frozenset()
-        self._trained: list[bool] = []
+        self._training_modes: list[bool] = []
 
     def capture(self, state: Mapping[str, object]) -> Capture:
         """Take a state apart, as `flatten` does, and plan the layout of its tensors. Calls every `state_dict()` once.
@@ -57,17 +57,17 @@ class Capturer:
                 capture = self._plan.follow(state, answers)
         # Searched after the walk, because the walk leaves the parameters in the CPU cache.
         optimizers, trains = _optimizers_of(state)
-        if capture is not None and trains == self._trained:
-            return self._grown(capture, optimizers)
+        if capture is not None and trains == self._training_modes:
+            return self._recapture(capture, optimizers)
         self._plan = None
         walk = Encoder(answers)
         root = walk.begin(state)
         layout = self._laid_out(walk.tensors, optimizers)
         plan = CapturePlan(walk, root, layout)
-        self._plan, self._trained = plan if walk.nodes <= self._kept_nodes else None, trains
+        self._plan, self._training_modes = plan if walk.nodes <= self._kept_nodes else None, trains
         return plan.capture(walk.tensors, walk.dtensors, walk.holes)
 
-    def _grown(self, capture: Capture, optimizers: list[Optimizer]) -> Capture:
+    def _recapture(self, capture: Capture, optimizers: list[Optimizer]) -> Capture:
         """Return the capture with a layout that includes the tensors added since the previous capture."""
         assert self._plan is not None
         added, self._plan.added = self._plan.added, {}
@@ -88,9 +88,10 @@ class Capturer:
         moved: frozenset[str] = frozenset()
         with suppress(Exception):  # for the reason given in `_optimizers_of`
             moved = moving(optimizers, tensors)
-        known = self._layout.entries if self._layout else {}
-        same = tensors.keys() == known.keys() and all(
-            (tensor.dtype, tensor.shape) == (known[name].dtype, known[name].shape) for name, tensor in tensors.items()
+        entries = self._layout.entries if self._layout else {}
+        same = tensors.keys() == entries.keys() and all(
+            (tensor.dtype, tensor.shape) == (entries[name].dtype, entries[name].shape)
+            for name, tensor in tensors.items()
         )
         if self._layout is None or not same or moved != self._moving:
             self._planner = Planner(tensors, moved)

@@ -52,9 +52,9 @@ _EXACT: dict[type, Kind] = {
 
 def kind_of(value: object) -> Kind:
     """Return the kind of a live value. A subclass has the kind of its base."""
-    known = _EXACT.get(type(value))
-    if known is not None:
-        return known
+    kind = _EXACT.get(type(value))
+    if kind is not None:
+        return kind
     if isinstance(value, torch.Tensor):
         return Kind.TENSOR
     if isinstance(value, torch.Generator) or random_states.kind_of(value) is not None:

@@ -48,8 +48,8 @@ def walk(value: object, path: Path = ()) -> Iterator[tuple[Path, Any, bool]]:
             todo.append((at, iter(inside)))
             yield at, inner, True
         while todo:
-            above, rest = todo[-1]
-            if (pair := next(rest, None)) is not None:
+            above, remaining = todo[-1]
+            if (pair := next(remaining, None)) is not None:
                 at, inner = (*above, pair[0]), pair[1]
                 break
             todo.pop()

@@ -40,8 +40,8 @@ class Cuda:
 
     def __init__(self) -> None:
         self._side: dict[torch.device, torch.cuda.Stream] = {}
-        self._all: dict[torch.device, list[torch.cuda.Stream]] = {}
-        self._said = False
+        self._streams_by_device: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._has_warned = False
 
     # -- the devices of tensors ---------------------------------------------------------------------------------------
 
@@ -67,9 +67,9 @@ class Cuda:
 
     def pci_address(self, device: torch.device) -> str | None:
         """Return a device's PCI address, as sysfs names it; None if torch does not report it, as in older versions."""
-        found: Any = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)
         try:
-            return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+            return pci_address(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
         except AttributeError:
             return None
 
@@ -90,10 +90,10 @@ class Cuda:
 
         `torch.cuda.Stream()` takes streams from the pools in rotation. Streams created outside torch are not included.
         """
-        if device not in self._all:
-            found = {stream.cuda_stream: stream for stream in (torch.cuda.default_stream(device), *_pools(device))}
-            self._all[device] = list(found.values())
-        return self._all[device]
+        if device not in self._streams_by_device:
+            streams = {stream.cuda_stream: stream for stream in (torch.cuda.default_stream(device), *_pools(device))}
+            self._streams_by_device[device] = list(streams.values())
+        return self._streams_by_device[device]
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return an event that occurs when `stream` has done all work enqueued so far.
@@ -154,8 +154,8 @@ class Cuda:
 
     def say_once(self, text: str) -> None:
         """Log a warning once per process, because a refusal by CUDA lasts as long as the process."""
-        if not self._said:
-            self._said = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning(text)
 
     def _forget_error(self, device: torch.device) -> None:

@@ -24,8 +24,10 @@ from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_header
 from tierd.state.tree_parser import DEFECTS, check_depth, decoder
 from tierd.state.values import show
 
-_SOON = 1 << 20  # bytes of a tree that are decoded within a few milliseconds if the structure was decoded before
-_SOON_ANEW = 1 << 16  # the same if the structure was not decoded before
+_MAX_QUICK_BYTES = (
+    1 << 20
+)  # bytes of a tree that are decoded within a few milliseconds if the structure was decoded before
+_MAX_QUICK_NEW_BYTES = 1 << 16  # the same if the structure was not decoded before
 _WINDOW = 1 << 16  # characters of a run that are decoded in one call, about half a millisecond
 
 
@@ -41,15 +43,15 @@ class Skeleton:
     def __init__(self, pieces: Sequence[str], layout: TensorFileLayout, window: int = _WINDOW) -> None:
         self.pieces, self._window = pieces, window
         self._layout = layout
-        self._known: json.JSONDecoder | None = None
+        self._json_decoder: json.JSONDecoder | None = None
 
     def is_decoded_soon(self) -> bool:
         """Return whether decoding the structure takes at most a few milliseconds."""
-        return self._known is not None or sum(map(len, self.pieces)) <= _SOON_ANEW
+        return self._json_decoder is not None or sum(map(len, self.pieces)) <= _MAX_QUICK_NEW_BYTES
 
     def is_checked_soon(self, tree: bytes) -> bool:
         """Return whether `check` takes at most a few milliseconds."""
-        return len(tree) <= (_SOON if self._known else _SOON_ANEW)
+        return len(tree) <= (_MAX_QUICK_BYTES if self._json_decoder else _MAX_QUICK_NEW_BYTES)
 
     def check(self, tree: bytes, pause: Callable[[], None] | None = None) -> None:
         """Decode a tree that has these pieces.
@@ -60,8 +62,8 @@ class Skeleton:
         Raises:
             StateRefused: a restore could not decode the tree; the message names the path.
         """
-        if self._known is None:
-            self._known = self._decode_structure()
+        if self._json_decoder is None:
+            self._json_decoder = self._decode_structure()
         text, at, last = str(tree, "utf-8"), 0, len(self.pieces) - 1
         for number, piece in enumerate(self.pieces):
             if not text.startswith(piece, at):
@@ -69,7 +71,7 @@ class Skeleton:
             at += len(piece)
             if number < last:
                 try:
-                    at = _end(self._known, text, at, pause, self._window)
+                    at = _end(self._json_decoder, text, at, pause, self._window)
                 except DEFECTS as error:
                     _refuse(next(islice(places(self.pieces), number, None)), error)
         if at != len(text):
@@ -81,16 +83,16 @@ class Skeleton:
             entries = parse_header(self._layout.header, self._layout.size).entries
         except StateMismatch as error:
             _refuse((), error)
-        known = decoder(entries.__getitem__, _viewed, _array, _values)
+        json_decoder = decoder(entries.__getitem__, _viewed, _array, _values)
         text = "[]".join(self.pieces)
         try:
-            check_depth(known.decode(text))
+            check_depth(json_decoder.decode(text))
         except DEFECTS as error:
-            _refuse(_culprit(known, text), error)
-        return known
+            _refuse(_culprit(json_decoder, text), error)
+        return json_decoder
 
 
-def _end(known: json.JSONDecoder, text: str, at: int, pause: Callable[[], None] | None, window_size: int) -> int:
+def _end(json_decoder: json.JSONDecoder, text: str, at: int, pause: Callable[[], None] | None, window_size: int) -> int:
     """Decode the value that begins at `at`. Returns the index after it."""
     begin = at + 1
     while text[at] == "[":
@@ -101,13 +103,13 @@ def _end(known: json.JSONDecoder, text: str, at: int, pause: Callable[[], None] 
         if cut < 0 or '"' in piece or "[" in piece or (not piece and (last < 0 or begin > at + 1)):
             # Not a list of numbers alone, because strings may contain brackets and commas; or a superfluous comma.
             break
-        known.decode(f"[{piece}]")
+        json_decoder.decode(f"[{piece}]")
         begin += cut + 1
         if last >= 0:
             return begin
         if pause is not None:
             pause()
-    return known.raw_decode(text, at)[1]
+    return json_decoder.raw_decode(text, at)[1]
 
 
 def _viewed(entry: TensorEntry, dtype: torch.dtype) -> TensorEntry:
@@ -124,14 +126,14 @@ def _values(entry: TensorEntry, kind: str, size: int) -> list[object]:
     return []
 
 
-def _culprit(known: json.JSONDecoder, text: str) -> Path:
+def _culprit(json_decoder: json.JSONDecoder, text: str) -> Path:
     """Return the path of the entry that cannot be decoded; empty if the state itself cannot."""
     root = json.loads(text)
     for name, value in root.items() if "$dict" not in root else root["$dict"]:
         try:
-            known.decode(json.dumps(value))
+            json_decoder.decode(json.dumps(value))
         except DEFECTS:
-            return (name,) if type(name) is str else (known.decode(json.dumps(name)),)
+            return (name,) if type(name) is str else (json_decoder.decode(json.dumps(name)),)
     return ()
 
 

@@ -71,8 +71,9 @@ class Encoder:
         self.nodes = 0
         self._text: list[str | None] = []  # None marks a hole
         self._names: list[str] = []
-        self._known: dict[tuple[object, ...], int] = {}  # address and form -> index of the name
-        # Kept because `_known` and `_open` identify these objects by address, which is reused once an object is freed.
+        self._name_indices: dict[tuple[object, ...], int] = {}  # address and form -> index of the name
+        # Kept because `_name_indices` and `_open` identify these objects by address, which is reused once an object is
+        # freed.
         self._alive: list[object] = []
         self._open: dict[int, Path] = {}
         self._answers = answers or {}
@@ -141,11 +142,11 @@ class Encoder:
             return self.made(value, path)
         if is_stateful(value):
             try:
-                own = self._ask(value)
+                object_state = self._ask(value)
             except Exception as error:
                 refuse(path, f"state_dict() raised {type(error).__name__}: {error}", error)
-            self._alive.append(own)
-            return Node(Form.STATEFUL, type(value), children=(self.node(own, path),))
+            self._alive.append(object_state)
+            return Node(Form.STATEFUL, type(value), children=(self.node(object_state, path),))
         return refuse(path, f"{type_name(value)}{ways_out.of(value)}")
 
     def tensor(self, tensor: torch.Tensor, path: Path) -> Node:
@@ -153,12 +154,12 @@ class Encoder:
             refuse(path, why_refused(tensor) or type_name(tensor))
         form = form_of(tensor)
         key = (tensor.data_ptr(), form) if tensor.numel() else None
-        index = self._known.get(key) if key else None
+        index = self._name_indices.get(key) if key else None
         if index is None:
             self._alive.append(tensor)
             index = self._store(path, plain(tensor))
             if key:
-                self._known[key] = index
+                self._name_indices[key] = index
         name = quoted(self._names[index])
         if tensor.dtype in STORED_AS:
             self._text.append(f'{{"$view":[{name},"{str(tensor.dtype).removeprefix("torch.")}"]}}')
@@ -231,8 +232,8 @@ class Encoder:
 
     def mapping(self, value: Mapping[Any, object], path: Path, extra: object = None) -> Node:
         runs = pack(value)
-        if runs is None and type(value) is dict and is_run_of_members(held := value.copy()):
-            return self._hole(Form.RUN, dict, held)
+        if runs is None and type(value) is dict and is_run_of_members(copied := value.copy()):
+            return self._hole(Form.RUN, dict, copied)
         if runs is None or extra == _METADATA:
             return self.members(value, path, extra)
         keys, _ = runs
@@ -247,8 +248,8 @@ class Encoder:
         """Encode a mapping member by member, without packing its keys and values."""
         pairs = list(value.items())  # in one call, because another thread of the owner may add members during the walk
         children = []
-        named = all(is_name(key) for key, _ in pairs)
-        if named:
+        has_names = all(is_name(key) for key, _ in pairs)
+        if has_names:
             opening, closing = "{", "}" if pairs else "{}"
             for key, inner in pairs:
                 self._text.append(f"{opening}{quoted(key)}:")
@@ -262,7 +263,7 @@ class Encoder:
                 children.append(self.node(inner, (*path, key)))
                 opening = "],["
         node = Node(Form.MAPPING, type(value), -1, (tuple(key for key, _ in pairs), extra), children)
-        if named and pairs:
+        if has_names and pairs:
             node.end, node.path = len(self._text), path
         self._text.append(closing)
         return node
@@ -311,13 +312,13 @@ class Encoder:
         return Node(Form.PACKED, type(value), detail=(tuple(names), extra), children=children)
 
     def _ask(self, value: Any) -> Any:
-        said = self._answers.get(id(value))
-        if not said:
+        answers = self._answers.get(id(value))
+        if not answers:
             return loader_fingerprint.ask(value)
-        _, own, error = said.pop(0)
+        _, object_state, error = answers.pop(0)
         if error is not None:
             raise error
-        return own
+        return object_state
 
     def _hole(self, form: Form, kind: type, value: object, detail: object = None) -> Node:
         self._text.append(None)

@@ -51,10 +51,10 @@ def chosen(state: Mapping[str, Any], names: Collection[str] | None) -> Mapping[s
         return state
     missing = [show_part(name) for name in names if name not in state]
     if missing or not names:
-        there = ", ".join(map(show_part, state)) or "no entry"
+        entry_names = ", ".join(map(show_part, state)) or "no entry"
         if missing:
-            raise ConfigError(f"only: {few(missing)} not in the state passed, which has {there}")
-        raise ConfigError(f"only: it names nothing; the state passed has {there}")
+            raise ConfigError(f"only: {few(missing)} not in the state passed, which has {entry_names}")
+        raise ConfigError(f"only: it names nothing; the state passed has {entry_names}")
     entries = {name: state[name] for name in names}
     return entries if isinstance(state, MutableMapping) else MappingProxyType(entries)
 
@@ -82,49 +82,49 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> Fi
         StateMismatch: names the first few values that are missing, extra, or of another shape or dtype, and targets
             that share memory although their saved values differ.
     """
-    found: list[str] = []
+    mismatches: list[str] = []
     stateful: list[tuple[Path, Stateful, Any]] = []
     shared = Aliased()
     missing, extra = [k for k in state if k not in restored], [k for k in restored if k not in state]
     if missing:
-        found.append(f"state: {few(map(show_part, missing))} not in the checkpoint")
+        mismatches.append(f"state: {few(map(show_part, missing))} not in the checkpoint")
     if extra:
-        found.append(f"state: {few(map(show_part, extra))} in the checkpoint, but not in the state passed")
+        mismatches.append(f"state: {few(map(show_part, extra))} in the checkpoint, but not in the state passed")
     try:
         for key in state:
             if key in restored:
-                found += _misfits(state[key], restored[key], (key,), stateful, shared)
+                mismatches += _misfits(state[key], restored[key], (key,), stateful, shared)
                 if not isinstance(state, MutableMapping) and not stays(state[key], restored[key]):
-                    found.append(f"{show((key,))}: cannot be replaced in a {type_name(state)}; pass a dict")
-        found += shared.conflicts()
+                    mismatches.append(f"{show((key,))}: cannot be replaced in a {type_name(state)}; pass a dict")
+        mismatches += shared.conflicts()
         name_of = optimizer_states.names_in(leaves(state))
         for path, target, saved in stateful:
             if isinstance(target, torch.optim.Optimizer):
-                found += [f"{show(path)}: {reason}" for reason in optimizer_states.misfits(target, saved, name_of)]
+                mismatches += [f"{show(path)}: {reason}" for reason in optimizer_states.misfits(target, saved, name_of)]
         for key in restored:
             wrappers = instances(restored[key], SavedWrapper, (key,))
-            found += [f"{show(path)}: {reason}" for path, saved in wrappers if (reason := saved.unusable())]
+            mismatches += [f"{show(path)}: {reason}" for path, saved in wrappers if (reason := saved.unusable())]
         shards = shards_in(restored)
-        found += meshless(state, shards)
+        mismatches += meshless(state, shards)
     except RecursionError as error:
         raise StateMismatch("state: nested too deeply, or a cycle") from error
-    if found:
-        more = [f"and {len(found) - 5} more"] if len(found) > 5 else []
-        way_out = [RESHARD] if any("DTensor" in one for one in found) else []
-        raise _error_class(found, stateful)("; ".join([*found[:5], *more, *way_out]))
-    return Fitting([(path, target, _aligned(target, saved)) for path, target, saved in stateful], bool(shards))
+    if mismatches:
+        suffix = [f"and {len(mismatches) - 5} more"] if len(mismatches) > 5 else []
+        way_out = [RESHARD] if any("DTensor" in mismatch for mismatch in mismatches) else []
+        raise _error_class(mismatches, stateful)("; ".join([*mismatches[:5], *suffix, *way_out]))
+    return Fitting([(path, target, _align(target, saved)) for path, target, saved in stateful], bool(shards))
 
 
-def _aligned(target: Stateful, saved: Any) -> Any:
+def _align(target: Stateful, saved: Any) -> Any:
     return optimizer_states.aligned(target, saved) if isinstance(target, torch.optim.Optimizer) else saved
 
 
-def _error_class(found: list[str], stateful: list[tuple[Path, Stateful, Any]]) -> type[StateMismatch]:
+def _error_class(mismatches: list[str], stateful: list[tuple[Path, Stateful, Any]]) -> type[StateMismatch]:
     """Return the class to raise: also a library's own, if every mismatch is of one object of that library."""
     for path, target, _ in stateful:
-        own = mismatch_error(target)
-        if own is not None and all(one.startswith(show(path)) for one in found):
-            return as_both(own)
+        error_class = mismatch_error(target)
+        if error_class is not None and all(mismatch.startswith(show(path)) for mismatch in mismatches):
+            return as_both(error_class)
     return StateMismatch
 
 
@@ -144,21 +144,21 @@ def _misfits(
             yield f"{show(path)}: {reason}"
             return
         for key, inner in target.items():
-            there = saved.get(key, _MISSING) if isinstance(saved, dict) else _MISSING
-            yield from _misfits(inner, there, (*path, key), stateful, shared)
-        rest = {key: v for key, v in saved.items() if key not in target} if isinstance(saved, dict) else saved
-        yield from _homeless(target, rest, path)
+            saved_inner = saved.get(key, _MISSING) if isinstance(saved, dict) else _MISSING
+            yield from _misfits(inner, saved_inner, (*path, key), stateful, shared)
+        extra = {key: v for key, v in saved.items() if key not in target} if isinstance(saved, dict) else saved
+        yield from _homeless(target, extra, path)
     elif kind is Kind.SEQUENCE:
         if not isinstance(target, tuple) and stays(target, saved):
             yield from shared.differing(path, target, saved)
         if is_simple(target) and is_simple(saved):
             return
-        others = list(saved) if is_sequence_of(target, saved) else []
+        saved_items = list(saved) if is_sequence_of(target, saved) else []
         for index, inner in enumerate(target):
-            there = others[index] if index < len(others) else _MISSING
-            yield from _misfits(inner, there, (*path, index), stateful, shared)
-        rest = dict(enumerate(others[len(target) :], len(target))) if is_sequence_of(target, saved) else saved
-        yield from _homeless(target, rest, path)
+            saved_inner = saved_items[index] if index < len(saved_items) else _MISSING
+            yield from _misfits(inner, saved_inner, (*path, index), stateful, shared)
+        extra = dict(enumerate(saved_items[len(target) :], len(target))) if is_sequence_of(target, saved) else saved
+        yield from _homeless(target, extra, path)
     elif kind is Kind.OTHER:
         yield from _homeless(target, saved, path)
     elif saved is _MISSING:
@@ -166,11 +166,13 @@ def _misfits(
     elif kind is Kind.STATEFUL:
         stateful.append((path, target, saved))
         yield from (f"{show(path)}: {reason}" for reason in _stateful_misfits(target, saved, path, shared))
-        other = [f"{show(path)}{where}: {reason}" for where, reason in loader_fingerprint.misfits(target, saved)]
-        if other:
-            yield from other[:-1]
-            yield f"{other[-1]} (None in place of {show(path)} takes what was saved)"
-    elif reasons := list(_FILLED[kind](target, saved)):
+        loader_misfits = [
+            f"{show(path)}{where}: {reason}" for where, reason in loader_fingerprint.misfits(target, saved)
+        ]
+        if loader_misfits:
+            yield from loader_misfits[:-1]
+            yield f"{loader_misfits[-1]} (None in place of {show(path)} takes what was saved)"
+    elif reasons := list(_MISFITS_BY_KIND[kind](target, saved)):
         yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in reasons)
     elif kind is not Kind.GENERATOR and stays(target, saved):
         _share(shared, (path, None), target, saved)
@@ -185,10 +187,10 @@ def _homeless(target: object, saved: Any, path: Path) -> Iterator[str]:
     """Report saved generators whose target is not a generator: a new generator would belong to no object of the job."""
     if type(saved) in IMMUTABLE:
         return
-    for place, found in instances(saved, SavedRng, path):
+    for place, generator in instances(saved, SavedRng, path):
         if target is not None:
-            yield f"{show(place)}: {found.label} in the checkpoint, none here {_WAY_OUT}"
-        elif reason := found.unusable():
+            yield f"{show(place)}: {generator.label} in the checkpoint, none here {_WAY_OUT}"
+        elif reason := generator.unusable():
             yield f"{show(place)}: {reason}"
 
 
@@ -201,23 +203,26 @@ def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
         if reason := saved.misfit(target):
             yield reason
     elif type(target) not in PLAIN and wrapper_tensors.name_of(target):
-        there = _form(saved) if isinstance(saved, torch.Tensor) else type_name(saved)
-        yield f"{there} in the checkpoint, a {wrapper_tensors.name_of(target)} here"
+        saved_form = _form(saved) if isinstance(saved, torch.Tensor) else type_name(saved)
+        yield f"{saved_form} in the checkpoint, a {wrapper_tensors.name_of(target)} here"
     elif (reason := why_refused(target)) is not None:
         yield reason
     elif isinstance(saved, SavedDTensor):
         yield f"{saved} in the checkpoint, {_form(target)}, no DTensor, here"
     elif not isinstance(saved, torch.Tensor):
-        there = saved.label if isinstance(saved, SavedRng) else type_name(saved)
-        yield f"{there} in the checkpoint, a tensor here"
+        saved_form = saved.label if isinstance(saved, SavedRng) else type_name(saved)
+        yield f"{saved_form} in the checkpoint, a tensor here"
     elif saved.shape != target.shape or saved.dtype != target.dtype:
         yield f"{_form(saved)} in the checkpoint, {_form(target)} here"
 
 
 def _array_misfits(target: Any, saved: Any) -> Iterator[str]:
-    here, there = _array_form(target), _array_form(saved) if numpy_arrays.is_array(saved) else type_name(saved)
-    if here != there:
-        yield f"{there} in the checkpoint, {here} here"
+    target_form, saved_form = (
+        _array_form(target),
+        _array_form(saved) if numpy_arrays.is_array(saved) else type_name(saved),
+    )
+    if target_form != saved_form:
+        yield f"{saved_form} in the checkpoint, {target_form} here"
 
 
 def _generator_misfits(target: Any, saved: Any) -> Iterator[str]:
@@ -225,7 +230,7 @@ def _generator_misfits(target: Any, saved: Any) -> Iterator[str]:
         yield reason
 
 
-_FILLED: dict[Kind, Callable[[Any, Any], Iterator[str]]] = {
+_MISFITS_BY_KIND: dict[Kind, Callable[[Any, Any], Iterator[str]]] = {
     Kind.TENSOR: _tensor_misfits,
     Kind.ARRAY: _array_misfits,
     Kind.GENERATOR: _generator_misfits,
@@ -245,27 +250,27 @@ def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: Aliased) 
         yield f"{type_name(saved)} in the checkpoint, a module here"
         return
     try:
-        own = module.state_dict()
+        module_state = module.state_dict()
     except Exception as error:
         yield f"its own state_dict() raised {type(error).__name__}: {error}"
         return
-    if reason := differing(own, saved):
+    if reason := differing(module_state, saved):
         yield reason
         return
-    missing, extra = [k for k in own if k not in saved], [k for k in saved if k not in own]
+    missing, extra = [k for k in module_state if k not in saved], [k for k in saved if k not in module_state]
     if missing:
         yield f"{few(map(show_part, missing))} not in the checkpoint"
     if extra:
         yield f"{few(map(show_part, extra))} in the checkpoint, but not in the module"
     # `set_extra_state` decides about a plain tensor, as in torch's own `load_state_dict`.
-    checked = [k for k, v in own.items() if is_dtensor(v) or (_is_checked(v) and not is_extra_state(k))]
-    both = [(k, own[k], saved[k]) for k in checked if k in saved]
+    checked = [k for k, v in module_state.items() if is_dtensor(v) or (_is_checked(v) and not is_extra_state(k))]
+    pairs = [(k, module_state[k], saved[k]) for k in checked if k in saved]
     wrong: list[str] = []
-    for k, v, other in both:
-        reasons = [f"{show_part(k)} ({reason})" for reason in _tensor_misfits(v, other)]
+    for k, v, saved_value in pairs:
+        reasons = [f"{show_part(k)} ({reason})" for reason in _tensor_misfits(v, saved_value)]
         wrong += reasons
-        if not reasons and stays(v, other):
-            _share(shared, (path, k), v, other)
+        if not reasons and stays(v, saved_value):
+            _share(shared, (path, k), v, saved_value)
     if wrong:
         yield f"of another shape or dtype: {few(wrong)}"
 

@@ -65,14 +65,14 @@ def load(
         StateMismatch: as `check_fit`, and then nothing was loaded; or an object's own `load_state_dict` raised
             (chained), and then the message says which entries were loaded before it.
     """
-    kept = ReclaimedMemory(file, tensors_in(restored)) if file is not None and not handed_over else None
+    reclaimed = ReclaimedMemory(file, tensors_in(restored)) if file is not None and not handed_over else None
     _load(state, restored, handed_over, staged, fitting or check_fit(state, restored))
-    if kept is not None:
+    if reclaimed is not None:
         if isinstance(restored, dict):
             restored.clear()
         if fitting is not None:
             fitting.stateful.clear()  # it has the saved states, too
-        kept.release()
+        reclaimed.release()
 
 
 def _load(
@@ -84,7 +84,7 @@ def _load(
 ) -> None:
     memo: dict[int, object] = dict(staged)  # so that tied tensors are cloned only once
     meshes = meshes_of(state)
-    done: list[str] = []
+    loaded: list[str] = []
     for path, target, saved in sorted(fitting.stateful, key=lambda item: _load_order(item[1])):
         try:
             if not handed_over and isinstance(target, torch.optim.Optimizer):
@@ -92,16 +92,18 @@ def _load(
             if isinstance(target, nn.Module):
                 load_module(target, saved, memo, meshes)
             else:
-                given = _copied(loader_fingerprint.as_given(saved), memo)
+                copied = _copy(loader_fingerprint.as_given(saved), memo)
                 if isinstance(target, torch.optim.Optimizer):
-                    put_beside(target, given, meshes)
-                target.load_state_dict(meshes.put(given))
+                    put_beside(target, copied, meshes)
+                target.load_state_dict(meshes.put(copied))
         except Exception as error:
-            before = f"already loaded: {few(done)}" if done else "nothing was loaded before it, but it may have changed"
+            before = (
+                f"already loaded: {few(loaded)}" if loaded else "nothing was loaded before it, but it may have changed"
+            )
             raise as_both(type(error))(
                 f"{show(path)}: load_state_dict() raised {type(error).__name__}: {error}; {before}"
             ) from error
-        done.append(show(path))
+        loaded.append(show(path))
     for key, saved in restored.items():
         value = _place(state[key], saved, memo)
         value = meshes.put(value) if fitting.has_shards else value
@@ -109,7 +111,7 @@ def _load(
             state[key] = value  # type: ignore[index]
 
 
-def _copied(saved: Any, memo: dict[int, object]) -> Any:
+def _copy(saved: Any, memo: dict[int, object]) -> Any:
     """Return a deep copy.
 
     Plain values of one container are copied in one call, because `deepcopy` copies them one by one.
@@ -117,14 +119,14 @@ def _copied(saved: Any, memo: dict[int, object]) -> Any:
     if type(saved) in IMMUTABLE:
         return saved
     if is_simple(saved):
-        return _copied_at_once(saved, memo)
+        return _copy_at_once(saved, memo)
     for _, inner, is_container in walk(saved):
         if is_container and is_simple(inner):
-            _copied_at_once(inner, memo)
+            _copy_at_once(inner, memo)
     return copy.deepcopy(saved, memo)
 
 
-def _copied_at_once(values: Any, memo: dict[int, object]) -> object:
+def _copy_at_once(values: Any, memo: dict[int, object]) -> object:
     if id(values) not in memo:
         memo[id(values)] = values if type(values) is tuple else values.copy()
         memo.setdefault(id(memo), []).append(values)  # type: ignore[attr-defined]  # as `deepcopy` keeps its originals
@@ -158,13 +160,13 @@ def _place(target: Any, saved: Any, memo: dict[int, object]) -> Any:
     if kind is Kind.SEQUENCE and is_sequence_of(target, saved):
         return _place_sequence(target, saved, memo)
     if not stays(target, saved):
-        return _copied(saved, memo)
+        return _copy(saved, memo)
     if kind is Kind.ARRAY:
         target[...] = saved
         return target
     for inner, stored in filled_pairs(target, saved):
-        there = memo.get(id(stored), stored)
-        fill(inner, there if isinstance(there, torch.Tensor) else stored)
+        source = memo.get(id(stored), stored)
+        fill(inner, source if isinstance(source, torch.Tensor) else stored)
     return target
 
 

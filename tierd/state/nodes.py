@@ -48,15 +48,15 @@ class Node:
 
 def pieces(texts: list[str | None]) -> list[str]:
     """Return the text before, between and after the holes of `Encoder.text`."""
-    found: list[str] = []
+    joined: list[str] = []
     run: list[str] = []
     for text in texts:
         if text is None:
-            found.append("".join(run))
+            joined.append("".join(run))
             run.clear()
         else:
             run.append(text)
-    return [*found, "".join(run)]
+    return [*joined, "".join(run)]
 
 
 def name_of(path: Path) -> str:

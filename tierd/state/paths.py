@@ -33,16 +33,16 @@ def heaviest(paths: Iterable[Path], sizes: Sequence[int]) -> tuple[Path, int]:
     """
     inside = list(zip(paths, sizes, strict=True))
     path: Path = ()
-    whole = sum(sizes)
+    total = sum(sizes)
     while True:
         shares: defaultdict[object, int] = defaultdict(int)
         for place, size in inside:
             if len(place) > len(path):
                 shares[place[len(path)]] += size
         part = max(shares, key=shares.__getitem__, default=None)
-        if not shares or (path and 2 * shares[part] <= whole):
-            return path, whole
-        path, whole = (*path, part), shares[part]
+        if not shares or (path and 2 * shares[part] <= total):
+            return path, total
+        path, total = (*path, part), shares[part]
         inside = [(place, size) for place, size in inside if place[: len(path)] == path]
 
 
@@ -52,25 +52,25 @@ def fullest(tree: str) -> tuple[Path, int]:
     The path is as deep as one entry has more than half of its parent.
     """
     path: Path = ()
-    node, most = json.loads(tree), 0
+    node, largest = json.loads(tree), 0
     while True:
         inside = [(place, inner, _count(inner)) for place, inner in _inside(node, path)]
-        place, inner, count = max(inside, key=lambda found: found[2], default=((), None, 0))
-        if not count or (path and 2 * count <= most):
-            return path, most
-        path, node, most = place, inner, count
+        place, inner, count = max(inside, key=lambda counted: counted[2], default=((), None, 0))
+        if not count or (path and 2 * count <= largest):
+            return path, largest
+        path, node, largest = place, inner, count
 
 
 def _count(node: Any) -> int:
-    found, left = 0, [node]
-    while left:
-        one = left.pop()
-        found += 1
-        if type(one) is list:
-            left += one
-        elif type(one) is dict:
-            left += one.values()
-    return found
+    total, pending = 0, [node]
+    while pending:
+        current = pending.pop()
+        total += 1
+        if type(current) is list:
+            pending += current
+        elif type(current) is dict:
+            pending += current.values()
+    return total
 
 
 def _holes(node: Any, path: Path) -> Iterator[Path]:

@@ -24,8 +24,8 @@ class ReclaimedMemory:
     """
 
     def __init__(self, file: Buffer, tensors: Iterable[torch.Tensor]) -> None:
-        whole = file if isinstance(file, mmap.mmap) else memoryview(file).obj
-        self._mapping = whole if isinstance(whole, mmap.mmap) and len(whole) else None
+        mapping = file if isinstance(file, mmap.mmap) else memoryview(file).obj
+        self._mapping = mapping if isinstance(mapping, mmap.mmap) and len(mapping) else None
         self._watched: dict[tuple[int, int], list[StorageWeakRef]] = {}
         if self._mapping is None:
             return

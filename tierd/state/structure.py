@@ -51,10 +51,11 @@ class Level:
         self.shards_at = [index for index in at[Form.SHARD] if nodes[index].children[0].form is Form.TENSOR]
         self.dtensors = picker(self.shards_at)
         self.arrays_at, self._arrays = at[Form.ARRAY], [(index, nodes[index].detail) for index in at[Form.ARRAY]]
-        kept = [*at[Form.MADE], *at[Form.RUN]]
-        self.holes_at = [*at[Form.SCALAR], *kept]
+        kept_indices = [*at[Form.MADE], *at[Form.RUN]]
+        self.holes_at = [*at[Form.SCALAR], *kept_indices]
         self._keep: list[tuple[int, Callable[[Any], object]]] = [
-            (index, _Made(depth) if nodes[index].form is Form.MADE else _kept_run(nodes[index])) for index in kept
+            (index, _ValueEncoder(depth) if nodes[index].form is Form.MADE else _run_copier(nodes[index]))
+            for index in kept_indices
         ]
         self.dicts_at = [index for index in at[Form.MAPPING] if _is_simple(nodes[index])]
         self._dicts = picker(self.dicts_at)
@@ -76,12 +77,12 @@ class Level:
         kinds = list(map(type, values))
         if len(kinds) != len(self._kinds):
             raise Doubt
-        others: list[int] = []
+        changed: list[int] = []
         if kinds != self._kinds:
-            others = list(compress(count(), map(operator.is_not, kinds, self._kinds)))
-            if any(index not in self._loose or kinds[index] not in IMMUTABLE for index in others):
+            changed = list(compress(count(), map(operator.is_not, kinds, self._kinds)))
+            if any(index not in self._loose or kinds[index] not in IMMUTABLE for index in changed):
                 raise Doubt
-        scalars = (*self._bytes_at, *others)
+        scalars = (*self._bytes_at, *changed)
         if any(kinds[index] is bytes and len(values[index]) >= packed_tensors.FEWEST_BYTES for index in scalars):
             raise Doubt
 
@@ -100,7 +101,7 @@ class Level:
             added: receives the members that simple dicts have after all known members: the dict's index in `dicts_at`,
                 the new key and its value.
         """
-        found: list[Any] = []
+        inner_values: list[Any] = []
         if self._lengths:
             # Each copied in one call, because another thread may change it meanwhile.
             dicts = list(map(dict.copy, self._dicts(values)))
@@ -111,10 +112,10 @@ class Level:
                 raise Doubt
             if any(pack(dicts[at]) for at in self._long_dicts):
                 raise Doubt
-            found.extend(chain.from_iterable(map(dict.values, dicts)))
+            inner_values.extend(chain.from_iterable(map(dict.values, dicts)))
         for index, opened in self._others:
-            found += opened(values[index], answers)
-        return found
+            inner_values += opened(values[index], answers)
+        return inner_values
 
     def _part_with_new(self, dicts: list[dict[Any, Any]], added: list[tuple[int, str, Any]]) -> None:
         for at, length in enumerate(self._lengths):
@@ -126,16 +127,16 @@ class Level:
                 dicts[at] = dict(pairs[:length])
 
 
-def _kept_run(node: Node) -> Callable[[Any], object]:
-    return _kept_members if node.kind is dict else _Run(node.detail)
+def _run_copier(node: Node) -> Callable[[Any], object]:
+    return _copy_members if node.kind is dict else _Run(node.detail)
 
 
-def _kept_members(value: dict[Any, object]) -> object:
+def _copy_members(value: dict[Any, object]) -> object:
     """Return a copy of a dict of immutable values, or raise `Doubt`."""
-    held = value.copy()
-    if not is_run_of_members(held) or pack(held):
+    members = value.copy()
+    if not is_run_of_members(members) or pack(members):
         raise Doubt
-    return held
+    return members
 
 
 class _Run:
@@ -151,7 +152,7 @@ class _Run:
         return parts
 
 
-class _Made:
+class _ValueEncoder:
     """Encode a value at this depth or above; raise `Doubt` if it must be packed or is nested too deeply."""
 
     def __init__(self, depth: int) -> None:
@@ -184,7 +185,7 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
     The function raises `Doubt` if the value is not built like the node.
     """
     if node.form is Form.STATEFUL:
-        return _asked
+        return _ask_state
     if node.form is Form.PACKED:
         return _packer(*node.detail)
     if node.form is Form.SHARD:
@@ -195,10 +196,10 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
         length, maxlen = node.detail
 
         def parts(value: Any, answers: Answers) -> Iterable[Any]:
-            found = tuple(value)
-            if len(found) != length or (type(value) is deque and value.maxlen != maxlen):
+            items = tuple(value)
+            if len(items) != length or (type(value) is deque and value.maxlen != maxlen):
                 raise Doubt
-            return found
+            return items
 
         return parts
     keys, extra = list(node.detail[0]), node.detail[1]
@@ -207,8 +208,8 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
 
     def inner(value: Any, answers: Answers) -> Iterable[Any]:
         pairs = tuple(value.items())
-        here = [key for key, _ in pairs]
-        same = _same(here, keys, kinds) if text is None else _key_text(here) == text
+        value_keys = [key for key, _ in pairs]
+        same = _same(value_keys, keys, kinds) if text is None else _key_text(value_keys) == text
         attributes = dict(vars(value)) if type(value) in (OrderedDict, Counter) else {}
         if not same or tuple(attributes) != (extra if type(value) is OrderedDict else ()):
             raise Doubt
@@ -230,7 +231,7 @@ def _packer(names: tuple[str, ...], extra: object) -> Callable[[Any, Answers], I
             raise Doubt
         if len(runs) > 1 and runs[0].kind != "str":
             check_alike(list(value), ())
-        return [one for name, run in zip(names, runs, strict=True) for one in (run.named(name), run.tensor)]
+        return [part for name, run in zip(names, runs, strict=True) for part in (run.named(name), run.tensor)]
 
     return parts
 
@@ -279,20 +280,20 @@ class _Shard:
         return (value._local_tensor,)
 
 
-def _asked(value: Any, answers: Answers) -> Iterable[Any]:
+def _ask_state(value: Any, answers: Answers) -> Iterable[Any]:
     if not is_stateful(value):
         raise Doubt
-    said = answers.setdefault(id(value), [])
+    recorded = answers.setdefault(id(value), [])
     try:
-        said.append((value, loader_fingerprint.ask(value), None))
+        recorded.append((value, loader_fingerprint.ask(value), None))
     except Exception as error:
-        said.append((value, None, error))
+        recorded.append((value, None, error))
         raise
-    return (said[-1][1],)
+    return (recorded[-1][1],)
 
 
-def _same(keys: list[Any], known: list[Any], kinds: list[type]) -> bool:
-    return keys == known and list(map(type, keys)) == kinds
+def _same(keys: list[Any], expected: list[Any], kinds: list[type]) -> bool:
+    return keys == expected and list(map(type, keys)) == kinds
 
 
 def _key_text(keys: Iterable[object]) -> str:

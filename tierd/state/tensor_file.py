@@ -88,7 +88,7 @@ class TensorFileLayout:
     entries: dict[str, TensorEntry]
 
 
-_Described: TypeAlias = tuple[tuple[bool, bool, bool, int, str], torch.dtype, tuple[int, ...], int, str]
+_TensorRow: TypeAlias = tuple[tuple[bool, bool, bool, int, str], torch.dtype, tuple[int, ...], int, str]
 _place_of = operator.itemgetter(0)
 # Faster than `TensorEntry._make`, because it adds no Python frame per tensor.
 _entry_of = functools.partial(tuple.__new__, TensorEntry)
@@ -102,25 +102,25 @@ class Planner:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> None:
         """Describe the first tensors. Raises `StateRefused` for a dtype that safetensors does not hold."""
-        self._described = sorted((_describe(name, tensors[name], moving) for name in tensors), key=_place_of)
+        self._rows = sorted((_describe(name, tensors[name], moving) for name in tensors), key=_place_of)
 
     def add(self, name: str, tensor: torch.Tensor, moving: Collection[str] = ()) -> None:
         """Add a tensor with a new name. Raises `StateRefused` for a dtype that safetensors does not hold."""
-        bisect.insort(self._described, _describe(name, tensor, moving), key=_place_of)
+        bisect.insort(self._rows, _describe(name, tensor, moving), key=_place_of)
 
     def layout(self) -> TensorFileLayout:
         """Return the layout. Raises `StateRefused` if so many tensors were added that the header exceeds 100 MB."""
-        described = self._described
-        offsets = list(accumulate([one[3] for one in described], initial=0))
-        lines = [f"{one[4]}{begin},{end}]}}" for one, begin, end in zip(described, offsets, offsets[1:], strict=False)]
+        described = self._rows
+        offsets = list(accumulate([row[3] for row in described], initial=0))
+        lines = [f"{row[4]}{begin},{end}]}}" for row, begin, end in zip(described, offsets, offsets[1:], strict=False)]
         text = f"{{{','.join([_metadata(described, offsets), *lines])}}}".encode()
         start = -(-(8 + len(text)) // PAGE) * PAGE
         if start - 8 > MAX_HEADER:
             raise StateRefused(
                 f"{len(described)} tensors need a header of {start - 8} bytes; safetensors allows {MAX_HEADER}"
             )
-        places = [(start + begin, one[3], one[1], one[2]) for one, begin in zip(described, offsets, strict=False)]
-        entries = dict(zip([one[0][4] for one in described], map(_entry_of, places), strict=True))
+        places = [(start + begin, row[3], row[1], row[2]) for row, begin in zip(described, offsets, strict=False)]
+        entries = dict(zip([row[0][4] for row in described], map(_entry_of, places), strict=True))
         return TensorFileLayout((start - 8).to_bytes(8, "little") + text.ljust(start - 8), start + offsets[-1], entries)
 
 
@@ -136,7 +136,7 @@ def plan_layout(tensors: Mapping[str, torch.Tensor], moving: Collection[str] = (
     return Planner(tensors, moving).layout()
 
 
-def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _Described:
+def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _TensorRow:
     """Return a tensor's sort key, and the part of its line in the header that does not depend on its offset."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype not in DTYPE_NAMES:
@@ -150,7 +150,7 @@ def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _Desc
     return place, dtype, tuple(shape), nbytes, line
 
 
-def _metadata(described: list[_Described], offsets: list[int]) -> str:
+def _metadata(described: list[_TensorRow], offsets: list[int]) -> str:
     """Return the metadata member of the header: the format and, if any tensors move, their range."""
     first = bisect.bisect_left(described, (False, True), key=_place_of)
     begin, end = offsets[first], offsets[bisect.bisect_left(described, (True,), lo=first, key=_place_of)]
@@ -169,17 +169,17 @@ def targets(layout: TensorFileLayout, buffer: Buffer) -> Targets:
     size = memoryview(buffer).nbytes
     if size < layout.size:
         raise ValueError(f"a buffer of {size} bytes for a layout of {layout.size}")
-    found: Targets = {}
+    views: Targets = {}
     # Tensors of one dtype are adjacent, so one call of torch splits all of them.
     names = iter(layout.entries)
     for dtype, run in groupby(layout.entries.values(), operator.attrgetter("dtype")):
         entries, size = list(run), dtype.itemsize
         counts = [entry.nbytes // size for entry in entries]
-        whole = view(buffer, TensorEntry(entries[0].offset, sum(counts) * size, dtype, (sum(counts),)))
-        parts = zip(whole.split_with_sizes(counts), [entry.shape for entry in entries], strict=True)
+        joint = view(buffer, TensorEntry(entries[0].offset, sum(counts) * size, dtype, (sum(counts),)))
+        parts = zip(joint.split_with_sizes(counts), [entry.shape for entry in entries], strict=True)
         shaped = [part if len(shape) == 1 else part.view(shape) for part, shape in parts]
-        found |= zip(islice(names, len(shaped)), shaped, strict=True)
-    return found
+        views |= zip(islice(names, len(shaped)), shaped, strict=True)
+    return views
 
 
 def copy(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
@@ -188,13 +188,13 @@ def copy(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str
     The tensors may be on any device and in any memory format. The call returns after copies from an accelerator have
     ended.
     """
-    chosen = [name for name in (into if names is None else names) if into[name].numel()]
-    sources = [tensors[name] for name in chosen]
-    if not chosen:
+    copied_names = [name for name in (into if names is None else names) if into[name].numel()]
+    sources = [tensors[name] for name in copied_names]
+    if not copied_names:
         return
     devices = {source.device for source in sources if source.device.type != "cpu"}
     with torch.no_grad():
-        torch._foreach_copy_([into[name] for name in chosen], sources, non_blocking=bool(devices))
+        torch._foreach_copy_([into[name] for name in copied_names], sources, non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.synchronize(device)
 
@@ -223,13 +223,13 @@ def pieces(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer
     filled = 0
     for source in _parts(layout, tensors):
         # By element, not by byte, because every device supports a copy in the tensor's own dtype.
-        done, size = 0, source.element_size()
-        while done < source.numel():
-            count = min(source.numel() - done, (buffer.nbytes - filled) // size)
+        copied, size = 0, source.element_size()
+        while copied < source.numel():
+            count = min(source.numel() - copied, (buffer.nbytes - filled) // size)
             into = torch.frombuffer(buffer, dtype=source.dtype, count=count, offset=filled)
             with torch.no_grad():
-                into.copy_(source[done : done + count])
-            done, filled = done + count, filled + count * size
+                into.copy_(source[copied : copied + count])
+            copied, filled = copied + count, filled + count * size
             if filled == buffer.nbytes:
                 yield buffer[:filled]
                 filled = 0
@@ -321,10 +321,10 @@ def _check_metadata(value: object) -> None:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return members
 
 
 def _refuse(constant: str) -> object:

@@ -42,11 +42,11 @@ class Forms:
         if self._guard is not None and len(self._alone) <= MOST_ADDED**2:
             guarded = self._pick(tensors)
             if torch.is_grad_enabled():
-                fits = self._guard(*guarded)
+                passes = self._guard(*guarded)
             else:
                 with torch.enable_grad():  # because with grad disabled the guard ignores requires_grad
-                    fits = self._guard(*guarded)
-            if fits and all(_form_of(tensors[index]) == self._forms[index] for index in self._alone):
+                    passes = self._guard(*guarded)
+            if passes and all(_form_of(tensors[index]) == self._forms[index] for index in self._alone):
                 return True
         if list(map(_form_of, tensors)) != self._forms:
             return False
@@ -78,10 +78,10 @@ class Extents:
     def fit(self, tensors: list[torch.Tensor], moved: Iterable[int] = ()) -> bool:
         """Return whether the large tensors, and those at the indices `moved`, lie entirely within their storages."""
         pick = picker([*self._large, *moved])
-        chosen = pick(tensors)
-        begins = map(operator.mul, map(torch.Tensor.storage_offset, chosen), pick(self._sizes))
+        checked = pick(tensors)
+        begins = map(operator.mul, map(torch.Tensor.storage_offset, checked), pick(self._sizes))
         ends = map(operator.add, begins, pick(self._spans))
-        return all(map(operator.le, ends, map(_nbytes, map(_storage, chosen))))
+        return all(map(operator.le, ends, map(_nbytes, map(_storage, checked))))
 
 
 def _form_of(tensor: torch.Tensor) -> tuple[TensorForm, bool]:

@@ -51,8 +51,8 @@ def count(text: str, step: int = 1 << 16) -> tuple[int, int]:
             window += text[at + len(window) : at + len(window) + 1]
         at += len(window)
         pieces = window.replace("\\\\", "").replace('\\"', "").split('"')
-        more, others = _count("".join(pieces[inside::2]))
-        nodes, values = nodes + more, values + others
+        window_nodes, window_values = _count("".join(pieces[inside::2]))
+        nodes, values = nodes + window_nodes, values + window_values
         inside ^= (len(pieces) - 1) % 2
     return nodes, values
 
@@ -65,5 +65,5 @@ def alike(keys: Collection[object]) -> int:
     """Return how many keys share one hash, if they are more than `MOST_ALIKE`; else 0."""
     if len(keys) <= MOST_ALIKE or len(set(map(hash, keys))) > len(keys) - MOST_ALIKE:
         return 0
-    most = max(Counter(map(hash, keys)).values())
-    return most if most > MOST_ALIKE else 0
+    largest = max(Counter(map(hash, keys)).values())
+    return largest if largest > MOST_ALIKE else 0

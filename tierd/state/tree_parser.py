@@ -83,11 +83,11 @@ def parse_tree(
         StateMismatch: tierd did not write this tree; the message names the defect.
     """
     copies = Copies()
-    known = decoder(tensor, logical, copies.array, copies.values)
+    json_decoder = decoder(tensor, logical, copies.array, copies.values)
     if not is_read:
-        known = decoder(tensor, logical, lambda *_: None, lambda *_: [])
+        json_decoder = decoder(tensor, logical, lambda *_: None, lambda *_: [])
     try:
-        value = known.decode(tree_text(tree))
+        value = json_decoder.decode(tree_text(tree))
         check_depth(value)
     except DEFECTS as error:
         raise StateMismatch(f"the state tree: {str(error)[:300] or type(error).__name__}") from error
@@ -131,7 +131,7 @@ def decoder(
             views[key] = view(stored(name), key[1])
         return views[key]
 
-    def made(payload: Any) -> object:
+    def build_array(payload: Any) -> object:
         name, dtype, shape = parts_of(payload, str, str, list)
         return array(stored(name), dtype, tuple(all_of(shape, int)))
 
@@ -153,7 +153,7 @@ def decoder(
         **TAGS,
         "$tensor": stored,
         "$view": viewed,
-        "$array": made,
+        "$array": build_array,
         "$values": run,
         "$generator": generator,
         "$dtensor": dtensor,
@@ -161,11 +161,11 @@ def decoder(
     }
 
     def build(pairs: list[tuple[str, Any]]) -> object:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             raise ValueError("a key occurs twice in one object")
-        if not any(key.startswith("$") for key in found):
-            return found
+        if not any(key.startswith("$") for key in members):
+            return members
         tag, payload = pairs[0]
         if len(pairs) != 1 or tag not in tags:
             raise ValueError(f"unknown tag {tag[:40]!r}: if a newer tierd wrote it, restore it with that one")

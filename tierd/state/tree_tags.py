@@ -49,10 +49,10 @@ def _key(key: object) -> object:
 def _dict(pairs: object) -> dict[Any, Any]:
     items = [(_key(key), value) for key, value in (checked(pair, list) for pair in checked(pairs, list))]
     _check_alike([key for key, _ in items])
-    found = dict(items)
-    if len(found) != len(items):
+    mapping = dict(items)
+    if len(mapping) != len(items):
         raise ValueError("a key occurs twice in one dict")
-    return found
+    return mapping
 
 
 def _map(payload: object) -> dict[Any, Any]:
@@ -63,29 +63,29 @@ def _map(payload: object) -> dict[Any, Any]:
     # str is exempt: nobody can choose colliding keys, because Python randomizes the hashes of str.
     if kinds != {str}:
         _check_alike(keys)
-    found = dict(zip(keys, values, strict=True))
-    if len(found) != len(keys):
+    mapping = dict(zip(keys, values, strict=True))
+    if len(mapping) != len(keys):
         raise ValueError("a key occurs twice in one dict")
-    return found
+    return mapping
 
 
 def _members(values: object) -> list[object]:
-    found = [_key(value) for value in checked(values, list)]
-    _check_alike(found)
-    return found
+    members = [_key(value) for value in checked(values, list)]
+    _check_alike(members)
+    return members
 
 
 def _check_alike(keys: list[Any]) -> None:
-    if most := tree_budget.alike(keys):
-        raise ValueError(f"{most} keys of one dict or set have the same hash, {tree_budget.MOST_ALIKE} at most")
+    if largest := tree_budget.alike(keys):
+        raise ValueError(f"{largest} keys of one dict or set have the same hash, {tree_budget.MOST_ALIKE} at most")
 
 
 def _odict(payload: object) -> OrderedDict[Any, Any]:
     mapping, *metadata = checked(payload, list)
-    found = OrderedDict(checked(mapping, dict))
+    ordered = OrderedDict(checked(mapping, dict))
     if metadata:
-        (found._metadata,) = metadata  # type: ignore[attr-defined]
-    return found
+        (ordered._metadata,) = metadata  # type: ignore[attr-defined]
+    return ordered
 
 
 def _defaultdict(payload: object) -> defaultdict[Any, Any]:

@@ -85,7 +85,7 @@ def is_storable(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and tensor.dim() + tensor.dtype.is_complex <= MAX_DIMS
         and not (tensor.is_neg() and _is_unreadable(tensor))
-        and _misheld(tensor) is None
+        and _memory_fault(tensor) is None
     )
 
 
@@ -95,16 +95,16 @@ def _is_unreadable(negated: torch.Tensor) -> bool:
     return dtype not in _NEGATED_INTEGERS and not (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
 
 
-def _misheld(tensor: torch.Tensor) -> str | None:
+def _memory_fault(tensor: torch.Tensor) -> str | None:
     """Return the reason why a strided tensor's memory cannot be stored, or None."""
     nbytes, span = tensor.nbytes, span_of(tensor)
     if not nbytes and math.prod(n or 1 for n in tensor.shape) * tensor.itemsize >= 2**63:
         return f"an empty tensor of shape {tuple(tensor.shape)}, too large to be read again; pass .flatten()"
-    there = tensor.untyped_storage().nbytes()
-    if nbytes and tensor.storage_offset() * tensor.element_size() + span > there:
+    storage_bytes = tensor.untyped_storage().nbytes()
+    if nbytes and tensor.storage_offset() * tensor.element_size() + span > storage_bytes:
         return (
-            f"a tensor of {nbytes} bytes in a storage of {there}: its memory was freed (untyped_storage().resize_(), "
-            "as FSDP does it); gather it first, and save what was gathered"
+            f"a tensor of {nbytes} bytes in a storage of {storage_bytes}: its memory was freed "
+            "(untyped_storage().resize_(), as FSDP does it); gather it first, and save what was gathered"
         )
     return None if nbytes - span <= MOST_REPEATED else _repeated("tensor", nbytes, span)
 
@@ -154,7 +154,7 @@ def why_refused(tensor: torch.Tensor) -> str | None:
         return f"a {tensor.dtype} tensor of {tensor.dim()} dimensions, too many to be read again; pass .flatten()"
     if tensor.is_neg() and _is_unreadable(tensor):
         return f"a lazily negated tensor of {tensor.dtype}, which torch cannot negate; negate it in another dtype"
-    return _misheld(tensor)
+    return _memory_fault(tensor)
 
 
 def why_array_refused(array: Any) -> str | None:
@@ -189,13 +189,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Copies only if the tensor is lazily negated or conjugated.
     """
-    found = tensor.detach() if tensor.requires_grad else tensor
+    detached = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_neg() or tensor.is_conj():
-        found = found.resolve_conj().resolve_neg()
+        detached = detached.resolve_conj().resolve_neg()
     if tensor.dtype in STORED_AS:
         stored = STORED_AS[tensor.dtype]
-        found = torch.view_as_real(found) if tensor.dtype.is_complex else found.view(stored)
-    return found
+        detached = torch.view_as_real(detached) if tensor.dtype.is_complex else detached.view(stored)
+    return detached
 
 
 # ---- values that hold no tensor
@@ -207,8 +207,8 @@ def made(value: Any, path: Path) -> JsonText:
     Such a value is mutable, so training may change it, or only encoding it shows whether it can be stored.
     """
     if type(value) in (set, frozenset):
-        check_alike(found := list(value), path)
-        members = sorted((key_tree(member, path) for member in found), key=lambda member: json.dumps(member))
+        check_alike(elements := list(value), path)
+        members = sorted((key_tree(member, path) for member in elements), key=lambda member: json.dumps(member))
         return JsonText(dumps({f"${type(value).__name__}": members}))
     if type(value) is slice:
         return JsonText(dumps({"$slice": _slice(value, path)}))
@@ -262,11 +262,11 @@ def check_alike(keys: list[object], path: Path) -> None:
 
     The reason is that a reader would compare each of them with all others.
     """
-    if most := tree_budget.alike(keys):
+    if largest := tree_budget.alike(keys):
         refuse(
             path,
-            f"{most} of its keys have the same hash, {tree_budget.MOST_ALIKE} at most, because each is compared with "
-            "all others; use other keys, such as their str()",
+            f"{largest} of its keys have the same hash, {tree_budget.MOST_ALIKE} at most, because each is compared "
+            "with all others; use other keys, such as their str()",
         )
 
 
@@ -317,22 +317,23 @@ def encode(
     parts[::2] = pieces
     counts = [hole.values if type(hole) is Named else 0 for hole in holes]
     if reason := tree_budget.excess_of_runs(sum(counts)):
-        path, most = heaviest(places(pieces), counts)
+        path, largest = heaviest(places(pieces), counts)
         raise StateRefused(
-            f"{show(path)}: {most} of the state's {reason}, because a restore takes no more; keep many numbers in a "
+            f"{show(path)}: {largest} of the state's {reason}, because a restore takes no more; keep many numbers in a "
             "tensor (torch.tensor makes one of a list), or in a file that stage() takes"
         )
     parts[1::2] = (
-        _long(hole, pause, window) if type(hole) is tuple and len(hole) > window else _text(hole) for hole in holes
+        _encode_run(hole, pause, window) if type(hole) is tuple and len(hole) > window else _encode_hole(hole)
+        for hole in holes
     )
-    whole = "".join(parts)
-    if reason := tree_budget.excess(whole):
-        path, count = fullest(whole)
+    joined = "".join(parts)
+    if reason := tree_budget.excess(joined):
+        path, count = fullest(joined)
         raise StateRefused(
             f"{show(path)}: {count} of the state's {reason}, because a restore takes no more; keep many numbers in a "
             "tensor (torch.tensor makes one of a list), or in a file that stage() takes"
         )
-    text = whole.encode()
+    text = joined.encode()
     if len(text) > MAX_TREE:
         path, size = heaviest(places(pieces), [len(part) for part in parts[1::2]])
         raise StateRefused(
@@ -342,7 +343,7 @@ def encode(
     return text
 
 
-def _text(value: Any) -> str:
+def _encode_hole(value: Any) -> str:
     kind = type(value)
     if kind is JsonText or kind is Named:
         return value  # type: ignore[no-any-return]
@@ -365,11 +366,11 @@ def _is_as_json(values: Collection[Any]) -> bool:
     return kinds == {float} and all(map(math.isfinite, values))
 
 
-def _long(run: tuple[Any, ...], pause: Callable[[], None] | None, window: int) -> str:
-    """Encode a long tuple as `_text` does, but in windows, because the JSON encoder holds the GIL for a whole call."""
+def _encode_run(run: tuple[Any, ...], pause: Callable[[], None] | None, window: int) -> str:
+    """Encode a long tuple as `_encode_hole` does, but in windows: the JSON encoder holds the GIL for a whole call."""
     windows = []
     for begin in range(0, len(run), window):
-        windows.append(_text(run[begin : begin + window])[1:-1])
+        windows.append(_encode_hole(run[begin : begin + window])[1:-1])
         if pause is not None:
             pause()
     return f"[{','.join(windows)}]"

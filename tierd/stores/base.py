@@ -21,7 +21,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,254})*")
 MAX_KEY = 512
 FIRST_PAGE, PAGE = 16, 1000  # keys per page of an S3 listing: `children` needs one key, and a full page takes 20 ms
-_MANY = PAGE - 1  # objects of one name after its first, one page of a listing, after which the rest is skipped
+_SKIP_AT = PAGE - 1  # objects of one name after its first, one page of a listing, after which the rest is skipped
 LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
 
@@ -233,8 +233,8 @@ async def keys_alone(
     """
     if "/" in prefix and not is_key(prefix.rpartition("/")[0]):
         return
-    async with aclosing(names(prefix, after)) as found:
-        async for info in found:
+    async with aclosing(names(prefix, after)) as listing:
+        async for info in listing:
             if is_key(info.key):
                 yield info
 
@@ -246,34 +246,34 @@ async def children(store: Store, prefix: str) -> AsyncIterator[str]:
     """
     after = ""
     while True:
-        found = None
+        key = None
         async with aclosing(store.scan(prefix, after)) as listing:
             async for info in listing:
-                found = info.key
+                key = info.key
                 break
-        if found is None:
+        if key is None:
             return
-        name, slash, _ = found[len(prefix) :].partition("/")
+        name, slash, _ = key[len(prefix) :].partition("/")
         yield name
-        after = f"{prefix}{name}/\x7f" if slash else found  # '\x7f' sorts after every character of a key
+        after = f"{prefix}{name}/\x7f" if slash else key  # '\x7f' sorts after every character of a key
 
 
 async def listed_names(store: Store, prefix: str, on_answer: Callable[[], None] = lambda: None) -> set[str]:
     """Return the names directly under `prefix` (which is empty or ends in ``/``).
 
-    A name with few objects is passed by reading on in the listing; after `_MANY` objects of one name a new listing
+    A name with few objects is passed by reading on in the listing; after `_SKIP_AT` objects of one name a new listing
     skips the rest. `on_answer` is called after each answer of the store.
     """
     names, after = set[str](), ""
     while True:
         on_answer()
-        many = 0
+        repeats = 0
         async with aclosing(store.scan(prefix, after)) as listing:
             async for info in listing:
                 name = info.key[len(prefix) :].partition("/")[0]
-                many = many + 1 if name in names else 0
+                repeats = repeats + 1 if name in names else 0
                 names.add(name)
-                if many == _MANY:
+                if repeats == _SKIP_AT:
                     after = f"{prefix}{name}/\x7f"  # '\x7f' sorts after every character of a key
                     break
             else:

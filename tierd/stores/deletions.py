@@ -63,7 +63,7 @@ class DeletionGuard:
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete `keys` as a `Store` does. Raise DeleteRefused at once if an earlier refusal still counts."""
-        sorts = {_sort(key) for key in keys}
+        sorts = {_object_kind(key) for key in keys}
         if any(time.monotonic() < self._until.get(sort, 0.0) for sort in sorts):
             self.has_left = True
             raise DeleteRefused(self.refused)
@@ -101,6 +101,6 @@ class DeletionGuard:
         await self._inner.aclose()
 
 
-def _sort(key: str) -> str:
+def _object_kind(key: str) -> str:
     """Return the kind of the object at `key`: ``<run>/<kind>/…``. A bucket policy may permit deleting marks only."""
     return key.partition("/")[2].partition("/")[0]

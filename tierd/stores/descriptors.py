@@ -14,7 +14,7 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 # Errors of a file system whose directories can't be synced, and therefore need no sync.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 # The file to remove does not exist, or belongs to another user.
-_NOT_OURS = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM)
+_PERMANENT_ERRORS = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 @contextmanager
@@ -70,19 +70,19 @@ def lock(fd: int) -> bool:
     return True
 
 
-def sweep(directory: int, names: re.Pattern[str], at_most: int) -> bool:
-    """Remove unlocked files whose name matches `names`, among the first `at_most` entries of the directory.
+def sweep(directory: int, names: re.Pattern[str], limit: int) -> bool:
+    """Remove unlocked files whose name matches `names`, among the first `limit` entries of the directory.
 
     Returns:
         False if a transient error kept one of the files from being removed, so that a later sweep is worthwhile.
     """
-    done = True
+    is_complete = True
     with os.scandir(directory) as entries:
-        for name in [entry.name for entry in islice(entries, at_most) if names.fullmatch(entry.name)]:
+        for name in [entry.name for entry in islice(entries, limit) if names.fullmatch(entry.name)]:
             try:
                 with closing(os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)) as fd:
                     if lock(fd):
                         os.unlink(name, dir_fd=directory)
             except OSError as error:
-                done &= error.errno in _NOT_OURS
-    return done
+                is_complete &= error.errno in _PERMANENT_ERRORS
+    return is_complete

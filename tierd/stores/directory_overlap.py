@@ -27,32 +27,32 @@ _Identity = tuple[int, int]  # st_dev, st_ino
 class _Directory:
     """A path resolved on this machine, without links.
 
-    `own` and `above` identify its directory and all parent directories that exist. `device` and `inside` are its file
-    system and its path there, because a bind mount of a directory has other parents than that directory.
+    `identity` and `above` identify its directory and all parent directories that exist. `device` and `inside` are its
+    file system and its path there, because a bind mount of a directory has other parents than that directory.
     """
 
-    given: str
+    path_text: str
     path: Path
-    own: _Identity | None = None
+    identity: _Identity | None = None
     above: frozenset[_Identity | None] = frozenset()
     device: str = ""
     inside: Path = Path()
 
-    def relation(self, other: _Directory) -> str:
+    def relation(self, sibling: _Directory) -> str:
         """Return the relation to another directory; empty if they do not overlap."""
-        if self.path == other.path or (self.own and self.own == other.own):
+        if self.path == sibling.path or (self.identity and self.identity == sibling.identity):
             return "is"
-        if self._is_inside(other):
+        if self._is_inside(sibling):
             return "lies in"
-        return "contains" if other._is_inside(self) else ""
+        return "contains" if sibling._is_inside(self) else ""
 
-    def _is_inside(self, other: _Directory) -> bool:
-        if other.path in self.path.parents or (other.own is not None and other.own in self.above):
+    def _is_inside(self, sibling: _Directory) -> bool:
+        if sibling.path in self.path.parents or (sibling.identity is not None and sibling.identity in self.above):
             return True
-        return bool(self.device) and self.device == other.device and other.inside in self.inside.parents
+        return bool(self.device) and self.device == sibling.device and sibling.inside in self.inside.parents
 
     def __str__(self) -> str:
-        return self.given if self.given == str(self.path) else f"{self.given} (which is {self.path})"
+        return self.path_text if self.path_text == str(self.path) else f"{self.path_text} (which is {self.path})"
 
 
 async def check_apart(config: Config, *, answer_s: float = 5.0) -> None:
@@ -66,25 +66,25 @@ async def check_apart(config: Config, *, answer_s: float = 5.0) -> None:
         ConfigError: two directories overlap. The message names the key, both paths, and the remedy.
     """
     places = list(_places(config))
-    found = await asyncio.gather(*(_resolved(path, answer_s) for _, _, path in places))
-    for number, here in enumerate(found):
-        for other, there in enumerate(found[:number]):
-            if how := here.relation(there):
+    directories = await asyncio.gather(*(_resolve(path, answer_s) for _, _, path in places))
+    for number, later in enumerate(directories):
+        for index, earlier in enumerate(directories[:number]):
+            if how := later.relation(earlier):
                 if places[number][0].startswith("watch"):
                     raise ConfigError(
-                        f"{places[number][0]}: {here} {how} the directory of {places[other][1]}, {there}, and nothing "
-                        f"is written to a watched directory: put {places[other][1]} beside it"
+                        f"{places[number][0]}: {later} {how} the directory of {places[index][1]}, {earlier}, and "
+                        f"nothing is written to a watched directory: put {places[index][1]} beside it"
                     )
                 raise ConfigError(
-                    f"{places[number][0]}: {here} {how} the directory of {places[other][1]}, {there}, and each would "
-                    "delete what is the other's: give the tier a directory of its own, beside that one"
+                    f"{places[number][0]}: {later} {how} the directory of {places[index][1]}, {earlier}, and each "
+                    "would delete what is the other's: give the tier a directory of its own, beside that one"
                 )
 
 
 def spool_around(directory: Path) -> Path | None:
     """Return the spool that `directory` is, or lies in, through any links; None if there is none."""
     real = Path(os.path.realpath(directory))
-    return next((one for one in (real, *real.parents) if os.path.lexists(one / ".tierd" / "stage")), None)
+    return next((path for path in (real, *real.parents) if os.path.lexists(path / ".tierd" / "stage")), None)
 
 
 def _places(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -98,7 +98,7 @@ def _places(config: Config) -> Iterator[tuple[str, str, str]]:
         yield f"watch[{index}].directory", f"the watched directory of run {watch.run!r}", watch.directory
 
 
-async def _resolved(path: str, answer_s: float) -> _Directory:
+async def _resolve(path: str, answer_s: float) -> _Directory:
     try:
         return await asyncio.wait_for(in_own_thread(lambda: _inspect(path), "tierd-apart"), answer_s)
     except TimeoutError:
@@ -130,7 +130,7 @@ def _in_file_system(real: str) -> tuple[str, Path]:
 
 def _identity(path: Path) -> _Identity | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -54,7 +54,7 @@ from tierd.stores.base import (
 from tierd.stores.keys import Key
 
 _NONCE, _TAG = 12, 16  # bytes
-_MORE = _NONCE + _TAG  # bytes by which an encrypted chunk is longer
+_OVERHEAD = _NONCE + _TAG  # bytes by which an encrypted chunk is longer
 _SMALL = 64 << 10  # bytes; a smaller object is encrypted within 0.1 ms
 _PIECE = 1 << 20  # bytes that are encrypted before other threads get a chance to run
 _PLAIN = frozenset({"README.md", "README.md.id"})  # of the tier, which others may share by another key
@@ -103,8 +103,8 @@ class EncryptedStore:
         if check_key(key) in _PLAIN:
             return await self._inner.put(key, data)
         if _CHUNK.fullmatch(key):
-            return await self._inner.put(self._hidden(key), await _transformed(self._encrypt, key, plain))
-        wrapped = await _transformed(self._close, key, plain)
+            return await self._inner.put(self._hidden(key), await _transform(self._encrypt, key, plain))
+        wrapped = await _transform(self._close, key, plain)
         if len(wrapped) > MAX_MANIFEST_SIZE:
             raise StoreRefused(f"{key}: {len(plain)} bytes, which are too many encrypted: no reader would take them")
         return await self._inner.put(key, wrapped)
@@ -120,13 +120,13 @@ class EncryptedStore:
         if check_key(key) in _PLAIN:
             return await self._inner.get(key, into)
         chunk = _CHUNK.fullmatch(key) is not None
-        found = octets(await (self._get_chunk(key, into) if chunk else self._inner.get(key)))
-        if not found and _MARK.fullmatch(key):
-            data = found  # written before pins and marks had a tag; the name carries all the information
+        stored = octets(await (self._get_chunk(key, into) if chunk else self._inner.get(key)))
+        if not stored and _MARK.fullmatch(key):
+            data = stored  # written before pins and marks had a tag; the name carries all the information
         elif chunk:
-            data = await _transformed(self._decrypt, key, found)
+            data = await _transform(self._decrypt, key, stored)
         else:
-            data = await _transformed(self._open, key, found)
+            data = await _transform(self._open, key, stored)
         if into is None:
             return data
         filled = room(into, len(data), f"{self!r}: get {key}")
@@ -139,13 +139,13 @@ class EncryptedStore:
     async def _get_chunk(self, key: str, into: memoryview | None) -> Buffer:
         if into is None:
             return await self._inner.get(self._hidden(key))
-        size = into.nbytes + _MORE
+        size = into.nbytes + _OVERHEAD
         try:
             return await self._inner.get(self._hidden(key), memory_for(size)[:size])
         except StoreRefused:
             async with aclosing(self._inner.scan(self._hidden(key))) as listing:
                 async for info in listing:  # is the plain chunk larger than `into`?
-                    room(into, max(info.size - _MORE, 0), f"{self!r}: get {key}")
+                    room(into, max(info.size - _OVERHEAD, 0), f"{self!r}: get {key}")
                     break
             raise
 
@@ -164,24 +164,24 @@ class EncryptedStore:
         if inside and after[inside.end() :] < "g":
             inner_after = after[: inside.end()]
         page: list[ObjectInfo] = []
-        here = ""
+        page_directory = ""
         async with aclosing(self._inner.scan(inner_prefix, inner_after)) as listing:
             async for info in listing:
                 match = _CHUNKS.match(info.key)
-                if page and (match is None or match[0] != here):
-                    for one in _sorted(page):
-                        yield one
+                if page and (match is None or match[0] != page_directory):
+                    for entry in _sort_page(page):
+                        yield entry
                     page.clear()
-                shown = self._shown(info)
-                if not shown.key.startswith(prefix) or shown.key <= after:
+                plain_info = self._reveal_info(info)
+                if not plain_info.key.startswith(prefix) or plain_info.key <= after:
                     continue
                 if match:
-                    here = match[0]
-                    page.append(shown)
+                    page_directory = match[0]
+                    page.append(plain_info)
                 else:
-                    yield shown
-        for one in _sorted(page):
-            yield one
+                    yield plain_info
+        for entry in _sort_page(page):
+            yield entry
 
     async def directories(self, prefix: str) -> list[str] | None:
         """List a directory of `inner`, unless names in it are encrypted; see `stores.base.directories`."""
@@ -203,22 +203,22 @@ class EncryptedStore:
         match = _CHUNK.fullmatch(key)
         return self._rename(match[1], match[2], hide=True) + match[3] if match else key
 
-    def _shown(self, info: ObjectInfo) -> ObjectInfo:
+    def _reveal_info(self, info: ObjectInfo) -> ObjectInfo:
         """Convert a listed object of `inner` to its plain name and size."""
         if match := _CHUNK.fullmatch(info.key):
             key = self._rename(match[1], match[2], hide=False) + match[3]
-            return ObjectInfo(key, max(info.size - _MORE, 0), info.token)
+            return ObjectInfo(key, max(info.size - _OVERHEAD, 0), info.token)
         if info.key in _PLAIN or not info.size:
             return info
-        return ObjectInfo(info.key, max((info.size - _WRAPPED) * 3 // 4 - _MORE, 0), info.token)
+        return ObjectInfo(info.key, max((info.size - _WRAPPED) * 3 // 4 - _OVERHEAD, 0), info.token)
 
     def _rename(self, directory: str, digest: str, *, hide: bool) -> str:
         # ECB is safe here: a digest is exactly one block, and all the blocks of one directory differ.
         if self._names is None or self._names[0] != directory:
             cipher = Cipher(algorithms.AES(self._key.derive("names", directory[:-1])), modes.ECB())  # noqa: S305
             self._names = directory, cipher.encryptor(), cipher.decryptor()
-        _, there, back = self._names
-        return directory + (there if hide else back).update(bytes.fromhex(digest)).hex()
+        _, encryptor, back = self._names
+        return directory + (encryptor if hide else back).update(bytes.fromhex(digest)).hex()
 
     # -- encryption, in threads -------------------------------------------------------------------------------------
 
@@ -246,26 +246,26 @@ class EncryptedStore:
     def _close(self, key: str, plain: memoryview) -> memoryview:
         return memoryview(wrap(self._key.id, base64.b64encode(self._encrypt(key, plain)).rstrip(b"=")))
 
-    def _decrypt(self, key: str, found: memoryview) -> memoryview:
+    def _decrypt(self, key: str, stored: memoryview) -> memoryview:
         try:
-            if len(found) < _MORE:
+            if len(stored) < _OVERHEAD:
                 raise InvalidTag
-            if found.readonly:
-                memory = memory_for(len(found))[: len(found)]
-                memory[:] = found
-                found = memory
-            context = self._context(key, bytes(found[:_NONCE]), bytes(found[-_TAG:]))
-            for at in range(_NONCE, len(found) - _TAG, _PIECE):  # in place, because this call alone owns the buffer
-                context.update_into(found[at : min(at + _PIECE, len(found) - _TAG)], found[at:])
+            if stored.readonly:
+                memory = memory_for(len(stored))[: len(stored)]
+                memory[:] = stored
+                stored = memory
+            context = self._context(key, bytes(stored[:_NONCE]), bytes(stored[-_TAG:]))
+            for at in range(_NONCE, len(stored) - _TAG, _PIECE):  # in place, because this call alone owns the buffer
+                context.update_into(stored[at : min(at + _PIECE, len(stored) - _TAG)], stored[at:])
             context.finalize()
         except InvalidTag:
             error = CorruptChunk(f"{key}: not what key {self._key.id} encrypted under this name")
-            error.read_digest = xxhash.xxh3_128_hexdigest(found)  # decrypted or not, other bytes give another digest
+            error.read_digest = xxhash.xxh3_128_hexdigest(stored)  # decrypted or not, other bytes give another digest
             raise error from None
-        return found[_NONCE:-_TAG]
+        return stored[_NONCE:-_TAG]
 
-    def _open(self, key: str, found: memoryview) -> memoryview:
-        data = bytes(found)
+    def _open(self, key: str, stored: memoryview) -> memoryview:
+        data = bytes(stored)
         if parse_retention(key.partition("/")[0], key) and is_plain(data):
             raise WrongKey(f"{key}: it is not encrypted, and could be anybody's")
         try:
@@ -288,11 +288,11 @@ class EncryptedStore:
             raise wrong from None
 
 
-def _sorted(page: list[ObjectInfo]) -> list[ObjectInfo]:
+def _sort_page(page: list[ObjectInfo]) -> list[ObjectInfo]:
     return sorted(page, key=lambda info: info.key)
 
 
-async def _transformed(context: Callable[[str, memoryview], memoryview], key: str, data: memoryview) -> memoryview:
+async def _transform(context: Callable[[str, memoryview], memoryview], key: str, data: memoryview) -> memoryview:
     """Run `context` (encrypt or decrypt) on an object's bytes, in a thread if they are many.
 
     A thread that outlives its cancelled call writes only to its own memory.

@@ -105,11 +105,11 @@ class FileStore:
         return await self._run(self._tree.digest, check_key(key))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        walk, most = Walk(parent(prefix)), FIRST_PAGE
+        walk, page_size = Walk(parent(prefix)), FIRST_PAGE
         while walk.pending:
-            for info in await self._run(self._tree.list_page, walk, prefix, after, most):
+            for info in await self._run(self._tree.list_page, walk, prefix, after, page_size):
                 yield info
-            most = STAT_PAGE
+            page_size = STAT_PAGE
 
     async def directories(self, prefix: str) -> list[str]:
         """List the names directly under `prefix` with one listing; see `stores.base.directories`."""
@@ -156,7 +156,7 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            what = f"{self._path}: {doing}: {os.strerror(error.errno or 0)}"
+            reason = f"{self._path}: {doing}: {os.strerror(error.errno or 0)}"
             kind: type[TierdError] = StoreUnavailable
             if error.errno == errno.ENOENT:
                 kind = ObjectNotFound
@@ -164,9 +164,9 @@ class FileStore:
                 kind = StoreFull
             elif error.errno in _REFUSED:
                 if error.errno == errno.EROFS:
-                    what += "; it is mounted read-only, or a service's ReadWritePaths= does not name it"
+                    reason += "; it is mounted read-only, or a service's ReadWritePaths= does not name it"
                 kind = StoreRefused
-            raise kind(what + self._way_out(error.errno)) from error
+            raise kind(reason + self._way_out(error.errno)) from error
 
     def _way_out(self, number: int | None) -> str:
         room = None

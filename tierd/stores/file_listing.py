@@ -62,7 +62,7 @@ class Walk:
             self.pending.pop()
 
 
-def list_directory(root: int, directory: str, prefix: str, after: str, most: int = 0) -> Listed | None:
+def list_directory(root: int, directory: str, prefix: str, after: str, limit: int = 0) -> Listed | None:
     """List the entries of `directory` (empty, or ending in '/') that a scan may show.
 
     Args:
@@ -70,12 +70,12 @@ def list_directory(root: int, directory: str, prefix: str, after: str, most: int
         directory: the directory's key.
         prefix: as in `Store.scan`.
         after: as in `Store.scan`.
-        most: how many of the objects before the first subdirectory are described.
+        limit: how many of the objects before the first subdirectory are described.
 
     Returns:
         These entries; None if the directory does not exist.
     """
-    found, is_empty = [], True
+    keys, is_empty = [], True
     if directory and not is_key(directory[:-1]):
         return Listed([], [])
     try:
@@ -87,12 +87,12 @@ def list_directory(root: int, directory: str, prefix: str, after: str, most: int
                     if not is_key(key):
                         continue
                     if entry.is_dir(follow_symlinks=False) and _reaches(key + "/", prefix, after):
-                        found.append(key + "/")
+                        keys.append(key + "/")
                     elif key.startswith(prefix) and key > after and entry.is_file(follow_symlinks=False):
-                        found.append(key)
-            found.sort()  # as strings: "a-b" < "a.b" < "a/", which is the order of the keys below
-            first = list(itertools.takewhile(lambda key: not key.endswith("/"), found[:most]))
-            return Listed(_stat(fd, first), found[len(first) :], is_empty)
+                        keys.append(key)
+            keys.sort()  # as strings: "a-b" < "a.b" < "a/", which is the order of the keys below
+            first = list(itertools.takewhile(lambda key: not key.endswith("/"), keys[:limit]))
+            return Listed(_stat_keys(fd, first), keys[len(first) :], is_empty)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -101,20 +101,20 @@ def stat_objects(root: int, directory: str, keys: Sequence[str]) -> list[ObjectI
     """Describe those of `keys`, which are in `directory`, that still exist."""
     try:
         with descend(root, directory.split("/")[:-1]) as fd:
-            return _stat(fd, keys)
+            return _stat_keys(fd, keys)
     except (FileNotFoundError, NotADirectoryError):
         return []  # removed meanwhile
 
 
-def _stat(directory: int, keys: Sequence[str]) -> list[ObjectInfo]:
+def _stat_keys(directory: int, keys: Sequence[str]) -> list[ObjectInfo]:
     infos = []
     for key in keys:
         try:
-            found = os.stat(key.rpartition("/")[2], dir_fd=directory, follow_symlinks=False)
+            status = os.stat(key.rpartition("/")[2], dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             continue
-        token = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
-        infos.append(ObjectInfo(key, found.st_size, token))
+        token = f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}"
+        infos.append(ObjectInfo(key, status.st_size, token))
     return infos
 
 

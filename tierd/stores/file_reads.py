@@ -48,14 +48,14 @@ def digest_file(fd: int, size: int, on_piece: Callable[[], None]) -> str:
         OSError: it cannot be read, or is shorter by now.
     """
     large = size >= LARGE and set_direct(fd, True)
-    buffer, found = _buffer(size, large=large), xxhash.xxh3_128()
+    buffer, hasher = _buffer(size, large=large), xxhash.xxh3_128()
     for at in range(0, size, len(buffer) or 1):
         length = min(len(buffer), size - at)
         if read_into(fd, buffer, length, at) < length:
             raise _became_shorter()
-        found.update(buffer[:length])
+        hasher.update(buffer[:length])
         on_piece()
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def _buffer(size: int, *, large: bool) -> memoryview:

@@ -30,7 +30,7 @@ _TMP_NAME = re.compile(r"[0-9a-f]{32}")
 _SWEEP = 1000  # leftover temp files that one sweep examines, at most
 _PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
 _SMALL = 1 << 20  # bytes
-_KEPT = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
+_UNDELETABLE = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
 
 
 class FileTree:
@@ -49,7 +49,7 @@ class FileTree:
         self._tmp = _TMP
         self._opening = threading.Lock()
         self.pieces = 0  # written and read so far
-        self._seen = False  # whether the root has existed
+        self._has_existed = False  # whether the root has existed
         self._marked = False  # whether the root has had its mark
         self._swept = False
         self._remembered = remembered
@@ -70,19 +70,19 @@ class FileTree:
         try:
             root = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            if self._seen:
+            if self._has_existed:
                 raise StoreUnavailable(f"{self._path} has vanished: is its file system still mounted?") from None
             raise StoreRefused(f"{self._path} does not exist: mount it, or create it with mkdir") from None
         except NotADirectoryError:  # not an absent object, of which it would be the sign further down
             raise StoreRefused(f"{self._path} is not a directory, or lies below a file; remove that file") from None
         with closing(root):
-            if not self._seen and (spool := spool_around(self._path)):
+            if not self._has_existed and (spool := spool_around(self._path)):
                 raise StoreRefused(
                     f"{self._path}: a tier must not be the spool {spool} or lie in it, because each would delete what "
                     "is the other's: name a tier's directory, or the spool by --spool"
                 )
             # Before the check, because another thread's put may make the mark after it.
-            self._seen, marked = True, self._marked
+            self._has_existed, marked = True, self._marked
             if _exists(_TMP, root):
                 self._marked = True
             elif marked:
@@ -119,7 +119,7 @@ class FileTree:
             listed = list_directory(root, directory, prefix, after)
             return listed.keys if listed else []
 
-    def list_page(self, walk: Walk, prefix: str, after: str, most: int) -> Sequence[ObjectInfo]:
+    def list_page(self, walk: Walk, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
         """Describe a scan's next objects in one thread call, because most directories are small.
 
         Where a directory was removed since the one above it was listed, that one is listed again from there. Else a
@@ -129,29 +129,29 @@ class FileTree:
             walk: the scan's state, which is changed.
             prefix: as in `Store.scan`.
             after: as in `Store.scan`.
-            most: how many names are looked at, so that a call ends soon; the objects beside the last one may follow.
+            limit: how many names are looked at, so that a call ends soon; the objects beside the last one may follow.
         """
-        found, pending = [], walk.pending
+        infos, pending = [], walk.pending
         with self._root() as root:
-            while pending and most > 0:
+            while pending and limit > 0:
                 if not (first := pending.pop()) or first.endswith("/"):
                     listed = list_directory(root, first, prefix, after, STAT_PAGE)
                     if walk.is_stale(first, listed):
                         walk.drop(above := parent(first[:-1]))
                         passed = max(after, f"{first}\x7f")  # '\x7f' sorts after every character of a key
                         listed = list_directory(root, above, prefix, passed, STAT_PAGE)
-                    most -= 1
+                    limit -= 1
                     if listed is not None:
                         pending += reversed(listed.keys)
-                        found += listed.infos
-                        most -= len(listed.infos)
+                        infos += listed.infos
+                        limit -= len(listed.infos)
                     continue
                 directory, page = parent(first), [first]
                 while pending and len(page) < STAT_PAGE and parent(pending[-1]) == directory:
                     page.append(pending.pop())
-                found += stat_objects(root, directory, page)
-                most -= len(page)
-        return found
+                infos += stat_objects(root, directory, page)
+                limit -= len(page)
+        return infos
 
     def get_small(self, key: str) -> bytes | None:
         """Read a small object, as most manifests are, in one thread call instead of three; None if it is not small."""
@@ -167,9 +167,9 @@ class FileTree:
         with closing(self.open(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
             size = os.fstat(fd).st_size
             check_size(size, f"{self._path}: digest {key}")
-            found = digest_file(fd, size, self.count_piece)
+            digest = digest_file(fd, size, self.count_piece)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            return size, found
+            return size, digest
 
     def put(self, key: str, data: memoryview, stop: threading.Event) -> None:
         with self._root() as root:
@@ -224,14 +224,14 @@ class FileTree:
         fd = os.dup(root)
         try:
             for depth, part in enumerate(parts, 1):
-                path, made = "/".join(parts[:depth]), False
+                path, is_new = "/".join(parts[:depth]), False
                 try:
                     os.mkdir(part, _mode(root), dir_fd=fd)
-                    made = True
+                    is_new = True
                 except FileExistsError:
                     pass
                 # An existing directory may come from a put that hasn't synced it yet, so sync all but the known ones.
-                if made or path not in self._durable:
+                if is_new or path not in self._durable:
                     sync_directory(fd)
                     if len(self._durable) >= self._remembered:
                         self._durable.clear()
@@ -274,15 +274,15 @@ class FileTree:
                 names = [name for above, _, name in (key.rpartition("/") for key in keys) if above == parent]
                 try:
                     with descend(root, parts) as fd:
-                        kept = [name for name in names if not stop.is_set() and not _removed(name, fd)]
+                        undeletable = [name for name in names if not stop.is_set() and not _remove_entry(name, fd)]
                         sync_directory(fd)
                 except (FileNotFoundError, NotADirectoryError):
                     continue
-                if kept:
+                if undeletable:
                     raise DeleteRefused(
-                        f"{self._path}: delete {'/'.join([*parts, kept[0]])}: Operation not permitted: the directory "
-                        "is append-only (chattr +a) or another user's (sticky), or the server lets nothing be removed; "
-                        "so this tier is append-only, and nothing is pruned there"
+                        f"{self._path}: delete {'/'.join([*parts, undeletable[0]])}: Operation not permitted: the "
+                        "directory is append-only (chattr +a) or another user's (sticky), or the server lets nothing "
+                        "be removed; so this tier is append-only, and nothing is pruned there"
                     )
                 self._remove_empty(root, parts)
 
@@ -298,7 +298,7 @@ class FileTree:
             pass
 
 
-def _removed(name: str, above: int) -> bool:
+def _remove_entry(name: str, above: int) -> bool:
     """Remove a file and return whether that is permitted.
 
     On a read-only file system the error is raised, because a place that takes no put either is not append-only. EROFS
@@ -307,7 +307,7 @@ def _removed(name: str, above: int) -> bool:
     try:
         unlink(name, above)
     except OSError as error:
-        if error.errno not in _KEPT:
+        if error.errno not in _UNDELETABLE:
             raise
         return False
     return True

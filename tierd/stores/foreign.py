@@ -21,7 +21,7 @@ class ForeignStore(Store, Protocol):
         """List every object whose name begins with `prefix` and sorts after `after`; otherwise as `Store.scan`."""
         ...
 
-    async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
+    async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
         """Fill `into`, which is not empty, with the bytes of a listed object from `offset` on.
 
         Raises:
@@ -41,7 +41,7 @@ class RetryingForeignStore(RetryingStore):
         """List as `inner` does."""
         return self.resumed(self._foreign.names, prefix, after)
 
-    async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
+    async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
         """Read as `inner` does."""
         allowed_s = into.nbytes / self._slowest
-        await self.call(f"get {found.key!a}", allowed_s, lambda: self._foreign.get_range(found, offset, into))
+        await self.call(f"get {info.key!a}", allowed_s, lambda: self._foreign.get_range(info, offset, into))

@@ -72,13 +72,13 @@ def read_private(path: Path, size: int, hint: str = "") -> bytes:
         # O_NONBLOCK, so that a FIFO is refused and does not block.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{path}: no plain file")
-            if found.st_uid not in (os.geteuid(), 0):
-                raise ConfigError(f"{path}: it belongs to user {found.st_uid}, who could change it: chown it")
-            if stat.S_IMODE(found.st_mode) & 0o077:
-                mode = stat.S_IMODE(found.st_mode)
+            if status.st_uid not in (os.geteuid(), 0):
+                raise ConfigError(f"{path}: it belongs to user {status.st_uid}, who could change it: chown it")
+            if stat.S_IMODE(status.st_mode) & 0o077:
+                mode = stat.S_IMODE(status.st_mode)
                 raise ConfigError(f"{path}: its mode {mode:04o} opens it to others: chmod 600 it")
             return file.read(size)
     except OSError as error:

@@ -42,8 +42,8 @@ class _Bucket:
 
     def __init__(self, rate: int, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]) -> None:
         self._rate, self._clock, self._sleep = rate, clock, sleep
-        self._most = rate * _BURST_S
-        self._level, self._at = self._most, clock()
+        self._capacity = rate * _BURST_S
+        self._level, self._at = self._capacity, clock()
         self._lock = asyncio.Lock()  # admits its waiters in FIFO order
 
     async def take(self, size: int) -> None:
@@ -64,8 +64,8 @@ class _Bucket:
         A negative `size` refunds bytes.
         """
         now = self._clock()
-        self._level = min(self._level + (now - self._at) * self._rate, self._most)
-        self._level = min(self._level - size, self._most)
+        self._level = min(self._level + (now - self._at) * self._rate, self._capacity)
+        self._level = min(self._level - size, self._capacity)
         self._at = now
 
 
@@ -119,18 +119,18 @@ class LimitedStore:
             return await self._inner.get(key, into)
         room = into.nbytes if into is not None else 0
         await _charge(self._down, key, room)
-        found = await self._inner.get(key, into)
-        self._down.charge(memoryview(found).nbytes - room)
-        return found
+        content = await self._inner.get(key, into)
+        self._down.charge(memoryview(content).nbytes - room)
+        return content
 
     async def digest(self, key: str) -> tuple[int, str]:
         """Digest an object of `inner`, charged as a get without `into`; see `stores.base.Digesting`."""
         if not self._down or is_hasty():
             return await digesting(self._inner).digest(key)
         await _charge(self._down, key, 0)
-        found = await digesting(self._inner).digest(key)
-        self._down.charge(found[0])
-        return found
+        size_and_digest = await digesting(self._inner).digest(key)
+        self._down.charge(size_and_digest[0])
+        return size_and_digest
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         return self._inner.scan(prefix, after)

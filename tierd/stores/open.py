@@ -37,7 +37,7 @@ def open_store(
     Raises:
         ConfigError: the library for this kind of URL, or for a key, is not installed.
     """
-    store: Store = RetryingStore(_plain(url, trial), attempts=attempts)
+    store: Store = RetryingStore(_open_bare(url, trial), attempts=attempts)
     store = LimitedStore(store, up, down) if up or down else store
     if key is None:
         return store
@@ -55,7 +55,7 @@ def open_foreign(url: StoreUrl) -> RetryingForeignStore:
     return RetryingForeignStore(_s3(url) if url.scheme == "s3" else _cloud(url))
 
 
-def _plain(url: StoreUrl, trial: bool) -> Store:
+def _open_bare(url: StoreUrl, trial: bool) -> Store:
     match url.scheme:
         case "file":
             from tierd.stores.file import FileStore

@@ -64,12 +64,12 @@ class CountedStore:
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         self.kinds["list"] += 1
-        shown = 0
+        count = 0
         async with aclosing(self._inner.scan(prefix, after)) as listing:
             async for info in listing:
-                if shown >= FIRST_PAGE and (shown - FIRST_PAGE) % PAGE == 0:
+                if count >= FIRST_PAGE and (count - FIRST_PAGE) % PAGE == 0:
                     self.kinds["list"] += 1
-                shown += 1
+                count += 1
                 yield info
 
     async def delete(self, keys: Sequence[str]) -> None:

@@ -61,7 +61,9 @@ class RetryingStore:
         self._sleep = sleep
         self._window = Window(clock=clock, sleep=sleep, rng=rng)
         self._answers = 0
-        self._due: dict[object, float] = {}  # each attempt under way -> when it could be answered, monotonic seconds
+        self._deadlines: dict[
+            object, float
+        ] = {}  # each attempt under way -> when it could be answered, monotonic seconds
 
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
@@ -80,7 +82,7 @@ class RetryingStore:
     def is_waiting(self) -> bool:
         """See `stores.base.is_waiting`. A pause between two attempts, or for the window, is no wait for the server."""
         now = time.monotonic()
-        return any(due <= now for due in self._due.values())
+        return any(deadline <= now for deadline in self._deadlines.values())
 
     async def put(self, key: str, data: Buffer) -> str:
         size = memoryview(data).nbytes
@@ -106,22 +108,24 @@ class RetryingStore:
         doing, failed = f"scan {prefix or '/'}", 0
         while True:
             async with aclosing(scan(prefix, after)) as listing:
-                begun = False
+                has_started = False
                 while True:
                     try:
-                        info = await self._next(doing, listing, begun=begun)
+                        info = await self._next(doing, listing, has_started=has_started)
                     except StoreUnavailable as error:
                         failed += 1
                         await self._pause(doing, failed, error)
                         break  # continue after the last object that arrived
                     if info is None:
                         return
-                    begun, failed, after = True, 0, info.key
+                    has_started, failed, after = True, 0, info.key
                     yield info
 
-    async def _next(self, doing: str, listing: AsyncGenerator[ObjectInfo, None], *, begun: bool) -> ObjectInfo | None:
+    async def _next(
+        self, doing: str, listing: AsyncGenerator[ObjectInfo, None], *, has_started: bool
+    ) -> ObjectInfo | None:
         """Return a listing's next object; None at its end. Its beginning is a request, which the window may hold up."""
-        if begun:
+        if has_started:
             return await self._within(doing, self._deadline_s, anext(listing, None))
         async with self._window.request():
             return await self._within(doing, self._deadline_s, anext(listing, None))
@@ -158,7 +162,7 @@ class RetryingStore:
 
     async def _within(self, doing: str, deadline_s: float, call: Awaitable[T], moving_s: float = 0.0) -> T:
         attempt = object()
-        self._due[attempt] = time.monotonic() + moving_s
+        self._deadlines[attempt] = time.monotonic() + moving_s
         try:
             async with asyncio.timeout(deadline_s):
                 answer = await call
@@ -170,7 +174,7 @@ class RetryingStore:
             self._answers += isinstance(error, StoreThrottled) or not isinstance(error, StoreUnavailable)
             raise
         finally:
-            del self._due[attempt]
+            del self._deadlines[attempt]
 
     async def _pause(self, doing: str, failed: int, error: StoreUnavailable) -> None:
         """Wait before the next attempt, or raise `error` if none is left."""

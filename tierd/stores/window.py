@@ -23,7 +23,7 @@ from tierd.core.errors import StoreUnavailable
 
 _FIRST_REST_S, _LONGEST_REST_S = 0.25, 20.0  # before the jitter; as `retry` waits for one request
 _MOST_DOUBLINGS = 7  # with them a rest is at its longest
-_WIDE = 64.0  # concurrent requests; the window is no limit at this width, because no store of tierd sends as many
+_MAX_WIDTH = 64.0  # concurrent requests; the window is no limit at this width, because no store of tierd sends as many
 
 
 class StoreThrottled(StoreUnavailable):
@@ -48,7 +48,7 @@ class Window:
         rng: Callable[[], float] = random.random,
     ) -> None:
         self._clock, self._sleep, self._rng = clock, sleep, rng
-        self._most = _WIDE
+        self._most = _MAX_WIDTH
         self._under_way = self._waiting = 0
         self._closed_until = self._resting_until = self._halved_at = -1.0
         self._doublings = 0  # of the next rest
@@ -63,15 +63,15 @@ class Window:
     async def request(self) -> AsyncIterator[None]:
         """Run one request inside the window. Pass on every exception, and narrow the window on `StoreThrottled`."""
         await self._wait()
-        begun = self._clock()
+        started_at = self._clock()
         self._under_way += 1
         try:
             yield
         except StoreThrottled as error:
-            self._refused(begun, error.wait_s)
+            self._refused(started_at, error.wait_s)
             raise
         else:
-            self._most = min(_WIDE, self._most + 1.0 / self._most)
+            self._most = min(_MAX_WIDTH, self._most + 1.0 / self._most)
             self._doublings = max(0, self._doublings - 1)
         finally:
             self._under_way -= 1
@@ -81,8 +81,8 @@ class Window:
 
     async def _wait(self) -> None:
         while self._under_way >= self._most or self._clock() < self._opens_at:
-            if (left := self._opens_at - self._clock()) > 0:
-                await self._sleep(left)
+            if (wait_s := self._opens_at - self._clock()) > 0:
+                await self._sleep(wait_s)
                 continue
             self._waiting += 1
             try:
@@ -95,11 +95,11 @@ class Window:
     def _opens_at(self) -> float:
         return max(self._closed_until, self._resting_until)
 
-    def _refused(self, begun: float, wait_s: float) -> None:
+    def _refused(self, started_at: float, wait_s: float) -> None:
         now = self._clock()
         self._closed_until = max(self._closed_until, now + wait_s)
         # A request that was in flight together with an earlier refused one adds no information.
-        if begun >= self._halved_at:
+        if started_at >= self._halved_at:
             self._most = max(1.0, min(self._most, self._under_way) / 2)
             self._halved_at = now
             rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**self._doublings)

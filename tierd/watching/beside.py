@@ -23,27 +23,27 @@ class Beside:
     """
 
     def __init__(self, units: Mapping[str, Unit], shapes: Mapping[str, Shape]) -> None:
-        self._made = [(unit, made_of(shapes[path])) for path, unit in units.items()]
+        self._dated_units = [(unit, made_of(shapes[path])) for path, unit in units.items()]
 
-    def _others(self, path: str) -> Iterator[tuple[Unit, datetime]]:
-        return ((unit, made) for unit, made in self._made if unit.path != path)
+    def _sibling_units(self, path: str) -> Iterator[tuple[Unit, datetime]]:
+        return ((unit, created) for unit, created in self._dated_units if unit.path != path)
 
-    def count(self, path: str, step: int, made: datetime) -> int:
+    def count(self, path: str, step: int, created: datetime) -> int:
         """Return how many units have this step and this time, the one at `path` included."""
-        return 1 + sum((_step(unit, at), at) == (step, made) for unit, at in self._others(path))
+        return 1 + sum((_step_or_order(unit, at), at) == (step, created) for unit, at in self._sibling_units(path))
 
-    def contradicting(self, path: str, step: int, made: datetime) -> Iterator[tuple[Unit, datetime]]:
+    def contradicting(self, path: str, step: int, created: datetime) -> Iterator[tuple[Unit, datetime]]:
         """Yield the units of the same directory that have a smaller step and a later time.
 
         Their program went back to an earlier step, or the times are wrong: nothing in the directory says which.
         """
-        for unit, at in self._others(path):
-            if dirname(unit.path) == dirname(path) and at > made and unit.step is not None and unit.step < step:
+        for unit, at in self._sibling_units(path):
+            if dirname(unit.path) == dirname(path) and at > created and unit.step is not None and unit.step < step:
                 yield unit, at
 
 
-def _step(unit: Unit, made: datetime) -> int:
-    return order_of(made) if unit.step is None else unit.step
+def _step_or_order(unit: Unit, created: datetime) -> int:
+    return order_of(created) if unit.step is None else unit.step
 
 
 def made_of(shape: Shape) -> datetime:

@@ -74,84 +74,92 @@ class Directory:
         return (path.rpartition("/")[2] for path, _ in below(self.tree, self.path))
 
 
-def is_begun(here: Directory) -> bool:
+def is_begun(directory: Directory) -> bool:
     """Whether a directory has nothing but temporary files, or not even those.
 
     A program that was killed at the first file of its save left it, and resumes from it by its name alone. safetensors
     writes to `.tmp*` and renames.
     """
-    return all(entry.kind == "file" and name.startswith(".") for name, entry in here.names.items())
+    return all(entry.kind == "file" and name.startswith(".") for name, entry in directory.names.items())
 
 
-def absent_name(here: Directory, *names: str) -> str | None:
+def absent_name(directory: Directory, *names: str) -> str | None:
     """Return a message about the first of these files that is missing; None if no file is."""
-    return next((f"{name} is not there" for name in names if not here.has(name)), None)
+    return next((f"{name} is not there" for name in names if not directory.has(name)), None)
 
 
-def absent_index(here: Directory) -> str | None:
+def absent_index(directory: Directory) -> str | None:
     """Return the missing index of a sharded model, if any."""
-    shards = {(match[1], match[2]) for match in here.files(SHARD.pattern)}
-    named = sorted(f"{stem}.{ending}.index.json" for stem, ending in shards if needs_index(here, stem, ending))
-    return absent_name(here, *named)
+    shards = {(match[1], match[2]) for match in directory.files(SHARD.pattern)}
+    index_names = sorted(
+        f"{stem}.{ending}.index.json" for stem, ending in shards if needs_index(directory, stem, ending)
+    )
+    return absent_name(directory, *index_names)
 
 
-def needs_index(here: Directory, stem: str, ending: str) -> bool:
+def needs_index(directory: Directory, stem: str, ending: str) -> bool:
     """Return whether an index belongs to shards: it is there, or `save_pretrained` names its shards so.
 
     Others write one shard for each rank, mostly from 0 on, and no index.
     """
-    return here.has(f"{stem}.{ending}.index.json") or _is_of_model(here, stem)
+    return directory.has(f"{stem}.{ending}.index.json") or _is_of_model(directory, stem)
 
 
-def _is_of_model(here: Directory, stem: str) -> bool:
-    from_zero = any(name.startswith(f"{stem}-") and re.match(r"0+-of-", name[len(stem) + 1 :]) for name in here.names)
+def _is_of_model(directory: Directory, stem: str) -> bool:
+    from_zero = any(
+        name.startswith(f"{stem}-") and re.match(r"0+-of-", name[len(stem) + 1 :]) for name in directory.names
+    )
     return not from_zero and re.fullmatch(r"(.*[-_])?model([._].+)?", stem) is not None
 
 
-def absent_rank(here: Directory, pattern: str, first: int | None = None) -> str | None:
+def absent_rank(directory: Directory, pattern: str, first: int | None = None) -> str | None:
     """Return a message about a rank whose file is missing; None if no file is.
 
     `first` is the lowest rank that must exist. It is None if a marker already proves that this rank saved, because a
     node's own disk holds only the files of its own ranks.
     """
-    found = here.files(pattern)
-    missing = gap((int(match[1]) for match in found), first)
-    return None if missing is None else f"the file of rank {missing} is not there, and {found[0][0]} is"
+    matches = directory.files(pattern)
+    missing = gap((int(match[1]) for match in matches), first)
+    return None if missing is None else f"the file of rank {missing} is not there, and {matches[0][0]} is"
 
 
-def absent_combination(found: Sequence[re.Match[str]]) -> str | None:
+def absent_combination(matches: Sequence[re.Match[str]]) -> str | None:
     """Find the missing combination among names with several numbers, and return a message; None if there is none."""
-    seen = {tuple(int(one) for one in match.groups() if one is not None) for match in found}
-    axes = [range(min(one), max(one) + 1) for one in zip(*seen, strict=False)]
-    missing = _first_missing(seen, axes, ()) if found else None
+    combinations = {tuple(int(number) for number in match.groups() if number is not None) for match in matches}
+    axes = [range(min(numbers), max(numbers) + 1) for numbers in zip(*combinations, strict=False)]
+    missing = _first_missing(combinations, axes, ()) if matches else None
     if missing is None:
         return None
-    return f"the file of rank {' '.join(map(str, missing))} is not there, and {found[0][0]} is"
+    return f"the file of rank {' '.join(map(str, missing))} is not there, and {matches[0][0]} is"
 
 
-def _first_missing(seen: Set[tuple[int, ...]], axes: Sequence[range], head: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the first combination that is not in `seen`.
+def _first_missing(
+    combinations: Set[tuple[int, ...]], axes: Sequence[range], head: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the first combination that is not in `combinations`.
 
-    The search visits at most one combination more than `seen` has, however large the numbers in names are.
+    The search visits at most one combination more than `combinations` has, however large the numbers in names are.
     """
     if not axes:
-        return None if head in seen else head
-    inner = (_first_missing(seen, axes[1:], (*head, one)) for one in axes[0])
+        return None if head in combinations else head
+    inner = (_first_missing(combinations, axes[1:], (*head, number)) for number in axes[0])
     return next((missing for missing in inner if missing is not None), None)
 
 
-def not_tracked(here: Directory, tracker: str) -> str | None:
+def not_tracked(directory: Directory, tracker: str) -> str | None:
     """Check that the tracker file next to a directory names this directory or one that was written later."""
-    path = joined(here.parent, tracker)
-    text, entry = here.listing.texts.get(path), here.listing.entries.get(path)
+    path = joined(directory.parent, tracker)
+    text, entry = directory.listing.texts.get(path), directory.listing.entries.get(path)
     if text is None or entry is None:  # it may have been deleted since its text was read
         return f"{tracker} is not there"
     name = text.strip()
-    own, named = step_in(here.name), step_in(name)
-    if name == here.name or (own is not None and (name == "release" or (named is not None and named >= own))):
+    step, tracked_step = step_in(directory.name), step_in(name)
+    if name == directory.name or (
+        step is not None and (name == "release" or (tracked_step is not None and tracked_step >= step))
+    ):
         return None
-    if own is None or named is None:
-        newest = max((entry.mtime_ns for _, entry in below(here.tree, here.path)), default=0)
+    if step is None or tracked_step is None:
+        newest = max((entry.mtime_ns for _, entry in below(directory.tree, directory.path)), default=0)
         if newest <= entry.mtime_ns:
             return None
     return f"{tracker} names {name[:100]!a}"
@@ -185,10 +193,10 @@ def absent_goal(files: Sequence[str]) -> str | None:
 
     A temporary file beside the one whose name it would get is left from an earlier save.
     """
-    there = set(files)
+    existing = set(files)
     for path in files:
         directory, _, name = path.rpartition("/")
-        if is_temporary(name) and joined(directory, final_name(name)) not in there:
+        if is_temporary(name) and joined(directory, final_name(name)) not in existing:
             return f"{name} has a temporary name, which its program had yet to change"
     return None
 
@@ -206,14 +214,14 @@ def unfinished_marker(name: str) -> str:
     return f"{name}-unfinished"
 
 
-_OF = re.compile(r"(?<!\d)(\d+)-of-(\d+)")
+_OF_COUNT = re.compile(r"(?<!\d)(\d+)-of-(\d+)")
 
 
 def absent_of_count(files: Sequence[str]) -> str | None:
     """Check that all eight files exist if a name says "3 of 8"."""
     groups: dict[tuple[str, int, str], set[int]] = {}
     for path in files:
-        if match := _OF.search(path):
+        if match := _OF_COUNT.search(path):
             head, tail = path[: match.start()], path[match.end() :]
             groups.setdefault((head, int(match[2]), tail), set()).add(int(match[1]))
     for (head, count, tail), numbers in sorted(groups.items()):
@@ -238,7 +246,7 @@ def absent_in_ranks(files: Sequence[str]) -> str | None:
             groups.setdefault((path[: match.start(1)], path[match.end(1) :]), {})[int(match[1])] = path
     for (head, tail), names in sorted(groups.items()):
         counted = _WORLD_SIZE.search(f"{head}#{tail}")
-        if 0 not in names or (not counted and _is_even(sorted(names))):
+        if 0 not in names or (not counted and _is_evenly_spaced(sorted(names))):
             continue
         count = int(counted[1]) if counted else max(names) + 1
         absent = next((rank for rank in range(min(count, len(names) + 1)) if rank not in names), None)
@@ -247,6 +255,6 @@ def absent_in_ranks(files: Sequence[str]) -> str | None:
     return None
 
 
-def _is_even(ranks: Sequence[int]) -> bool:
+def _is_evenly_spaced(ranks: Sequence[int]) -> bool:
     distances = {second - first for first, second in pairwise(ranks)}
     return len(distances) == 1 and (min(distances) > 3 or (min(distances) > 1 and len(ranks) > 2))

@@ -23,13 +23,13 @@ from tierd.watching.inspect import Changed, Opener
 from tierd.watching.programs import LIGHTNING, OWN
 from tierd.watching.unit import Unit
 
-_STATE = "trainer_state.json"
+_TRAINER_STATE = "trainer_state.json"
 _MAX_PICKLE = 16 << 20  # bytes of a pickle in which a step is looked for
 # The rank in names of files that each rank writes: HF, Accelerate, DCP, DeepSpeed, torch_checkpointing, Composer.
-_RANKED = re.compile(
+_RANK_FILE = re.compile(
     r"(?:rng_state_|random_states_|(?:bf16_)?zero_pp_rank_|.+-rank|__)(\d{1,5})(?:\.pth|\.pkl|_mp_rank_.*|\.pt|_\d+\.distcp)"
 )
-_NAMED = re.compile(r"([A-Za-z][\w/.]*?)=(-?\d+\.\d+(?:e[+-]?\d+)?)(?=[-_.]|$)")  # Lightning's `val_loss=0.25`
+_METRIC = re.compile(r"([A-Za-z][\w/.]*?)=(-?\d+\.\d+(?:e[+-]?\d+)?)(?=[-_.]|$)")  # Lightning's `val_loss=0.25`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,21 @@ class Described:
 
 def describe(unit: Unit, opener: Opener) -> Described:
     """Describe a unit."""
-    step, metrics = unit.step, _named(basename(unit.path))
-    state = next((path for path in unit.files if basename(path) == _STATE), None)
-    if state is not None and isinstance(written := _read(opener, state, read_json), dict):
-        step = step if unit.layout is OWN else _step(written.get("global_step"), step)
-        metrics |= _logged(written.get("log_history"))
+    step, metrics = unit.step, _metrics_in_name(basename(unit.path))
+    state = next((path for path in unit.files if basename(path) == _TRAINER_STATE), None)
+    if state is not None and isinstance(trainer_state := _read_file(opener, state, read_json), dict):
+        step = step if unit.layout is OWN else _valid_step(trainer_state.get("global_step"), step)
+        metrics |= _logged_metrics(trainer_state.get("log_history"))
     elif unit.layout is LIGHTNING and len(unit.files) == 1 and "step=" not in basename(unit.path):
-        data = _read(opener, unit.files[0], lambda source: read_record(source, "/data.pkl", _MAX_PICKLE))
-        step = _step(find_int(data, "global_step") if data else None, step)
-    found = (_RANKED.fullmatch(basename(path)) for path in unit.files)
-    ranks = max((int(match[1]) + 1 for match in found if match), default=1)
-    kept = dict(list(metrics.items())[:MAX_METRICS])
-    return Described(_step(step, None), kept, ranks)
+        data = _read_file(opener, unit.files[0], lambda source: read_record(source, "/data.pkl", _MAX_PICKLE))
+        step = _valid_step(find_int(data, "global_step") if data else None, step)
+    matches = (_RANK_FILE.fullmatch(basename(path)) for path in unit.files)
+    ranks = max((int(match[1]) + 1 for match in matches if match), default=1)
+    kept_metrics = dict(list(metrics.items())[:MAX_METRICS])
+    return Described(_valid_step(step, None), kept_metrics, ranks)
 
 
-def _read(opener: Opener, path: str, read: Any) -> Any:
+def _read_file(opener: Opener, path: str, read: Any) -> Any:
     try:
         with opener(path) as source:
             return read(source)
@@ -71,27 +71,27 @@ def _read(opener: Opener, path: str, read: Any) -> Any:
         return None
 
 
-def _step(found: object, otherwise: int | None) -> int | None:
-    is_one = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MAX_STEP
-    return found if is_one else otherwise  # type: ignore[return-value]  # `is_one` says that it is an int
+def _valid_step(number: object, otherwise: int | None) -> int | None:
+    is_step = isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MAX_STEP
+    return number if is_step else otherwise  # type: ignore[return-value]  # `is_step` says that it is an int
 
 
-def _named(name: str) -> dict[str, float]:
-    return {match[1]: float(match[2]) for match in _NAMED.finditer(name)}
+def _metrics_in_name(name: str) -> dict[str, float]:
+    return {match[1]: float(match[2]) for match in _METRIC.finditer(name)}
 
 
-def _logged(history: object) -> dict[str, float]:
+def _logged_metrics(history: object) -> dict[str, float]:
     """Return the last value of each number in a Trainer's log; its step and epoch are no metrics."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for entry in history if isinstance(history, list) else ():
         for name, value in entry.items() if isinstance(entry, dict) else ():
-            number = _number(value)
+            number = _finite_number(value)
             if number is not None and is_metric_name(name) and name not in ("step", "epoch"):
-                found[name] = number
-    return found
+                metrics[name] = number
+    return metrics
 
 
-def _number(value: object) -> float | None:
+def _finite_number(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

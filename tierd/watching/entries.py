@@ -17,8 +17,8 @@ Describe: TypeAlias = Callable[[os.DirEntry[str], int], ListedEntry]
 
 def status(name: str | os.DirEntry[str], directory: int) -> ListedEntry:
     """Describe an entry of an open directory by its status."""
-    shown = name if isinstance(name, str) else name.name
-    return entry_of(os.stat(shown, dir_fd=directory, follow_symlinks=False))
+    entry_name = name if isinstance(name, str) else name.name
+    return entry_of(os.stat(entry_name, dir_fd=directory, follow_symlinks=False))
 
 
 def kind(entry: os.DirEntry[str], directory: int) -> ListedEntry:
@@ -30,10 +30,10 @@ def kind(entry: os.DirEntry[str], directory: int) -> ListedEntry:
     return _KINDS["link" if entry.is_symlink() else "other"]
 
 
-def entry_of(found: os.stat_result) -> ListedEntry:
+def entry_of(stat_result: os.stat_result) -> ListedEntry:
     """Return the entry of a status."""
-    mode = _BY_MODE.get(stat.S_IFMT(found.st_mode), "other")
-    return ListedEntry(mode, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
+    mode = _BY_MODE.get(stat.S_IFMT(stat_result.st_mode), "other")
+    return ListedEntry(mode, stat_result.st_size, stat_result.st_mtime_ns, (stat_result.st_dev, stat_result.st_ino))
 
 
 def printable(name: str) -> str:

@@ -19,7 +19,7 @@ from tierd.watching.programs import DIRECTORY, FILE, OWN
 from tierd.watching.series import UNCERTAIN
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
-_ORDER = "the time of its last write, because nothing in it says a step"
+_ORDERED_BY_TIME = "the time of its last write, because nothing in it says a step"
 _STEPLESS = "the time of its last write, in a run of its own: its name has no step, and others there have one"
 
 
@@ -84,22 +84,26 @@ def explain(
         opened: opens a listed file.
         unreadable, unnamed: what the listing skipped, as `Tree` has it.
     """
-    entries, found = listing.entries, units(listing)
-    steps = {unit.path: describe(unit, lambda path: opened(path, entries[path])).step for unit in found}
-    shown = tuple(_explained(unit, steps[unit.path], entries, found, unnamed) for unit in found)
-    return Explained(directory, shown, *passed_over(listing, found), unreadable, unnamed)
+    entries, listed_units = listing.entries, units(listing)
+    steps = {unit.path: describe(unit, lambda path: opened(path, entries[path])).step for unit in listed_units}
+    explained = tuple(_explain_unit(unit, steps[unit.path], entries, listed_units, unnamed) for unit in listed_units)
+    return Explained(directory, explained, *passed_over(listing, listed_units), unreadable, unnamed)
 
 
-def _explained(
-    unit: Unit, step: int | None, entries: Mapping[str, ListedEntry], found: Sequence[Unit], unnamed: tuple[str, ...]
+def _explain_unit(
+    unit: Unit,
+    step: int | None,
+    entries: Mapping[str, ListedEntry],
+    listed_units: Sequence[Unit],
+    unnamed: tuple[str, ...],
 ) -> ExplainedUnit:
-    named = "its path" if unit.layout is OWN else "its name"
-    order = _ORDER if step is None else named if step == unit.step else "a file in it"
-    if unit.step is None and any(other.step is not None for other in found):
+    source = "its path" if unit.layout is OWN else "its name"
+    order = _ORDERED_BY_TIME if step is None else source if step == unit.step else "a file in it"
+    if unit.step is None and any(sibling.step is not None for sibling in listed_units):
         step, order = None, _STEPLESS
     size = sum(entries[path].size for path in unit.files)
     return ExplainedUnit(
-        unit.path, unit.layout.program, why(unit), step, order, len(unit.files), size, _not_taken(unit, unnamed)
+        unit.path, unit.layout.program, why(unit), step, order, len(unit.files), size, _refusal_reason(unit, unnamed)
     )
 
 
@@ -120,7 +124,7 @@ def why(unit: Unit) -> str:
     return f"it has the layout of {unit.layout.program}: {unit.layout.unit.replace('`', '')}"
 
 
-def _not_taken(unit: Unit, unnamed: tuple[str, ...]) -> str:
+def _refusal_reason(unit: Unit, unnamed: tuple[str, ...]) -> str:
     if unit.missing:
         return f"it is not complete: {unit.missing}"
     if unit.strange:

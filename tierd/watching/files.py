@@ -27,10 +27,15 @@ from tierd.watching.unknown_names import POINTERS
 _POINTERS = tuple(POINTERS)
 MAX_NAMES = 1_000_000  # names below one directory, at most
 OWN = ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
-_LOST_FOUND = "lost+found"  # at the top of ext4, readable by root only, and no program's
+_FSCK_DIRECTORY = "lost+found"  # at the top of ext4, readable by root only, and no program's
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_REPLACED = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ESTALE)  # a name is gone, or another kind of file is there
+_REPLACED_ERRORS = (
+    errno.ENOENT,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.ESTALE,
+)  # a name is gone, or another kind of file is there
 
 
 class Tree:
@@ -60,7 +65,7 @@ class Tree:
         own: OwnLayout | None = None,
         going: Callable[[], None] = lambda: None,
     ) -> None:
-        self._shown, self._skip, self._own, self._going = directory, skip, own, going
+        self._directory, self._skip, self._rules, self._going = directory, skip, own, going
         self._passes_over = skip  # a directory that may not be read
         self.unreadable: list[str] = []
         self.unnamed: list[str] = []
@@ -110,10 +115,10 @@ class Tree:
             if name in POINTERS and entries[path].kind == "file":
                 pointers.setdefault(directory, set()).add(name)
         for directory, names in pointers.items():
-            self._complete(directory, names, entries)
+            self._add_status(directory, names, entries)
         listing = self._with_texts(entries)
         for directory, names in names_of_units(listing).items():
-            self._complete(directory, names, entries)
+            self._add_status(directory, names, entries)
         return listing
 
     def again(self, unit: Unit) -> Listing:
@@ -122,13 +127,13 @@ class Tree:
         self.unreadable, self.unnamed = [], []
         if unit.is_directory:
             self._list_below(unit.path, entries, status)
-        beside: dict[str, list[str]] = {}
+        names_by_directory: dict[str, list[str]] = {}
         for path in (*unit.files, *unit.strange):
             if not path.startswith(f"{unit.path}/"):
                 directory, _, name = path.rpartition("/")
-                beside.setdefault(directory, []).append(name)
-        for directory, names in beside.items():
-            self._complete(directory, names, entries)
+                names_by_directory.setdefault(directory, []).append(name)
+        for directory, names in names_by_directory.items():
+            self._add_status(directory, names, entries)
         return Listing(entries)
 
     def files(self) -> Listing:
@@ -142,20 +147,20 @@ class Tree:
         for path in paths:
             if listing.entries[path].kind == "link":
                 directory, _, name = path.rpartition("/")
-                with suppress(OSError), self._opened(directory, DIRECTORY) as descriptor:
-                    yield Pointer(path, self._relative(path, os.readlink(name, dir_fd=descriptor)), link=True)
-            elif "\ufffd" not in (text := self._text(path, listing.entries) or "\ufffd"):
+                with suppress(OSError), self._open_path(directory, DIRECTORY) as descriptor:
+                    yield Pointer(path, self._relative_target(path, os.readlink(name, dir_fd=descriptor)), link=True)
+            elif "\ufffd" not in (text := self._read_marker(path, listing.entries) or "\ufffd"):
                 yield Pointer(path, text)
 
-    def _relative(self, path: str, target: str) -> str:
+    def _relative_target(self, path: str, target: str) -> str:
         """Return a link's target from the link's own directory, if it lies in this one."""
-        root = str(self._shown.resolve())
+        root = str(self._directory.resolve())
         inside = target.startswith("/") and f"{target}/".startswith(f"{root}/")
         return os.path.relpath(target, Path(root, path).parent) if inside else target
 
     def owner(self, path: str) -> int:
         """Return the user id that owns a listed directory, or the top one for an empty path."""
-        with self._opened(path, DIRECTORY) as descriptor:
+        with self._open_path(path, DIRECTORY) as descriptor:
             return os.fstat(descriptor).st_uid
 
     def leading_out(self, links: Iterable[str]) -> dict[str, str]:
@@ -163,15 +168,15 @@ class Tree:
 
         A link's text alone decides, because a target on a file system that does not answer would stop this process.
         """
-        roots = (str(self._shown.absolute()), str(self._shown.resolve()))
-        found = {}
+        roots = (str(self._directory.absolute()), str(self._directory.resolve()))
+        outside = {}
         for path in links:
             with suppress(OSError):
-                text = str((self._shown / path).readlink())
+                text = str((self._directory / path).readlink())
                 targets = [os.path.normpath(Path(root, path).parent / text) for root in roots]
                 if not any(f"{target}/".startswith(f"{root}/") for target in targets for root in roots):
-                    found[path] = targets[0]
-        return found
+                    outside[path] = targets[0]
+        return outside
 
     def _list_below(self, path: str, entries: dict[str, ListedEntry], describe: Describe) -> None:
         pending = [path]
@@ -183,45 +188,47 @@ class Tree:
         try:
             return self._add(path, entries, describe)
         except OSError as error:
-            if path and error.errno in _REPLACED:
+            if path and error.errno in _REPLACED_ERRORS:
                 return []  # since the parent was listed
-            if isinstance(error, PermissionError) and path and (self._passes_over or path == _LOST_FOUND):
+            if isinstance(error, PermissionError) and path and (self._passes_over or path == _FSCK_DIRECTORY):
                 self._pass_over(path, entries)
                 return []
-            raise StoreRefused(f"{self._shown / path}: it cannot be listed: {error.strerror}") from error
+            raise StoreRefused(f"{self._directory / path}: it cannot be listed: {error.strerror}") from error
 
     def _pass_over(self, path: str, entries: dict[str, ListedEntry]) -> None:
         """List a directory that may not be read as one special file."""
         entries[path] = ListedEntry("other")
-        self.unreadable += [path] if path != _LOST_FOUND else []
+        self.unreadable += [path] if path != _FSCK_DIRECTORY else []
 
     def _add(self, path: str, entries: dict[str, ListedEntry], describe: Describe) -> list[str]:
         directories = []
-        with self._opened(path, DIRECTORY) as descriptor, os.scandir(descriptor) as found:
-            for listed in found:
+        with self._open_path(path, DIRECTORY) as descriptor, os.scandir(descriptor) as scan:
+            for listed in scan:
                 self._going()
                 name = listed.name
                 if name.startswith(OWN):
                     continue
-                if self._skip and not name.isascii() and (shown := printable(name)) != name:
-                    self.unnamed.append(joined(path, shown))
+                if self._skip and not name.isascii() and (escaped := printable(name)) != name:
+                    self.unnamed.append(joined(path, escaped))
                     continue
                 try:
                     entry = describe(listed, descriptor)
                 except FileNotFoundError:
                     continue  # deleted since the directory was read
                 if len(entries) == MAX_NAMES:
-                    raise ConfigError(f"{self._shown}: more than {MAX_NAMES} names lie below it; name one checkpoint")
+                    raise ConfigError(
+                        f"{self._directory}: more than {MAX_NAMES} names lie below it; name one checkpoint"
+                    )
                 entries[inner := f"{path}/{name}" if path else name] = entry
                 if entry.kind == "directory":
                     directories.append(inner)
         return directories
 
-    def _complete(self, directory: str, names: Iterable[str], entries: dict[str, ListedEntry]) -> None:
+    def _add_status(self, directory: str, names: Iterable[str], entries: dict[str, ListedEntry]) -> None:
         """Add the sizes and times of files in a directory; those that were deleted meanwhile are taken out."""
         paths = {path: name for name in names if (path := joined(directory, name)) not in self.unreadable}
         try:
-            with self._opened(directory, DIRECTORY) as descriptor:
+            with self._open_path(directory, DIRECTORY) as descriptor:
                 for path, name in list(paths.items()):
                     self._going()
                     with suppress(FileNotFoundError):
@@ -229,20 +236,20 @@ class Tree:
                         del paths[path]
         except PermissionError as error:  # its names may be read, and its files may not
             if not directory or not self._passes_over:
-                raise StoreRefused(f"{self._shown / directory}: it cannot be listed: {error.strerror}") from error
+                raise StoreRefused(f"{self._directory / directory}: it cannot be listed: {error.strerror}") from error
             paths = {path: path for path in entries if path.startswith(f"{directory}/")}
             self._pass_over(directory, entries)
         except OSError as error:
-            if error.errno not in _REPLACED:
-                raise StoreRefused(f"{self._shown / directory}: it cannot be listed: {error.strerror}") from error
+            if error.errno not in _REPLACED_ERRORS:
+                raise StoreRefused(f"{self._directory / directory}: it cannot be listed: {error.strerror}") from error
         for path in paths:
             entries.pop(path, None)
 
     def _list_beside(self, entries: dict[str, ListedEntry]) -> None:
         """Add the markers of the top directory, if its names may be read."""
         try:
-            with os.scandir(self._root) as found:
-                names = [entry.name for entry in found]
+            with os.scandir(self._root) as scan:
+                names = [entry.name for entry in scan]
         except PermissionError:
             return
         for name in names:
@@ -253,14 +260,16 @@ class Tree:
     def _with_texts(self, entries: dict[str, ListedEntry]) -> Listing:
         marked = (path for path in entries if path.endswith(MARKERS) and path.rpartition("/")[2] in MARKERS)
         return Listing(
-            entries, {path: text for path in marked if (text := self._text(path, entries)) is not None}, self._own
+            entries,
+            {path: text for path in marked if (text := self._read_marker(path, entries)) is not None},
+            self._rules,
         )
 
-    def _text(self, path: str, entries: Mapping[str, ListedEntry]) -> str | None:
+    def _read_marker(self, path: str, entries: Mapping[str, ListedEntry]) -> str | None:
         if entries[path].kind != "file":
             return None
         try:
-            with self._opened(path, _FILE) as descriptor:
+            with self._open_path(path, _FILE) as descriptor:
                 text = os.read(descriptor, MAX_MARKER + 1)
                 return text.decode("utf-8", "replace") if len(text) <= MAX_MARKER else None
         except OSError:
@@ -274,7 +283,7 @@ class Tree:
         """Return an open directory, and the path below it at which a listed path is opened."""
         return self._root, path
 
-    def _opened(self, path: str, flags: int) -> AbstractContextManager[int]:
+    def _open_path(self, path: str, flags: int) -> AbstractContextManager[int]:
         return opened_below(*self._placed(path), flags)
 
     @contextmanager
@@ -287,19 +296,19 @@ class Tree:
             OSError: the file cannot be read.
         """
         try:
-            with self._opened(path, _FILE) as descriptor:
-                _compare(listed, descriptor)
+            with self._open_path(path, _FILE) as descriptor:
+                _check_unchanged(listed, descriptor)
                 try:
                     yield OpenFile(descriptor, listed.size, self._going)
                 finally:
-                    _compare(listed, descriptor)
-                    self._compare_name(path, listed)
+                    _check_unchanged(listed, descriptor)
+                    self._check_name(path, listed)
         except OSError as error:
-            if error.errno in _REPLACED:
+            if error.errno in _REPLACED_ERRORS:
                 raise Changed("it was deleted or replaced meanwhile") from None
             raise
 
-    def _compare_name(self, path: str, listed: ListedEntry) -> None:
+    def _check_name(self, path: str, listed: ListedEntry) -> None:
         root, path = self._placed(path)
         directory, _, name = path.rpartition("/")
         with opened_below(root, directory, DIRECTORY) as descriptor:
@@ -317,22 +326,22 @@ def opened_below(root: int, path: str, flags: int) -> Iterator[int]:
             inner = os.open(part, DIRECTORY, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
-        found = os.open(last, flags, dir_fd=descriptor)
+        opened = os.open(last, flags, dir_fd=descriptor)
     finally:
         os.close(descriptor)
     try:
-        yield found
+        yield opened
     finally:
-        os.close(found)
+        os.close(opened)
 
 
-def _compare(listed: ListedEntry, descriptor: int) -> None:
-    found = entry_of(os.fstat(descriptor))
-    if found.kind != "file" or found.inode != listed.inode:
+def _check_unchanged(listed: ListedEntry, descriptor: int) -> None:
+    current = entry_of(os.fstat(descriptor))
+    if current.kind != "file" or current.inode != listed.inode:
         raise Changed("another file is there by its name")
-    if found.size != listed.size:
-        raise Changed(f"it had {listed.size} bytes, and has {found.size}")
-    if found != listed:
+    if current.size != listed.size:
+        raise Changed(f"it had {listed.size} bytes, and has {current.size}")
+    if current != listed:
         raise Changed("it was written to meanwhile")
 
 
@@ -350,8 +359,8 @@ class OpenFile:
         self._going()
         data = os.pread(self.descriptor, length, offset)
         while len(data) < length:
-            more = os.pread(self.descriptor, length - len(data), offset + len(data))
-            if not more:
+            tail = os.pread(self.descriptor, length - len(data), offset + len(data))
+            if not tail:
                 raise Changed(f"it had {self.size} bytes, and ends at {offset + len(data)}")
-            data += more
+            data += tail
         return data

@@ -67,13 +67,13 @@ def named_place(path: Path) -> NamedPlace:
         real = _snapshot(path.resolve())
         if not (real.is_file() or real.is_dir()):
             raise ConfigError(f"{path}: neither a file nor a directory")
-        own = path.parent.resolve() / path.name
+        link_path = path.parent.resolve() / path.name
     except FileNotFoundError:
         raise CheckpointNotFound(f"{path}: no such file or directory") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    if (home := repository(str(own))) and real.is_file() and is_within(str(real), home):
-        real = own  # its name says the format, and the others of its checkpoint lie beside it
+    if (home := repository(str(link_path))) and real.is_file() and is_within(str(real), home):
+        real = link_path  # its name says the format, and the others of its checkpoint lie beside it
     return NamedPlace(path, real.parent if real.name else real, real.name or None)
 
 
@@ -98,74 +98,78 @@ class FollowingTree(Tree):
 
     Args:
         directory: the real path of the directory.
-        named: the real path that the user named: the directory, or an entry of it.
-        given: this path as the user gave it, because absolute links may be written with it.
+        named_path: the real path that the user named: the directory, or an entry of it.
+        given_path: this path as the user gave it, because absolute links may be written with it.
 
     Raises:
         OSError: the directory cannot be opened.
     """
 
-    def __init__(self, directory: Path, named: Path, given: Path) -> None:
+    def __init__(self, directory: Path, named_path: Path, given_path: Path) -> None:
         super().__init__(directory)
         self._passes_over = True
-        self._real = str(directory)
-        self._named = str(named if named.is_dir() else directory)
-        self._given = str(given.absolute() if named.is_dir() else given.absolute().parent)
-        top = limit(self._named, self._named)  # may lie above the directory, or be the directory in it that was named
-        self._top = top if f"{self._real}/".startswith(f"{top.rstrip('/')}/") else self._real
+        self._real_path = str(directory)
+        self._named_path = str(named_path if named_path.is_dir() else directory)
+        self._given_path = str(given_path.absolute() if named_path.is_dir() else given_path.absolute().parent)
+        top = limit(
+            self._named_path, self._named_path
+        )  # may lie above the directory, or be the directory in it that was named
+        self._top = top if f"{self._real_path}/".startswith(f"{top.rstrip('/')}/") else self._real_path
         self._targets: dict[str, str] = {}  # of the followed links, as paths below `_top`
-        self._content: set[str] = set()  # links that are not followed, and whose names are those of weights
+        self._weight_links: set[str] = set()  # links that are not followed, and whose names are those of weights
         try:
-            self._upper = os.open(self._top, DIRECTORY)
-            with opened_below(self._upper, relpath(self._real, self._top), DIRECTORY) as descriptor:
+            self._top_descriptor = os.open(self._top, DIRECTORY)
+            with opened_below(self._top_descriptor, relpath(self._real_path, self._top), DIRECTORY) as descriptor:
                 os.dup2(descriptor, self._root, inheritable=False)
         except OSError:
             super().__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._upper)
+        os.close(self._top_descriptor)
         super().__exit__()
 
     def listing(self, name: str | None = None) -> Listing:
-        return self._followed(super().listing(name))
+        return self._follow_links(super().listing(name))
 
     def files(self) -> Listing:
-        return self._followed(super().files())
+        return self._follow_links(super().files())
 
     def stray(self, units: Iterable[Unit]) -> dict[str, tuple[Status, str]]:
         """Return, as `unfollowed` has them, the last listing's links that are no unit's and would be weights, and the
         directories that may not be read."""
         inside = {path for unit in units for path in unit.strange}
-        return {path: why for path, why in self.unfollowed.items() if path in self._content - inside}
+        return {path: why for path, why in self.unfollowed.items() if path in self._weight_links - inside}
 
     def is_followed(self, path: str) -> bool:
         return path in self._targets
 
     def _placed(self, path: str) -> tuple[int, str]:
-        return (self._upper, self._targets[path]) if path in self._targets else super()._placed(path)
+        return (self._top_descriptor, self._targets[path]) if path in self._targets else super()._placed(path)
 
-    def _followed(self, listing: Listing) -> Listing:
+    def _follow_links(self, listing: Listing) -> Listing:
         """Return a listing with the links that are followed as their files, and note why the others are not."""
-        self.unfollowed, self._targets, self._content = {}, {}, set()
+        self.unfollowed, self._targets, self._weight_links = {}, {}, set()
         entries = dict(listing.entries)
-        if not is_bookkeeping(self._named):
-            entries = {path: entry for path, entry in entries.items() if not is_bookkeeping(f"{self._real}/{path}")}
-        found = units(listing := Listing(entries, listing.texts))
-        inside = {path for unit in found for path in unit.strange}
-        members = {f"{self._real}/{path}" for unit in found for path in unit.files}
+        if not is_bookkeeping(self._named_path):
+            entries = {
+                path: entry for path, entry in entries.items() if not is_bookkeeping(f"{self._real_path}/{path}")
+            }
+        listed_units = units(listing := Listing(entries, listing.texts))
+        inside = {path for unit in listed_units for path in unit.strange}
+        members = {f"{self._real_path}/{path}" for unit in listed_units for path in unit.files}
         followed = dict(entries)
         for path in self.unreadable:
             self.unfollowed[path] = "unreadable", "a directory that may not be listed"
-            self._content.add(path)
+            self._weight_links.add(path)
         for path in [path for path, entry in entries.items() if entry.kind == "link"]:
             try:
                 leads_to, entry = self._resolve(path)
-            except _Unfollowed as error:
+            except _UnfollowedLink as error:
                 self.unfollowed[path] = error.status, str(error)
-                is_content = error.leads_out or repository(f"{self._real}/{path}") is not None
+                is_content = error.leads_out or repository(f"{self._real_path}/{path}") is not None
                 if is_content and is_weights(basename(path)):
-                    self._content.add(path)
+                    self._weight_links.add(path)
                 continue
             if path in inside or leads_to not in members:
                 self._targets[path] = relpath(leads_to, self._top)
@@ -173,42 +177,42 @@ class FollowingTree(Tree):
         return Listing(followed, listing.texts)
 
     def _resolve(self, path: str) -> tuple[str, ListedEntry]:
-        """Return the absolute path of the file to which a link leads, and its entry. Raises `_Unfollowed`."""
-        at = f"{self._real}/{path}"
-        within = limit(at, self._named)
+        """Return the absolute path of the file to which a link leads, and its entry. Raises `_UnfollowedLink`."""
+        at = f"{self._real_path}/{path}"
+        within = limit(at, self._named_path)
         for _ in range(_MOST_LINKS):
-            entry, text = self._entry(at)
+            entry, text = self._entry_at(at)
             if entry.kind == "file":
                 return at, entry
             if entry.kind != "link":
                 kind = "directory" if entry.kind == "directory" else "special file"
-                raise _Unfollowed("unknown", f"a link to the {kind} {at}: only links to files are followed")
-            if is_within(text, self._given):
-                text = self._named + text[len(self._given) :]
+                raise _UnfollowedLink("unknown", f"a link to the {kind} {at}: only links to files are followed")
+            if is_within(text, self._given_path):
+                text = self._named_path + text[len(self._given_path) :]
             at = target(at, text)
             if not is_within(at, within):
-                raise _Unfollowed("unknown", f"a link to {at}, outside of {within}: {_OUTSIDE}", True)
-        raise _Unfollowed("unknown", f"a link that leads over more than {_MOST_LINKS} others")
+                raise _UnfollowedLink("unknown", f"a link to {at}, outside of {within}: {_OUTSIDE_ADVICE}", True)
+        raise _UnfollowedLink("unknown", f"a link that leads over more than {_MOST_LINKS} others")
 
-    def _entry(self, at: str) -> tuple[ListedEntry, str]:
+    def _entry_at(self, at: str) -> tuple[ListedEntry, str]:
         """Return the entry at an absolute path, and the text of a link there."""
         try:
-            with opened_below(self._upper, relpath(dirname(at), self._top), DIRECTORY) as descriptor:
+            with opened_below(self._top_descriptor, relpath(dirname(at), self._top), DIRECTORY) as descriptor:
                 entry = status(basename(at), descriptor)
                 return entry, os.readlink(basename(at), dir_fd=descriptor) if entry.kind == "link" else ""
         except FileNotFoundError:
-            raise _Unfollowed("incomplete", f"a link to {at}, which is not there") from None
+            raise _UnfollowedLink("incomplete", f"a link to {at}, which is not there") from None
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 why = "not followed, because a directory on its path is a link, or none"
-                raise _Unfollowed("unknown", f"a link to {at}: {why}") from None
-            raise _Unfollowed("unreadable", f"a link to {at}: {error.strerror}") from None
+                raise _UnfollowedLink("unknown", f"a link to {at}: {why}") from None
+            raise _UnfollowedLink("unreadable", f"a link to {at}: {error.strerror}") from None
 
 
-_OUTSIDE = "it is not followed; put a copy in its place, or name a directory that holds both"
+_OUTSIDE_ADVICE = "it is not followed; put a copy in its place, or name a directory that holds both"
 
 
-class _Unfollowed(Exception):
+class _UnfollowedLink(Exception):
     """A link is not followed, for this reason."""
 
     def __init__(self, status: Status, why: str, leads_out: bool = False) -> None:

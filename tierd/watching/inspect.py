@@ -31,11 +31,11 @@ from tierd.watching.unit import Unit
 
 Status: TypeAlias = Literal["sound", "damaged", "incomplete", "changing", "unknown", "unreadable"]
 # A unit's status is the first of these among its findings. While files are missing, no file counts as damaged yet.
-_ORDER: tuple[Status, ...] = ("changing", "incomplete", "damaged", "unreadable", "unknown", "sound")
+_STATUS_ORDER: tuple[Status, ...] = ("changing", "incomplete", "damaged", "unreadable", "unknown", "sound")
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _SHARD_INDEX = (".safetensors.index.json", ".bin.index.json")
-_STRANGE = "a link or a special file, which is neither followed nor opened"
-_COMMITTED = "_CHECKPOINT_METADATA"
+_STRANGE_REASON = "a link or a special file, which is neither followed nor opened"
+_ORBAX_COMMIT = "_CHECKPOINT_METADATA"
 
 
 class Changed(Exception):
@@ -119,22 +119,22 @@ def inspect_unit(
         sizes: the size in bytes of each of its files, by path.
         unfollowed: why links of it are not followed, by path, each with the status that follows.
     """
-    found = _inspected(unit, sizes, opener, unfollowed)
+    inspected = _inspect_once(unit, sizes, opener, unfollowed)
     readings: list[Reading] = []
-    while found.status in ("damaged", "incomplete", "unknown") and not unit.missing:
+    while inspected.status in ("damaged", "incomplete", "unknown") and not unit.missing:
         verdict = judge(readings)
         if verdict is Verdict.CORRUPT:
             break
         if verdict is Verdict.UNSTABLE:
             finding = Finding(unit.path, None, "unreadable", str(unstable(unit.path)))
-            return msgspec.structs.replace(found, status="unreadable", findings=(finding,))
+            return msgspec.structs.replace(inspected, status="unreadable", findings=(finding,))
         digest = xxhash.xxh3_128()
-        found = _inspected(unit, sizes, _digested(opener, digest), unfollowed)
+        inspected = _inspect_once(unit, sizes, _digesting_opener(opener, digest), unfollowed)
         readings.append(Reading(digest.hexdigest()))
-    return found
+    return inspected
 
 
-def _digested(opener: Opener, digest: xxhash.xxh3_128) -> Opener:
+def _digesting_opener(opener: Opener, digest: xxhash.xxh3_128) -> Opener:
     """Return an opener whose reads come from the device, and are digested."""
 
     @contextmanager
@@ -145,14 +145,14 @@ def _digested(opener: Opener, digest: xxhash.xxh3_128) -> Opener:
     return opened
 
 
-def _inspected(
+def _inspect_once(
     unit: Unit, sizes: Mapping[str, int], opener: Opener, unfollowed: Mapping[str, tuple[Status, str]]
 ) -> Inspected:
     inspection = _Inspection(unit, opener, unfollowed)
     inspection.run()
     if unit.missing:
         inspection.findings.insert(0, Finding(unit.path, None, "incomplete", unit.missing))
-    status: Status = min((one.status for one in inspection.findings), key=_ORDER.index, default="sound")
+    status: Status = min((finding.status for finding in inspection.findings), key=_STATUS_ORDER.index, default="sound")
     if status == "sound" and not inspection.sound:
         status = "unknown"
     return Inspected(
@@ -184,8 +184,8 @@ _EMPTY_WEIGHTS = "the file is empty, and its format is not known: its writing ma
 class _Inspection:
     def __init__(self, unit: Unit, opener: Opener, unfollowed: Mapping[str, tuple[Status, str]]) -> None:
         self._unit, self._open, self._unfollowed = unit, opener, unfollowed
-        self._there = frozenset(unit.files)
-        self._done: set[str] = set()
+        self._unit_files = frozenset(unit.files)
+        self._examined: set[str] = set()
         self.findings: list[Finding] = []
         self.uncovered: list[Uncovered] = []
         self.notes: list[Note] = []
@@ -193,11 +193,11 @@ class _Inspection:
 
     def run(self) -> None:
         for path in self._unit.strange:
-            self._find(path, *self._unfollowed.get(path, ("unknown", _STRANGE)))
+            self._add_finding(path, *self._unfollowed.get(path, ("unknown", _STRANGE_REASON)))
         for path in self._unit.files:
             self._check_index(path)
         for path in self._unit.files:
-            if path not in self._done:
+            if path not in self._examined:
                 self._examine(path, partial(_check_alone, basename(path)))
 
     def _check_index(self, path: str) -> None:
@@ -210,83 +210,83 @@ class _Inspection:
         elif name.endswith(_SHARD_INDEX):
             for shard, tensors in sorted(self._shards(path).items()):
                 file = joined(dirname(path), shard)
-                if self._is_there(file, path) and file.endswith(".safetensors"):
-                    self._examine(file, partial(check_safetensors, named=tensors, by=name))
-        elif name == _COMMITTED:
-            found = self._examine(path, read_json)
-            if isinstance(found, dict) and found.get("commit_timestamp_nsecs", 0) is None:
-                self._find(path, "incomplete", "it does not say when the checkpoint was committed")
+                if self._check_exists(file, path) and file.endswith(".safetensors"):
+                    self._examine(file, partial(check_safetensors, expected=tensors, by=name))
+        elif name == _ORBAX_COMMIT:
+            metadata = self._examine(path, read_json)
+            if isinstance(metadata, dict) and metadata.get("commit_timestamp_nsecs", 0) is None:
+                self._add_finding(path, "incomplete", "it does not say when the checkpoint was committed")
 
     def _check_dcp(self, path: str) -> None:
         files: dict[str, list[Extent]] = self._examine(path, read_extents) or {}
         for name, extents in sorted(files.items()):
             file = joined(dirname(path), name)
-            if self._is_there(file, path):
+            if self._check_exists(file, path):
                 self._examine(file, partial(check_extents, extents=extents))
 
     def _check_bundle(self, path: str) -> None:
         shards = self._examine(path, read_index) or {}
         for shard, entries in sorted(shards.items()):
             file = f"{path.removesuffix('.index')}.data-{shard:05d}-of-{len(shards):05d}"
-            if self._is_there(file, path):
+            if self._check_exists(file, path):
                 self._examine(file, partial(check_shard, entries=entries))
 
     def _shards(self, path: str) -> dict[str, list[str]]:
         """Return the files that a Hugging Face index names, each with the tensors that it places there."""
-        found = self._examine(path, read_json)
-        weights = found.get("weight_map") if isinstance(found, dict) else None
-        if found is not None and not isinstance(weights, dict):
-            self._find(path, "unknown", "an index without a weight_map")
+        index = self._examine(path, read_json)
+        weights = index.get("weight_map") if isinstance(index, dict) else None
+        if index is not None and not isinstance(weights, dict):
+            self._add_finding(path, "unknown", "an index without a weight_map")
         shards: dict[str, list[str]] = {}
         for tensor, shard in weights.items() if isinstance(weights, dict) else ():
             if isinstance(shard, str):
                 shards.setdefault(shard, []).append(tensor)
         return shards
 
-    def _is_there(self, file: str, named_by: str) -> bool:
-        if file not in self._there:
-            self._find(
-                named_by,
+    def _check_exists(self, file: str, index_path: str) -> bool:
+        if file not in self._unit_files:
+            self._add_finding(
+                index_path,
                 "damaged",
-                f"it names {file.removeprefix(dirname(named_by) + '/')[:200]!a}, which is not there",
+                f"it names {file.removeprefix(dirname(index_path) + '/')[:200]!a}, which is not there",
             )
-        return file in self._there
+        return file in self._unit_files
 
     def _examine(self, path: str, check: Callable[[ByteSource], Any]) -> Any:
         """Run `check` on a file and return its result; None if it led to a finding."""
-        self._done.add(path)
+        self._examined.add(path)
         try:
             with self._open(path) as source:
-                found = check(source)
+                result = check(source)
         except Changed as error:
-            self._find(path, "changing", f"still being written: {error}")
+            self._add_finding(path, "changing", f"still being written: {error}")
         except OSError as error:
-            self._find(path, "unreadable", error.strerror or str(error))
+            self._add_finding(path, "unreadable", error.strerror or str(error))
         except Damaged as error:
             # A JSON file of no known program may be lines of JSON, or a dialect, but not the beginning of a value.
             is_cut = error.reason.startswith(CUT)
             is_unknown = self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json")
             if error.reason == _EMPTY_WEIGHTS or (is_unknown and error.reason == EMPTY):  # a program may write it so
-                self._find(path, "unknown", error.reason, error.offset)
+                self._add_finding(path, "unknown", error.reason, error.offset)
             elif is_unknown and not is_cut:
                 self.uncovered.append(Uncovered(path, str(error)))
             else:
-                self._find(path, "damaged", error.reason, error.offset)
+                self._add_finding(path, "damaged", error.reason, error.offset)
         except Unfinished as error:
-            self._find(path, "incomplete", str(error))
+            self._add_finding(path, "incomplete", str(error))
         except Unchecked as error:
             if isinstance(error, NoFormat) or self._unit.layout in (DIRECTORY, OWN):
                 self.uncovered.append(Uncovered(path, str(error)))
             else:
-                self._find(path, "unknown", str(error))
+                self._add_finding(path, "unknown", str(error))
         else:
             self.sound += 1
-            if isinstance(found, Sound) and found.uncovered:
-                self.uncovered.append(Uncovered(path, found.uncovered))
-            if isinstance(found, Sound) and found.note:
-                self.notes.append(Note(path, found.note))
-            return found
+            if isinstance(result, Sound) and result.uncovered:
+                self.uncovered.append(Uncovered(path, result.uncovered))
+            if isinstance(result, Sound) and result.note:
+                self.notes.append(Note(path, result.note))
+            return result
         return None
 
-    def _find(self, path: str, status: Status, reason: str, offset: int | None = None) -> None:
+    def _add_finding(self, path: str, status: Status, reason: str, offset: int | None = None) -> None:
         self.findings.append(Finding(path, offset, status, reason))

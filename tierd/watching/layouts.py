@@ -69,8 +69,8 @@ def units(listing: Listing) -> list[Unit]:
     if listing.own is not None:
         return own_units(listing, listing.own)
     tree = listing.tree()
-    found = _units_in(Directory("", tree[""], listing, tree))
-    return sorted(compare_nested(found), key=lambda unit: unit.path)
+    collected = _units_in(Directory("", tree[""], listing, tree))
+    return sorted(compare_nested(collected), key=lambda unit: unit.path)
 
 
 def names_of_units(listing: Listing) -> dict[str, set[str]]:
@@ -83,69 +83,80 @@ def names_of_units(listing: Listing) -> dict[str, set[str]]:
     return names
 
 
-def _units_in(here: Directory) -> list[Unit]:
+def _units_in(directory: Directory) -> list[Unit]:
     """Return the units in a directory that is no unit itself."""
-    own, inner, parts = file_units(here), [], _parts(here)
+    direct, inner, parts = file_units(directory), [], _part_directories(directory)
     if parts:
-        taken = {path for unit in own for path in unit.files}
-        lists = (joined(here.path, name) for name in LISTS_OF_PARTS if here.has(name))
-        own += [lone_file(path) for path in lists if path not in taken]
-    for name in sorted(here.directories):
-        child = here.at(joined(here.path, name))
+        unit_paths = {path for unit in direct for path in unit.files}
+        lists = (joined(directory.path, name) for name in LISTS_OF_PARTS if directory.has(name))
+        direct += [lone_file(path) for path in lists if path not in unit_paths]
+    for name in sorted(directory.directories):
+        child = directory.at(joined(directory.path, name))
         claimed = claim(child)
         if claimed is None and is_checkpoint(child):
             claimed = Claim(DIRECTORY, None)
         if claimed is not None:
-            own.append(_unit_in(child, claimed))
+            direct.append(_unit_in(child, claimed))
             continue
-        step = _step_beside(own, name)
+        step = _step_beside(direct, name)
         if step is None and (counted := counted_step(name)) is not None and not holds_saves(child):
             step = counted
         if name in parts or (step is not None and has_weights(child)):
-            own.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
+            direct.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
             continue
-        found = _units_in(child)
-        is_all = len(found) == 1 and _is_all_below(child, found[0]) and found[0].step is None
-        begun = is_temporary(name) and (child.candidates or _is_named_by_step(child) or is_all)
-        if begun or _is_one(child, found) or (not found and _is_of_step_beside(child, own)):
-            own.append(_unit_in(child, Claim(DIRECTORY, None)))
+        child_units = _units_in(child)
+        is_all = len(child_units) == 1 and _is_all_below(child, child_units[0]) and child_units[0].step is None
+        is_unfinished = is_temporary(name) and (child.candidates or _is_named_by_step(child) or is_all)
+        if (
+            is_unfinished
+            or _is_one_checkpoint(child, child_units)
+            or (not child_units and _is_of_step_beside(child, direct))
+        ):
+            direct.append(_unit_in(child, Claim(DIRECTORY, None)))
         elif is_all:
-            own += found
+            direct += child_units
         else:
-            inner += found
-    return [*compare_series(_joined(here.path, own + _unknown(here, own)), last_written=_MARKERS), *inner]
+            inner += child_units
+    return [
+        *compare_series(
+            _join_steps(directory.path, direct + _unknown_units(directory, direct)), marked_layouts=_MARKERS
+        ),
+        *inner,
+    ]
 
 
-def _unknown(here: Directory, units: Sequence[Unit]) -> list[Unit]:
+def _unknown_units(directory: Directory, units: Sequence[Unit]) -> list[Unit]:
     """Return the files that may hold state although nothing knows their names, if no name says which save is theirs.
 
     EasyLM writes `streaming_train_state` beside `metadata.pkl`, which alone is known.
     """
-    own = [unit for unit in units if unit.path.rpartition("/")[0] == here.path]
-    if any(unit.step is not None for unit in own) or not any(unit.layout is FILE for unit in own):
+    siblings = [unit for unit in units if unit.path.rpartition("/")[0] == directory.path]
+    if any(unit.step is not None for unit in siblings) or not any(unit.layout is FILE for unit in siblings):
         return []
-    taken = {path for unit in own for path in unit.files}
-    names = (name for name, entry in sorted(here.names.items()) if entry.kind == "file" and may_hold_state(name))
-    unknown = [lone_file(path) for name in names if (path := joined(here.path, name)) not in taken]
+    unit_paths = {path for unit in siblings for path in unit.files}
+    names = (name for name, entry in sorted(directory.names.items()) if entry.kind == "file" and may_hold_state(name))
+    unknown = [lone_file(path) for name in names if (path := joined(directory.path, name)) not in unit_paths]
     if len(unknown) > _MOST_UNKNOWN:
-        why = f"{len(unknown)} files whose format is not known lie beside {own[0].path}; name its files by --unit"
+        why = f"{len(unknown)} files whose format is not known lie beside {siblings[0].path}; name its files by --unit"
         return [replace(unknown[0], missing=why)]
     return unknown
 
 
-def _parts(here: Directory) -> list[str]:
+def _part_directories(directory: Directory) -> list[str]:
     """Return the directories of a model's parts, by the file that lists them.
 
     These are `scheduler/` and `unet/` of diffusers' pipeline, `1_Pooling/` of a sentence-transformer.
     """
-    if not here.has(*LISTS_OF_PARTS):
+    if not directory.has(*LISTS_OF_PARTS):
         return []
-    children = ((name, here.child(name)) for name in here.directories if directory_step(name) is None)
+    children = ((name, directory.child(name)) for name in directory.directories if directory_step(name) is None)
     return [name for name, child in children if child and claim(child) is None and any(map(is_config, child.names))]
 
 
-def _is_named_by_step(here: Directory) -> bool:
-    return step_in(here.name) is not None and any(entry.kind == "file" for _, entry in below(here.tree, here.path))
+def _is_named_by_step(directory: Directory) -> bool:
+    return step_in(directory.name) is not None and any(
+        entry.kind == "file" for _, entry in below(directory.tree, directory.path)
+    )
 
 
 def _step_beside(units: Sequence[Unit], name: str) -> int | None:
@@ -154,29 +165,29 @@ def _step_beside(units: Sequence[Unit], name: str) -> int | None:
     return next((step for step, stem in stems if step is not None and re.match(rf"{re.escape(stem)}[-_.]", name)), None)
 
 
-def _is_of_step_beside(here: Directory, units: Sequence[Unit]) -> bool:
+def _is_of_step_beside(directory: Directory, units: Sequence[Unit]) -> bool:
     """Whether a directory has the step of a file beside it, as HugeCTR's `wdl0_sparse_5000.model/key`."""
-    step = step_in(here.name)
-    is_beside = step is not None and any(unit.step == step for unit in units)
-    return is_beside and any(map(may_hold_state, here.names_below()))
+    step = step_in(directory.name)
+    has_sibling = step is not None and any(unit.step == step for unit in units)
+    return has_sibling and any(map(may_hold_state, directory.names_below()))
 
 
 _MOST_UNKNOWN = 1000  # files; more are rather a data set
 
 
-def _is_one(here: Directory, found: Sequence[Unit]) -> bool:
+def _is_one_checkpoint(directory: Directory, inner_units: Sequence[Unit]) -> bool:
     """Whether a directory without a step in its name, and without steps or programs below, is one checkpoint.
 
     A directory with logs is one of results, which change for as long as its program runs.
     """
-    if not found or any(unit.step is not None or not _is_unknown(unit) for unit in found):
+    if not inner_units or any(unit.step is not None or not _is_unknown(unit) for unit in inner_units):
         return False
-    inside = [path for path, _ in below(here.tree, here.path)]
-    is_named = found[0].path.rpartition("/")[2] != WITHOUT_STEP
-    if is_named and len(found) == 1 and _is_all_below(here, found[0]):
+    inside = [path for path, _ in below(directory.tree, directory.path)]
+    has_name = inner_units[0].path.rpartition("/")[2] != WITHOUT_STEP
+    if has_name and len(inner_units) == 1 and _is_all_below(directory, inner_units[0]):
         return False  # a unit of its own has all of it
-    begun = any(is_temporary(name) for path in inside for name in path[len(here.path) :].split("/")[:-1])
-    return not begun and not any(is_log(path.rpartition("/")[2]) for path in inside)
+    is_unfinished = any(is_temporary(name) for path in inside for name in path[len(directory.path) :].split("/")[:-1])
+    return not is_unfinished and not any(is_log(path.rpartition("/")[2]) for path in inside)
 
 
 def _is_unknown(unit: Unit) -> bool:
@@ -185,78 +196,87 @@ def _is_unknown(unit: Unit) -> bool:
     return unit.layout in (FILE, SHARDED, DIRECTORY) or (is_file and unit.layout in (LIGHTNING, KERAS))
 
 
-def _is_all_below(here: Directory, unit: Unit) -> bool:
-    return sorted((*unit.files, *unit.strange)) == [path for path, _ in below(here.tree, here.path)]
+def _is_all_below(directory: Directory, unit: Unit) -> bool:
+    return sorted((*unit.files, *unit.strange)) == [path for path, _ in below(directory.tree, directory.path)]
 
 
-def _unit_in(here: Directory, claimed: Claim) -> Unit:
-    inside = list(below(here.tree, here.path))
+def _unit_in(directory: Directory, claimed: Claim) -> Unit:
+    inside = list(below(directory.tree, directory.path))
     files = tuple(path for path, entry in inside if entry.kind == "file")
     strange = tuple(path for path, entry in inside if entry.kind != "file")
-    layout, missing, begun = claimed
+    layout, missing, is_unfinished = claimed
     missing = (
         missing
-        or _nested(here)
+        or _nested_reason(directory)
         or absent_of_count(files)
         or (absent_in_ranks(files) if layout is DIRECTORY else None)
-        or ((absent_index(here) or absent_goal(files)) if layout is DIRECTORY else None)
+        or ((absent_index(directory) or absent_goal(files)) if layout is DIRECTORY else None)
     )
-    marked = None if begun else temporary_name(here.name)
-    step = directory_step(final_name(here.name)) if layout is DIRECTORY else step_in(here.name)
-    if layout is DIRECTORY and is_of_run(here):
+    marked = None if is_unfinished else temporary_name(directory.name)
+    step = directory_step(final_name(directory.name)) if layout is DIRECTORY else step_in(directory.name)
+    if layout is DIRECTORY and is_of_run(directory):
         step = None
     if marked:
         # Else it may be a person's own directory, or of a program that calls its final ones so.
-        missing, begun = marked, step is not None and bool(here.candidates)
-    elif not missing and (missing := unfinished(here.tree[here.parent], here.name)):
-        begun = True
-    return Unit(layout, here.path, step, files, strange, missing, _markers(here, layout, files), begun)
+        missing, is_unfinished = marked, step is not None and bool(directory.candidates)
+    elif not missing and (missing := unfinished(directory.tree[directory.parent], directory.name)):
+        is_unfinished = True
+    return Unit(
+        layout, directory.path, step, files, strange, missing, _markers(directory, layout, files), is_unfinished
+    )
 
 
-def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
+def _join_steps(directory: str, candidates: Sequence[Unit]) -> list[Unit]:
     """Join the units of one step that lie in one directory, and those without a step.
 
     A program that names others by their steps rewrites these together. Without others, what names its program also
     tells its step, and is not joined.
     """
-    own = {unit.path: unit for unit in found if unit.path.rpartition("/")[0] == directory}
-    names = {path.rpartition("/")[2]: unit.step for path, unit in own.items() if unit.layout is FILE}
-    beside = steps_beside(names) | names_beside(names) | updates_beside(path.rpartition("/")[2] for path in own)
-    found = [
-        replace(unit, step=beside.get(unit.path.rpartition("/")[2], unit.step)) if unit.path in own else unit
-        for unit in found
+    direct = {unit.path: unit for unit in candidates if unit.path.rpartition("/")[0] == directory}
+    names = {path.rpartition("/")[2]: unit.step for path, unit in direct.items() if unit.layout is FILE}
+    sibling_steps = (
+        steps_beside(names) | names_beside(names) | updates_beside(path.rpartition("/")[2] for path in direct)
+    )
+    candidates = [
+        replace(unit, step=sibling_steps.get(unit.path.rpartition("/")[2], unit.step)) if unit.path in direct else unit
+        for unit in candidates
     ]
-    steps = {unit.step for unit in found} - {None}
-    forms = Counter(without_numbers(unit.path) for unit in found if unit.step is None)
+    steps = {unit.step for unit in candidates} - {None}
+    forms = Counter(without_numbers(unit.path) for unit in candidates if unit.step is None)
     groups: dict[object, list[Unit]] = {}
-    for unit in found:
+    for unit in candidates:
         if unit.step is None and unit.layout is DIRECTORY and (step := step_in(unit.path.rpartition("/")[2])) in steps:
             unit = replace(unit, step=step)  # `optim_10/` beside `model_10.pt`
         is_part = unit.layout in (FILE, DIRECTORY) or (not unit.is_directory and forms[without_numbers(unit.path)] > 1)
         alone = unit.step is None and (unit.missing or not (steps or is_part))
         alone = alone or is_temporary(unit.path.rpartition("/")[2])
         groups.setdefault(unit.path if alone else unit.step, []).append(unit)
-    groups = {(key, numbers): some for key, group in groups.items() for numbers, some in _apart(group).items()}
-    joint = (group[0] if len(group) == 1 else _as_one(directory, group) for group in groups.values())
+    groups = {
+        (key, numbers): members for key, group in groups.items() for numbers, members in _split_by_epoch(group).items()
+    }
+    joint = (group[0] if len(group) == 1 else _merge_units(directory, group) for group in groups.values())
     return [replace(unit, missing=unit.missing or _absent_file(unit)) for unit in joint]
 
 
-_APART = re.compile(r"(?<![A-Za-z])(epoch|fold|seed|recovery|e(?=\d+_b\d))s?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE)
+_EPOCH_OR_SEED = re.compile(
+    r"(?<![A-Za-z])(epoch|fold|seed|recovery|e(?=\d+_b\d))s?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE
+)
 
 
-def _apart(group: Sequence[Unit]) -> dict[object, list[Unit]]:
+def _split_by_epoch(group: Sequence[Unit]) -> dict[object, list[Unit]]:
     """Part what has one step by the epochs, folds and seeds in its names, as `epoch_1_iter_100`, `epoch_2_iter_100`.
 
     timm names its saves `recovery-EPOCH-BATCH`.
 
     What names none is of the last one.
     """
-    named = [
-        {word.lower(): int(number) for word, number in _APART.findall(unit.path.rpartition("/")[2])} for unit in group
+    numbered = [
+        {word.lower(): int(number) for word, number in _EPOCH_OR_SEED.findall(unit.path.rpartition("/")[2])}
+        for unit in group
     ]
-    last = {word: max(numbers.get(word, 0) for numbers in named) for word in {*chain.from_iterable(named)}}
+    last = {word: max(numbers.get(word, 0) for numbers in numbered) for word in {*chain.from_iterable(numbered)}}
     parts: dict[object, list[Unit]] = {}
-    for unit, numbers in zip(group, named, strict=True):
+    for unit, numbers in zip(group, numbered, strict=True):
         parts.setdefault(tuple(sorted((last | numbers).items())), []).append(unit)
     return parts
 
@@ -265,7 +285,7 @@ def _absent_file(unit: Unit) -> str | None:
     return (absent_of_count(unit.files) or absent_in_ranks(unit.files)) if unit.layout is FILE else None
 
 
-def _as_one(directory: str, group: Sequence[Unit]) -> Unit:
+def _merge_units(directory: str, group: Sequence[Unit]) -> Unit:
     first = min(group, key=lambda unit: (unit.layout in (FILE, DIRECTORY), not unit.is_directory, unit.path))
     return replace(
         first,
@@ -289,26 +309,26 @@ _MARKERS: dict[UnitLayout, str] = {
     NEMO: r"weights/\.metadata",
     ORBAX: r"_CHECKPOINT_METADATA",
 }
-_BESIDE = {DEEPSPEED: "latest", MEGATRON: "latest_checkpointed_iteration.txt"}
+_TRACKERS = {DEEPSPEED: "latest", MEGATRON: "latest_checkpointed_iteration.txt"}
 
 
-def _markers(here: Directory, layout: UnitLayout, files: tuple[str, ...]) -> tuple[str, ...]:
+def _markers(directory: Directory, layout: UnitLayout, files: tuple[str, ...]) -> tuple[str, ...]:
     pattern = re.compile(_MARKERS.get(layout, r"(?!)"))
-    found = [path for path in files if pattern.fullmatch(path[len(here.path) + 1 :])]
-    beside = joined(here.parent, _BESIDE.get(layout, ""))
-    return (*found, *([beside] if beside in here.listing.entries and layout in _BESIDE else [])) or files
+    markers = [path for path in files if pattern.fullmatch(path[len(directory.path) + 1 :])]
+    tracker = joined(directory.parent, _TRACKERS.get(layout, ""))
+    return (*markers, *([tracker] if tracker in directory.listing.entries and layout in _TRACKERS else [])) or files
 
 
-def _nested(here: Directory) -> str | None:
+def _nested_reason(directory: Directory) -> str | None:
     """Return the reason why a directory within a unit is not complete; None if all are.
 
     DeepSpeed's and DCP's directories are nested in those of HF Trainer and Accelerate.
     """
-    for name in sorted(here.directories):
-        inner = here.child(name)
+    for name in sorted(directory.directories):
+        inner = directory.child(name)
         if inner is not None:
             claimed = claim(inner)
-            missing = (claimed and claimed.missing) or _nested(inner)
+            missing = (claimed and claimed.missing) or _nested_reason(inner)
             if missing:
                 return f"{name}: {missing}"
     return None
@@ -316,8 +336,10 @@ def _nested(here: Directory) -> str | None:
 
 def units_of(listing: Listing, name: str) -> list[Unit]:
     """Return the units at one entry of the listing: a file has the others of its step with it, if it has a step."""
-    found = [unit for unit in units(listing) if unit.path == name or name in unit.files]
+    matching = [unit for unit in units(listing) if unit.path == name or name in unit.files]
     is_file = listing.entries[name].kind == "file"
     return (
-        [lone_file(name)] if is_file and all(unit.path.rpartition("/")[2] == WITHOUT_STEP for unit in found) else found
+        [lone_file(name)]
+        if is_file and all(unit.path.rpartition("/")[2] == WITHOUT_STEP for unit in matching)
+        else matching
     )

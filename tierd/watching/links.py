@@ -30,9 +30,9 @@ def is_bookkeeping(path: str) -> bool:
     return match is not None and match["inside"] != "snapshots"
 
 
-def limit(path: str, named: str) -> str:
+def limit(path: str, root: str) -> str:
     """Return the directory that a link must not lead out of. Both paths are absolute."""
-    return repository(path) or named
+    return repository(path) or root
 
 
 def target(path: str, text: str) -> str:

@@ -45,13 +45,13 @@ class Listing:
 
     def tree(self) -> dict[str, dict[str, ListedEntry]]:
         """Return each directory's own entries by its path; the listing's directory is ""."""
-        found: dict[str, dict[str, ListedEntry]] = {"": {}}
+        tree: dict[str, dict[str, ListedEntry]] = {"": {}}
         for path, entry in self.entries.items():
             directory, _, name = path.rpartition("/")
-            found.setdefault(directory, {})[name] = entry
+            tree.setdefault(directory, {})[name] = entry
             if entry.kind == "directory":
-                found.setdefault(path, {})
-        return found
+                tree.setdefault(path, {})
+        return tree
 
 
 def joined(directory: str, name: str) -> str:
@@ -74,6 +74,6 @@ def gap(numbers: Iterable[int], first: int | None = None) -> int | None:
 
     `first` defaults to the smallest number.
     """
-    found = set(numbers)
-    begin = min(found, default=0) if first is None else first
-    return next((one for one in range(begin, max(found, default=0)) if one not in found), None)
+    distinct = set(numbers)
+    begin = min(distinct, default=0) if first is None else first
+    return next((number for number in range(begin, max(distinct, default=0)) if number not in distinct), None)

@@ -30,9 +30,9 @@ _OF_MODEL = re.compile(
 )
 _NUMBER = re.compile(r"\d{1,18}")
 _BUNDLE = re.compile(r"(.+)\.(?:index|data-\d{5,}-of-\d{5,})")
-_INDEXED = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
-_RANKED = re.compile(r"(.+)-rank(\d+)(\.pt|\.tar)?")
-_SINGLE = (
+_SHARD_INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
+_RANK_FILE = re.compile(r"(.+)-rank(\d+)(\.pt|\.tar)?")
+_SINGLE_FILE_LAYOUTS = (
     ((".ckpt",), LIGHTNING),
     ((".keras", ".h5", ".hdf5"), KERAS),
 )
@@ -47,33 +47,33 @@ def _is_of_model(name: str) -> bool:
     return is_config(name) or _OF_MODEL.fullmatch(name) is not None
 
 
-def file_units(here: Directory) -> list[Unit]:
+def file_units(directory: Directory) -> list[Unit]:
     """Return the units among the files of a directory that is no unit itself."""
-    if here.path and here.has("config.json", "adapter_config.json") and here.files(WEIGHTS):
-        return [_model(here)]
-    bundles = {match[1] for match in here.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
+    if directory.path and directory.has("config.json", "adapter_config.json") and directory.files(WEIGHTS):
+        return [_model_unit(directory)]
+    bundles = {match[1] for match in directory.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
     groups: dict[tuple[UnitLayout, str], list[str]] = {}
     # RotatE's `checkpoint` is no text.
-    large = (name for name in POINTERS if here.has(name) and here.names[name].size > MAX_MARKER)
-    for name in (*here.candidates, *large):
+    large = (name for name in POINTERS if directory.has(name) and directory.names[name].size > MAX_MARKER)
+    for name in (*directory.candidates, *large):
         if name.startswith("."):
             continue
         if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
             key = TENSORFLOW, match[1]
-        elif match := _INDEXED.fullmatch(name) or SHARD.fullmatch(name):
-            key = (SHARDED if needs_index(here, match[1], match[2]) else FILE), f"{match[1]}.{match[2]}"
-        elif (match := _RANKED.fullmatch(name)) and match[3]:
+        elif match := _SHARD_INDEX.fullmatch(name) or SHARD.fullmatch(name):
+            key = (SHARDED if needs_index(directory, match[1], match[2]) else FILE), f"{match[1]}.{match[2]}"
+        elif (match := _RANK_FILE.fullmatch(name)) and match[3]:
             key = COMPOSER, f"{match[1]}-rank*{match[3]}"
         elif is_weights(name) or name in POINTERS:
-            key = next((layout for endings, layout in _SINGLE if name.endswith(endings)), FILE), name
+            key = next((layout for endings, layout in _SINGLE_FILE_LAYOUTS if name.endswith(endings)), FILE), name
         else:
             continue
         groups.setdefault(key, []).append(name)
-    _add_companions(here, groups)
-    return [_group(here, layout, name, sorted(names)) for (layout, name), names in groups.items()]
+    _add_companions(directory, groups)
+    return [_group_unit(directory, layout, name, sorted(names)) for (layout, name), names in groups.items()]
 
 
-def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[str]]) -> None:
+def _add_companions(directory: Directory, groups: dict[tuple[UnitLayout, str], list[str]]) -> None:
     """Add the files that belong to one of weights by their names.
 
     These are `model.pt.yml` beside `model.pt`, `epoch_3.json` beside `epoch_3.pt`, and of files of no known kind those
@@ -92,57 +92,61 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
                 padded |= {digits: key for digits in _NUMBER.findall(name) if len(digits) > 3 and int(digits) == step}
             else:
                 stepless.setdefault(name.rpartition(".")[0], key)
-    if model := next((owners[match[0]] for match in here.files(WEIGHTS) if match[0] in owners), None):
+    if model := next((owners[match[0]] for match in directory.files(WEIGHTS) if match[0] in owners), None):
         # `save_pretrained` into the watched directory itself, where other files lie, too.
-        groups[model] += [name for name in here.names if name not in owners and _is_of_model(name)]
+        groups[model] += [name for name in directory.names if name not in owners and _is_of_model(name)]
         owners |= dict.fromkeys(groups[model], model)
     heads = {name.partition(".")[0] for name in owners}
-    for name, entry in here.names.items() if owners else ():
+    for name, entry in directory.names.items() if owners else ():
         if entry.kind != "file" or name in owners or name.startswith("."):
             continue
-        found = None
+        owner = None
         if name.partition(".")[0] in heads:  # this alone rules most names out, where there are very many
             stems = (name[: match.start()] for match in re.finditer(r"\.|$", name))
-            found = next((owners[stem] for stem in stems if stem in owners), None)
-        if found is None and not steps.keys().isdisjoint(map(int, _NUMBER.findall(name))) and not is_usual(name):
-            found = steps.get(-1 if (step := step_in(name)) is None else step)
-        if found is None and name.endswith(".json"):
-            found = next((padded[digits] for digits in _NUMBER.findall(name) if digits in padded), None)
-        if found is None and may_hold_state(name):
-            found = stepless.get(name.rpartition(".")[0])
-        if found is not None and not (is_log(name) or is_temporary(name)):
-            groups[found].append(name)
+            owner = next((owners[stem] for stem in stems if stem in owners), None)
+        if owner is None and not steps.keys().isdisjoint(map(int, _NUMBER.findall(name))) and not is_usual(name):
+            owner = steps.get(-1 if (step := step_in(name)) is None else step)
+        if owner is None and name.endswith(".json"):
+            owner = next((padded[digits] for digits in _NUMBER.findall(name) if digits in padded), None)
+        if owner is None and may_hold_state(name):
+            owner = stepless.get(name.rpartition(".")[0])
+        if owner is not None and not (is_log(name) or is_temporary(name)):
+            groups[owner].append(name)
 
 
-def _model(here: Directory) -> Unit:
+def _model_unit(directory: Directory) -> Unit:
     """Return the unit of a model's directory.
 
     It has only the directory's own files, because a Trainer saves checkpoints in subdirectories.
     """
-    files = tuple(joined(here.path, name) for name, entry in sorted(here.names.items()) if entry.kind == "file")
-    strange = tuple(
-        joined(here.path, name) for name, entry in sorted(here.names.items()) if entry.kind in ("link", "other")
+    files = tuple(
+        joined(directory.path, name) for name, entry in sorted(directory.names.items()) if entry.kind == "file"
     )
-    missing = absent_of_count(files) or absent_index(here)
-    return Unit(SHARDED, here.path, step_in(here.name), files, strange, missing, files)
+    strange = tuple(
+        joined(directory.path, name)
+        for name, entry in sorted(directory.names.items())
+        if entry.kind in ("link", "other")
+    )
+    missing = absent_of_count(files) or absent_index(directory)
+    return Unit(SHARDED, directory.path, step_in(directory.name), files, strange, missing, files)
 
 
-def _group(here: Directory, layout: UnitLayout, name: str, names: list[str]) -> Unit:
+def _group_unit(directory: Directory, layout: UnitLayout, name: str, names: list[str]) -> Unit:
     counted = None if layout is FILE else absent_of_count(names)  # of these, several names make a unit
-    missing = counted or temporary_name(name) or unfinished(here.names, name)
+    missing = counted or temporary_name(name) or unfinished(directory.names, name)
     if layout is TENSORFLOW:
-        temporary = here.name.endswith("_temp")
+        temporary = directory.name.endswith("_temp")
         missing = "it lies where TensorFlow gathers a save's shards" if temporary else missing
-        missing = missing or absent_name(here, f"{name}.index")
+        missing = missing or absent_name(directory, f"{name}.index")
     elif layout is SHARDED:
-        missing = missing or absent_name(here, f"{name}.index.json")
+        missing = missing or absent_name(directory, f"{name}.index.json")
     elif layout is COMPOSER:
-        ranks = [match for one in names if (match := _RANKED.fullmatch(one))]
+        ranks = [match for file_name in names if (match := _RANK_FILE.fullmatch(file_name))]
         absent = gap((int(match[2]) for match in ranks), 0)
         missing = missing if absent is None else f"the file of rank {absent} is not there, and {ranks[0][0]} is"
-    files = tuple(joined(here.path, one) for one in names)
-    markers = tuple(one for one in files if layout is TENSORFLOW and one.endswith(".index")) or files
-    return Unit(layout, joined(here.path, name), step_in(name), files, (), missing, markers)
+    files = tuple(joined(directory.path, file_name) for file_name in names)
+    markers = tuple(path for path in files if layout is TENSORFLOW and path.endswith(".index")) or files
+    return Unit(layout, joined(directory.path, name), step_in(name), files, (), missing, markers)
 
 
 def lone_file(name: str) -> Unit:

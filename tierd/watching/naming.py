@@ -39,7 +39,7 @@ from tierd.watching.step_in_name import (
 
 NEVER = datetime(1, 1, 1, tzinfo=UTC)  # before any checkpoint was made
 _STEPLESS = ".stepless"
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST_NS = 3_155_760_000 * 10**9  # 2070
 
 
@@ -57,17 +57,17 @@ class History:
     origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
     unread: frozenset[CheckpointId] = frozenset()
 
-    def with_one(self, checkpoint: CheckpointId, made: datetime, origin: CheckpointId | None) -> History:
+    def with_one(self, checkpoint: CheckpointId, created: datetime, origin: CheckpointId | None) -> History:
         """Return this history with one more checkpoint."""
-        return History({**self.made, checkpoint: made}, {**self.origins, checkpoint.attempt: origin}, self.unread)
+        return History({**self.made, checkpoint: created}, {**self.origins, checkpoint.attempt: origin}, self.unread)
 
     def merged(self, newer: History) -> History:
         """Return both histories; `newer` was observed later."""
         return History({**self.made, **newer.made}, {**self.origins, **newer.origins}, newer.unread - self.made.keys())
 
-    def find(self, step: int, made: datetime) -> list[CheckpointId]:
+    def find(self, step: int, created: datetime) -> list[CheckpointId]:
         """Return the checkpoints that have this step and were finished at this time."""
-        return [one for one, at in self.made.items() if one.step == step and at == made]
+        return [checkpoint for checkpoint, at in self.made.items() if checkpoint.step == step and at == created]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ class Named:
 
 def history(inventory: Inventory, run: str) -> History:
     """Return the history of a run, as observed in all places."""
-    made: dict[CheckpointId, datetime] = {}
+    created: dict[CheckpointId, datetime] = {}
     names: set[CheckpointId] = set()
     for place in inventory.places.values():
-        for seen in place.copies(run):
-            names.add(seen.id)
-            if facts := seen.spoken:
-                made[seen.id] = facts.created
-    return History(made, inventory.origins(run), frozenset(names - made.keys()))
+        for copy in place.copies(run):
+            names.add(copy.id)
+            if facts := copy.spoken:
+                created[copy.id] = facts.created
+    return History(created, inventory.origins(run), frozenset(names - created.keys()))
 
 
 def made_at(modified_ns: int) -> datetime:
@@ -102,7 +102,7 @@ def made_at(modified_ns: int) -> datetime:
     A time after 2069 is out of range. An attempt of that name would sort after all later ones, because `next_attempt`
     ignores names far ahead of the clock.
     """
-    return _EPOCH + timedelta(microseconds=modified_ns // 1000 if is_in_range(modified_ns) else 0)
+    return _UNIX_EPOCH + timedelta(microseconds=modified_ns // 1000 if is_in_range(modified_ns) else 0)
 
 
 def is_in_range(modified_ns: int) -> bool:
@@ -110,19 +110,19 @@ def is_in_range(modified_ns: int) -> bool:
     return 0 <= modified_ns < _LATEST_NS
 
 
-def step_of(described: Described, made: datetime) -> int:
+def step_of(described: Described, created: datetime) -> int:
     """Return a unit's step; of a unit that has none, its order."""
-    return order_of(made) if described.step is None else described.step
+    return order_of(created) if described.step is None else described.step
 
 
-def order_of(made: datetime) -> int:
+def order_of(created: datetime) -> int:
     """Return the number that stands in the place of a step: the second, since 1970, in which a unit was finished."""
-    return int(made.timestamp())
+    return int(created.timestamp())
 
 
-def is_order(step: int, made: datetime) -> bool:
+def is_order(step: int, created: datetime) -> bool:
     """Whether the step of a checkpoint is only the order of its unit."""
-    return step == order_of(made)
+    return step == order_of(created)
 
 
 def stepless_run(run: str) -> str:
@@ -170,43 +170,45 @@ def name_unit(
     run: str,
     path: str,
     step: int,
-    made: datetime,
-    known: History,
+    created: datetime,
+    history: History,
     after: CheckpointId | None = None,
     series: Mapping[CheckpointId, datetime] = MappingProxyType({}),
 ) -> Named:
-    """Name the checkpoint of a unit that `known` does not have.
+    """Name the checkpoint of a unit that `history` does not have.
 
     Args:
         run: the run.
         path: the unit's path in the watched directory.
         step: its step.
-        made: when its newest file was last written.
-        known: the checkpoints that are known.
+        created: when its newest file was last written.
+        history: the checkpoints that are known.
         after: the newest checkpoint when the unit was first seen. Times are compared with later ones only. None if the
             unit was there when the watch began.
         series: the known checkpoints of its series, and when each was made.
     """
-    attempts = sorted({one.attempt for one in known.made} | set(known.origins), reverse=True)
-    peers = {one: at for one, at in known.made.items() if after is None or one > after}
-    older, newer = _neighbours(step, made, {one: at for one, at in series.items() if one in peers})
-    least = max((one for one in (after, older) if one is not None), default=None)
+    attempts = sorted({checkpoint.attempt for checkpoint in history.made} | set(history.origins), reverse=True)
+    peers = {checkpoint: at for checkpoint, at in history.made.items() if after is None or checkpoint > after}
+    older, newer = _neighbours(
+        step, created, {checkpoint: at for checkpoint, at in series.items() if checkpoint in peers}
+    )
+    lower_bound = max((checkpoint for checkpoint in (after, older) if checkpoint is not None), default=None)
     for attempt in attempts:
         checkpoint = CheckpointId(run, attempt, step)
-        is_between = (least is None or checkpoint > least) and (newer is None or checkpoint < newer)
-        if is_between and _fits(checkpoint, made, known, peers):
-            return Named(checkpoint, known.origins.get(attempt))
-    token = xxhash.xxh3_64_hexdigest(f"{run}\0{path}\0{step}\0{made.isoformat()}".encode())[:8]
-    at_ms = (made - _EPOCH) // timedelta(milliseconds=1)
-    if newer is not None or any(at > made for at in peers.values()):  # by a launch from before the newest one
+        is_between = (lower_bound is None or checkpoint > lower_bound) and (newer is None or checkpoint < newer)
+        if is_between and _keeps_order(checkpoint, created, history, peers):
+            return Named(checkpoint, history.origins.get(attempt))
+    token = xxhash.xxh3_64_hexdigest(f"{run}\0{path}\0{step}\0{created.isoformat()}".encode())[:8]
+    at_ms = (created - _UNIX_EPOCH) // timedelta(milliseconds=1)
+    if newer is not None or any(at > created for at in peers.values()):  # by a launch from before the newest one
         limit_ms = _launch_ms(newer.attempt if newer else attempts[0])
         from_ms = 0 if older is None else _launch_ms(older.attempt) + 1
         if newer is not None or from_ms < limit_ms:
             attempt = f"{max(0, min(max(at_ms, from_ms), limit_ms - 1)):012x}-{token}"
             assert is_attempt(attempt)
             checkpoint = CheckpointId(run, attempt, step)
-            return Named(checkpoint, None, below=least is not None and checkpoint < least)
-    origin = _origin(step, attempts, known)
+            return Named(checkpoint, None, below=lower_bound is not None and checkpoint < lower_bound)
+    origin = _find_origin(step, attempts, history)
     return Named(CheckpointId(run, next_attempt(at_ms, attempts, token), step), origin)
 
 
@@ -215,7 +217,7 @@ def _launch_ms(attempt: str) -> int:
 
 
 def _neighbours(
-    step: int, made: datetime, series: Mapping[CheckpointId, datetime]
+    step: int, created: datetime, series: Mapping[CheckpointId, datetime]
 ) -> tuple[CheckpointId | None, CheckpointId | None]:
     """Return the checkpoints of a series between which a unit sorts: the last of the older, the first of the newer.
 
@@ -224,36 +226,47 @@ def _neighbours(
     """
     older, newer = list[CheckpointId](), list[CheckpointId]()
     least_step = None
-    for one, at in sorted(series.items(), key=lambda item: (item[1], item[0].step), reverse=True):
-        if (at, one.step) < (made, step):
-            older.append(one)
-        elif (at, one.step) > (made, step) and (least_step is None or one.step < least_step):
-            newer.append(one)
-        least_step = one.step if least_step is None else min(least_step, one.step)
+    for checkpoint, at in sorted(series.items(), key=lambda item: (item[1], item[0].step), reverse=True):
+        if (at, checkpoint.step) < (created, step):
+            older.append(checkpoint)
+        elif (at, checkpoint.step) > (created, step) and (least_step is None or checkpoint.step < least_step):
+            newer.append(checkpoint)
+        least_step = checkpoint.step if least_step is None else min(least_step, checkpoint.step)
     return max(older, default=None), min(newer, default=None)
 
 
-def _fits(one: CheckpointId, made: datetime, known: History, peers: Mapping[CheckpointId, datetime]) -> bool:
+def _keeps_order(
+    checkpoint: CheckpointId, created: datetime, history: History, peers: Mapping[CheckpointId, datetime]
+) -> bool:
     """Whether an attempt stays in order with a checkpoint: later steps were made later, and each step once."""
-    own = [known_one for known_one in known.made if known_one.attempt == one.attempt]
-    origin = known.origins.get(one.attempt)
-    if not own or (origin is not None and one.step <= origin.step) or one in known.unread or one in known.made:
+    same_attempt = [recorded for recorded in history.made if recorded.attempt == checkpoint.attempt]
+    origin = history.origins.get(checkpoint.attempt)
+    if (
+        not same_attempt
+        or (origin is not None and checkpoint.step <= origin.step)
+        or checkpoint in history.unread
+        or checkpoint in history.made
+    ):
         return False
-    times = [(peer.step, at) for peer, at in peers.items() if peer.attempt == one.attempt]
-    return all((step < one.step and at <= made) or (step > one.step and at >= made) for step, at in times)
+    times = [(peer.step, at) for peer, at in peers.items() if peer.attempt == checkpoint.attempt]
+    return all(
+        (step < checkpoint.step and at <= created) or (step > checkpoint.step and at >= created) for step, at in times
+    )
 
 
-def _origin(step: int, attempts: list[str], known: History) -> CheckpointId | None:
+def _find_origin(step: int, attempts: list[str], history: History) -> CheckpointId | None:
     """Return the newest checkpoint of the timeline below a step: that is where a program that went back began."""
     attempt, below = next(iter(attempts), None), step
     while attempt is not None:
-        own = [one for one in known.made if one.attempt == attempt and one.step < below]
-        if own:
-            return max(own)
-        origin = known.origins.get(attempt)
+        same_attempt = [
+            checkpoint for checkpoint in history.made if checkpoint.attempt == attempt and checkpoint.step < below
+        ]
+        if same_attempt:
+            return max(same_attempt)
+        origin = history.origins.get(attempt)
         if origin is None or origin.attempt >= attempt:
             return None
-        if origin.step < step and origin in known.made:
+        if origin.step < step and origin in history.made:
             return origin
         attempt, below = origin.attempt, min(below, origin.step + 1)
     return None

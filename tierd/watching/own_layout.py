@@ -37,61 +37,63 @@ class OwnLayout:
     complete_when: str | None = None
 
 
-def own_units(listing: Listing, own: OwnLayout) -> list[Unit]:
+def own_units(listing: Listing, rules: OwnLayout) -> list[Unit]:
     """Return the paths that a glob matches, each as one unit with all below it, sorted by path."""
     tree = listing.tree()
-    globs = [tuple(glob.split("/")) for glob in own.unit]
-    found: list[str] = []
+    globs = [tuple(glob.split("/")) for glob in rules.unit]
+    paths: list[str] = []
     todo = [""]
     while todo:
-        here = todo.pop()
-        for name, entry in tree[here].items():
-            path = joined(here, name)
+        directory = todo.pop()
+        for name, entry in tree[directory].items():
+            path = joined(directory, name)
             if entry.kind in ("file", "directory") and any(_matches(tuple(path.split("/")), glob) for glob in globs):
-                found.append(path)
+                paths.append(path)
             elif entry.kind == "directory":
                 todo.append(path)
-    markers = {marker for path in found if _NAME in (own.complete_when or "") and (marker := _marker(path, own))}
-    return sorted((_unit(path, listing, tree, own) for path in found if path not in markers), key=lambda one: one.path)
+    markers = {marker for path in paths if _NAME in (rules.complete_when or "") and (marker := _marker(path, rules))}
+    return sorted(
+        (_unit(path, listing, tree, rules) for path in paths if path not in markers), key=lambda unit: unit.path
+    )
 
 
-def _unit(path: str, listing: Listing, tree: Mapping[str, Mapping[str, ListedEntry]], own: OwnLayout) -> Unit:
+def _unit(path: str, listing: Listing, tree: Mapping[str, Mapping[str, ListedEntry]], rules: OwnLayout) -> Unit:
     entries = listing.entries
     is_directory = entries[path].kind == "directory"
     inside = list(below(tree, path)) if is_directory else [(path, entries[path])]
     files = sorted(inner for inner, entry in inside if entry.kind == "file")
     missing = None if files else "it has no file yet"
     markers = tuple(files)
-    if (marker := _marker(path, own)) is not None:
+    if (marker := _marker(path, rules)) is not None:
         if marker in entries and entries[marker].kind == "file":
             markers = (marker,)
             files = sorted({*files, marker})
-        elif not is_directory and _NAME not in (own.complete_when or ""):
-            missing = f"it is a file, and {own.complete_when} would lie within a directory; use {_NAME} for its name"
+        elif not is_directory and _NAME not in (rules.complete_when or ""):
+            missing = f"it is a file, and {rules.complete_when} would lie within a directory; use {_NAME} for its name"
         else:
             missing = missing or f"{marker} is not there"
     strange = tuple(sorted(inner for inner, entry in inside if entry.kind != "file"))
-    step = _step(path, own, is_directory)
-    begun = step is not None and not inside  # as of other checkpoints: a killed program left an empty directory
-    return Unit(OWN, path, step, tuple(files), strange, missing, markers, begun)
+    step = _step(path, rules, is_directory)
+    is_unfinished = step is not None and not inside  # as of other checkpoints: a killed program left an empty directory
+    return Unit(OWN, path, step, tuple(files), strange, missing, markers, is_unfinished)
 
 
-def _marker(path: str, own: OwnLayout) -> str | None:
+def _marker(path: str, rules: OwnLayout) -> str | None:
     """Return the path of the file without which a unit is not complete."""
-    if own.complete_when is None:
+    if rules.complete_when is None:
         return None
     home, _, name = path.rpartition("/")
-    if _NAME not in own.complete_when:
-        return f"{path}/{own.complete_when}"
-    return joined(home, own.complete_when.replace(_NAME, name))
+    if _NAME not in rules.complete_when:
+        return f"{path}/{rules.complete_when}"
+    return joined(home, rules.complete_when.replace(_NAME, name))
 
 
-def _step(path: str, own: OwnLayout, is_directory: bool) -> int | None:
-    if own.step is None:
+def _step(path: str, rules: OwnLayout, is_directory: bool) -> int | None:
+    if rules.step is None:
         name = path.rpartition("/")[2]
         return directory_step(name) if is_directory else step_in(name)
     number = None
-    for match in re.finditer(own.step, path):
+    for match in re.finditer(rules.step, path):
         if match[1] is not None and re.fullmatch(r"[0-9]{1,18}", match[1]):
             number = int(match[1])
     return number if number is not None and number <= MAX_STEP else None

@@ -17,7 +17,7 @@ _GROUPS = 20
 _NAMES = 3
 _EVENTS = "events.out.tfevents."  # of TensorBoard; a host's name follows
 _ENDING = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,15}")
-_WHY: dict[Kind, str] = {
+_REASONS: dict[Kind, str] = {
     "link": "links are not followed, and one that leads to a checkpoint is recorded with it",
     "other": "it is neither a file nor a directory that can be read",
 }
@@ -47,9 +47,9 @@ class PassedOver:
     why: str
 
     def __str__(self) -> str:
-        more = f" and {self.count - len(self.names)} more" if self.count > len(self.names) else ""
+        suffix = f" and {self.count - len(self.names)} more" if self.count > len(self.names) else ""
         where = f" in {self.directory}" if self.directory else ""
-        return f"{', '.join(self.names)}{more}{where}: {self.why}"
+        return f"{', '.join(self.names)}{suffix}{where}: {self.why}"
 
 
 def passed_over(listing: Listing, units: Iterable[Unit]) -> tuple[int, tuple[PassedOver, ...]]:
@@ -57,20 +57,22 @@ def passed_over(listing: Listing, units: Iterable[Unit]) -> tuple[int, tuple[Pas
 
     Names of no known kind come first, then the largest groups.
     """
-    taken = {path for unit in units for path in (*unit.files, *unit.strange, *unit.markers)}
+    unit_paths = {path for unit in units for path in (*unit.files, *unit.strange, *unit.markers)}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for path, entry in listing.entries.items():
-        if entry.kind != "directory" and path not in taken:
+        if entry.kind != "directory" and path not in unit_paths:
             directory, _, name = path.rpartition("/")
             ending = _ending(name)
-            why = _UNMATCHED if listing.own and entry.kind == "file" else _why(name, ending, entry.kind)
+            why = _UNMATCHED if listing.own and entry.kind == "file" else _reason(name, ending, entry.kind)
             groups.setdefault((directory, ending, why), []).append(name)
-    found = [
+    groups_shown = [
         PassedOver(directory, ending, len(names), tuple(sorted(names)[:_NAMES]), why)
         for (directory, ending, why), names in groups.items()
     ]
-    found.sort(key=lambda group: (group.why not in (_UNKNOWN, _UNMATCHED), -group.count, group.directory, group.ending))
-    return sum(group.count for group in found), tuple(found[:_GROUPS])
+    groups_shown.sort(
+        key=lambda group: (group.why not in (_UNKNOWN, _UNMATCHED), -group.count, group.directory, group.ending)
+    )
+    return sum(group.count for group in groups_shown), tuple(groups_shown[:_GROUPS])
 
 
 def _ending(name: str) -> str:
@@ -80,9 +82,9 @@ def _ending(name: str) -> str:
     return f".{ending}" if dot and _ENDING.fullmatch(ending) else ""
 
 
-def _why(name: str, ending: str, kind: Kind) -> str:
+def _reason(name: str, ending: str, kind: Kind) -> str:
     if kind != "file":
-        return _WHY[kind]
+        return _REASONS[kind]
     if name.startswith("."):
         return _HIDDEN
     if name in POINTERS:

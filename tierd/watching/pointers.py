@@ -18,7 +18,7 @@ from tierd.watching.programs import COMPOSER, DEEPSPEED, MEGATRON, TENSORFLOW
 from tierd.watching.step_in_name import is_log, is_weights, step_in, without_ending
 from tierd.watching.unit import Unit
 
-_MOST = 100  # files and links beside a unit that are read
+_MAX_POINTERS = 100  # files and links beside a unit that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +50,23 @@ def pointers(program: str, path: str, files: Sequence[str]) -> Iterator[Pointer]
         yield Pointer(joined(home, "checkpoint"), text)
     elif program == COMPOSER.program:
         for file in files:
-            own = file.rpartition("/")[2]
-            if match := re.fullmatch(r".+-rank(\d+)(\.pt|\.tar)?", own):
-                yield Pointer(joined(home, f"latest-rank{match[1]}{match[2] or ''}"), own, link=True)
+            file_name = file.rpartition("/")[2]
+            if match := re.fullmatch(r".+-rank(\d+)(\.pt|\.tar)?", file_name):
+                yield Pointer(joined(home, f"latest-rank{match[1]}{match[2] or ''}"), file_name, link=True)
 
 
 def may_point(unit: Unit, listing: Listing) -> list[str]:
     """Return the files and links that may be pointers to a unit: beside it, or at the top."""
     homes = {unit.path.rpartition("/")[0], ""}
-    own = {*unit.files, *unit.strange}
+    unit_paths = {*unit.files, *unit.strange}
     paths = [
         path
         for path, entry in listing.entries.items()
-        if path.rpartition("/")[0] in homes and path not in own and _may_point(path.rpartition("/")[2], entry.kind)
+        if path.rpartition("/")[0] in homes
+        and path not in unit_paths
+        and _may_point(path.rpartition("/")[2], entry.kind)
     ]
-    return sorted(paths, key=lambda path: (listing.entries[path].kind != "link", path))[:_MOST]
+    return sorted(paths, key=lambda path: (listing.entries[path].kind != "link", path))[:_MAX_POINTERS]
 
 
 def _may_point(name: str, kind: str) -> bool:
@@ -80,8 +82,8 @@ def points_to(pointer: Pointer, unit: Unit) -> bool:
 
     The step is the only number, or a JSON object's member "step" or the like.
     """
-    home, _, own = unit.path.rpartition("/")
-    names = {own, *(path[len(home) + 1 if home else 0 :].partition("/")[0] for path in unit.files)}
+    home, _, unit_name = unit.path.rpartition("/")
+    names = {unit_name, *(path[len(home) + 1 if home else 0 :].partition("/")[0] for path in unit.files)}
     if pointer.link:
         target = target_of(pointer)
         if target is None or not target.startswith(joined(home, "")):  # to the directory in which the unit lies
@@ -90,7 +92,7 @@ def points_to(pointer: Pointer, unit: Unit) -> bool:
     numbers = list(map(int, re.findall(r"\d+", pointer.text)))
     if unit.step is not None and (numbers == [unit.step] or _has_step(pointer.text, unit.step)):
         return True
-    return any(_names(pointer.text, name) for name in names | set(map(without_ending, names)))
+    return any(_mentions(pointer.text, name) for name in names | set(map(without_ending, names)))
 
 
 _STEP_MEMBER = re.compile(r"(\w+_)?(step|iter|iteration|epoch|checkpoint|ckpt)s?", re.IGNORECASE)
@@ -113,14 +115,20 @@ def moved_on(pointer: Pointer, former: str, newest: str) -> Pointer | None:
     It is killed between a checkpoint and its pointer as well. The names have to be of one form, as `epoch_4.pth` and
     `epoch_5.pth`; the pointer may have the number alone, and with other zeros.
     """
-    was, own = (path.rpartition("/")[2] for path in (former, newest))
-    numbers, own_numbers = re.findall(r"\d+", was), re.findall(r"\d+", own)
-    if posixpath.dirname(former) != posixpath.dirname(newest) or re.sub(r"\d+", "#", was) != re.sub(r"\d+", "#", own):
+    was, newest_name = (path.rpartition("/")[2] for path in (former, newest))
+    numbers, own_numbers = re.findall(r"\d+", was), re.findall(r"\d+", newest_name)
+    if posixpath.dirname(former) != posixpath.dirname(newest) or re.sub(r"\d+", "#", was) != re.sub(
+        r"\d+", "#", newest_name
+    ):
         return None
-    for name, own_name in ((was, own), (without_ending(was), without_ending(own))):
-        if _names(pointer.text, name):
-            return replace(pointer, text=own_name.join(_word(name).split(pointer.text)))
-    if pointer.link or len(numbers) != 1 or [int(one) for one in re.findall(r"\d+", pointer.text)] != [int(numbers[0])]:
+    for name, own_name in ((was, newest_name), (without_ending(was), without_ending(newest_name))):
+        if _mentions(pointer.text, name):
+            return replace(pointer, text=own_name.join(_whole_word(name).split(pointer.text)))
+    if (
+        pointer.link
+        or len(numbers) != 1
+        or [int(digits) for digits in re.findall(r"\d+", pointer.text)] != [int(numbers[0])]
+    ):
         return None
     number = int(own_numbers[0])
     return replace(pointer, text=re.sub(r"\d+", lambda match: f"{number:0{len(match[0])}}", pointer.text))
@@ -132,9 +140,9 @@ def target_of(pointer: Pointer) -> str | None:
     return None if pointer.text.startswith("/") or target == ".." or target.startswith("../") else target
 
 
-def _names(text: str, name: str) -> bool:
-    return _word(name).search(text) is not None
+def _mentions(text: str, name: str) -> bool:
+    return _whole_word(name).search(text) is not None
 
 
-def _word(name: str) -> re.Pattern[str]:
+def _whole_word(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])")

@@ -35,7 +35,7 @@ Outcome: TypeAlias = Literal["taken", "refused", "changed"]
 _SKEW_NS = 1_000_000_000  # how much the clocks of nodes that write to one file system may differ
 # The file that is written last, and those before it: DCP, Lightning, Megatron (by directory), TensorFlow (by prefix).
 _DISTCP = r"__\d+_\d+\.distcp"
-_FOLLOWS = tuple(
+_LAST_FILES = tuple(
     (re.compile(last), re.compile(before))
     for last, before in (
         (r"(.*/|)(?:__\d+)?\.metadata", rf"(.*/|){_DISTCP}"),
@@ -44,8 +44,8 @@ _FOLLOWS = tuple(
         (r"(.+)\.index", r"(.+)\.data-\d+-of-\d+"),
     )
 )
-_MIXED = "some of its files are those of the save before, and the others are not, or are gone"
-_MOST_DOUBLINGS = 6  # of the wait for a unit that changes each time while it is taken
+_MIXED_REASON = "some of its files are those of the save before, and the others are not, or are gone"
+_MAX_DOUBLINGS = 6  # of the wait for a unit that changes each time while it is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Due:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _UnitState:
     shape: Shape
     since_s: float  # when a listing first showed this shape
     changing_s: float  # since when it has not rested
@@ -87,44 +87,44 @@ class Settling:
     def __init__(
         self,
         settle_s: float,
-        choose: Callable[[Sequence[Unit]], Sequence[Unit]] = lambda found: found,
+        choose: Callable[[Sequence[Unit]], Sequence[Unit]] = lambda listed: listed,
         is_taken: Callable[[Unit, Shape], bool] = lambda unit, shape: False,
     ) -> None:
         self._settle_s, self._choose, self._is_taken = settle_s, choose, is_taken
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _UnitState] = {}
         self.units: dict[str, Unit] = {}  # of the last listing, by path
 
     def observe(self, listing: Listing, now_s: float) -> list[Due]:
         """Process a listing, and return the due units, the newest first. `now_s` is any monotonic clock."""
-        found = self.units = {unit.path: unit for unit in self._choose(units(listing))}
-        for path in self._seen.keys() - found.keys():
+        by_path = self.units = {unit.path: unit for unit in self._choose(units(listing))}
+        for path in self._seen.keys() - by_path.keys():
             del self._seen[path]
-        due = []
-        for path, unit in found.items():
-            shape, seen = shape_of(unit, listing.entries), self._seen.get(path)
-            if seen is None or seen.shape != shape:
+        due_units = []
+        for path, unit in by_path.items():
+            shape, state = shape_of(unit, listing.entries), self._seen.get(path)
+            if state is None or state.shape != shape:
                 # An incomplete unit settles from its last change on, not from its marker, because ranks write until
                 # then.
-                self._seen[path] = new = _Seen(shape, now_s, now_s)
-                if seen is not None:
-                    new.tries, new.former = seen.tries, seen.former
-                    new.changing_s = now_s if seen.rested else seen.changing_s
+                self._seen[path] = new = _UnitState(shape, now_s, now_s)
+                if state is not None:
+                    new.tries, new.former = state.tries, state.former
+                    new.changing_s = now_s if state.rested else state.changing_s
                 continue
-            if seen.judged or now_s - seen.since_s < self._wait_s(seen):
+            if state.judged or now_s - state.since_s < self._wait_s(state):
                 continue
-            seen.rested = True
-            seen.left = unit.missing is not None or not _is_one_save(unit, listing.entries, seen.former)
-            if seen.left and self._is_taken(unit, shape):
-                seen.left, seen.judged = False, True
-            elif not seen.left:
-                seen.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
-                due.append(Due(unit, shape, seen.tries))
-        return sorted(due, key=_age, reverse=True)
+            state.rested = True
+            state.left = unit.missing is not None or not _is_one_save(unit, listing.entries, state.former)
+            if state.left and self._is_taken(unit, shape):
+                state.left, state.judged = False, True
+            elif not state.left:
+                state.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
+                due_units.append(Due(unit, shape, state.tries))
+        return sorted(due_units, key=_newest_write, reverse=True)
 
     @property
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the units in the last listing, by path."""
-        return {path: seen.shape for path, seen in self._seen.items()}
+        return {path: state.shape for path, state in self._seen.items()}
 
     def is_judged(self, path: str) -> bool:
         """Whether a unit of the last listing was taken or refused as it is now."""
@@ -132,32 +132,32 @@ class Settling:
 
     def is_waiting(self, but: Collection[str] = ()) -> bool:
         """Whether a unit of the last listing, but these, is still to be taken or refused, or may be being written."""
-        return any(not (seen.judged or seen.left) for path, seen in self._seen.items() if path not in but)
+        return any(not (state.judged or state.left) for path, state in self._seen.items() if path not in but)
 
     @property
     def incomplete(self) -> dict[str, str]:
         """The units at rest that no program's file identifies and that seem incomplete, by path, and why."""
-        left = (unit for path, unit in self.units.items() if self._seen[path].left and not unit.begun)
-        return {unit.path: unit.missing or _MIXED for unit in left if unit.layout in UNCERTAIN}
+        stalled = (unit for path, unit in self.units.items() if self._seen[path].left and not unit.begun)
+        return {unit.path: unit.missing or _MIXED_REASON for unit in stalled if unit.layout in UNCERTAIN}
 
     @property
     def left(self) -> dict[str, str]:
         """The units at rest that are incomplete or mixed from two saves, by path, and why."""
         mixed = "its files seem to be of two saves"
-        return {path: self.units[path].missing or mixed for path, seen in self._seen.items() if seen.left}
+        return {path: self.units[path].missing or mixed for path, state in self._seen.items() if state.left}
 
     def restless(self, now_s: float, for_s: float) -> list[str]:
         """The units of the last listing that have kept changing for so many seconds, without a rest of `settle_s`."""
-        return [path for path, seen in self._seen.items() if not seen.rested and now_s - seen.changing_s >= for_s]
+        return [path for path, state in self._seen.items() if not state.rested and now_s - state.changing_s >= for_s]
 
     def is_seen(self, path: str) -> bool:
         """Whether the last listing has a unit."""
         return path in self._seen
 
-    def _wait_s(self, seen: _Seen) -> float:
-        return float(self._settle_s * 2 ** min(seen.tries, _MOST_DOUBLINGS))
+    def _wait_s(self, state: _UnitState) -> float:
+        return float(self._settle_s * 2 ** min(state.tries, _MAX_DOUBLINGS))
 
-    def finish(self, due: Due, sound: bool, after: Listing) -> Outcome:
+    def finish(self, due_unit: Due, sound: bool, after: Listing) -> Outcome:
         """Record the outcome for a unit that was due.
 
         Args:
@@ -168,27 +168,27 @@ class Settling:
             "taken" or "refused" if nothing changed meanwhile; the unit is due again only after a change. "changed" if
             something did; the read bytes are then void, and the unit is due again when it has settled.
         """
-        seen = self._seen.get(due.unit.path)
-        if not is_unchanged(due, after):
-            if seen is not None:
-                seen.tries += 1
+        state = self._seen.get(due_unit.unit.path)
+        if not is_unchanged(due_unit, after):
+            if state is not None:
+                state.tries += 1
             return "changed"
-        if seen is not None and seen.shape == due.shape:
-            seen.judged, seen.tries = True, 0
+        if state is not None and state.shape == due_unit.shape:
+            state.judged, state.tries = True, 0
         return "taken" if sound else "refused"
 
 
-def _age(due: Due) -> tuple[int, int]:
+def _newest_write(due_unit: Due) -> tuple[int, int]:
     """Order units by time; those of one second, as after a tar or on some file systems, by their steps."""
-    return max((entry.mtime_ns for _, entry in due.shape), default=0), due.unit.step or 0
+    return max((entry.mtime_ns for _, entry in due_unit.shape), default=0), due_unit.unit.step or 0
 
 
-def is_unchanged(due: Due, after: Listing) -> bool:
+def is_unchanged(due_unit: Due, after: Listing) -> bool:
     """Whether a later listing shows the files of a unit as they were when it was due, and no more in its directory."""
-    shape = dict(due.shape)
+    shape = dict(due_unit.shape)
     below = (path for path, entry in after.entries.items() if entry.kind != "directory")
-    return all(path in shape for path in below if path.startswith(f"{due.unit.path}/")) and all(
-        after.entries.get(path) == entry for path, entry in due.shape
+    return all(path in shape for path in below if path.startswith(f"{due_unit.unit.path}/")) and all(
+        after.entries.get(path) == entry for path, entry in due_unit.shape
     )
 
 
@@ -200,7 +200,7 @@ def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping
     """
     if unit.path.rpartition("/")[2] == WITHOUT_STEP:  # each file is rewritten, added and deleted by itself
         return True
-    if any(_is_older(unit, entries, last, before) for last, before in _FOLLOWS):
+    if any(_is_older(unit, entries, last, before) for last, before in _LAST_FILES):
         return False
     if all(entries.get(path) == entry for path, entry in former.items() if path not in unit.markers):
         return all(path in entries for path in former)  # only its markers changed, or files were added
@@ -213,8 +213,8 @@ def _is_older(unit: Unit, entries: Mapping[str, ListedEntry], last: re.Pattern[s
     for path in unit.files:
         if match := before.fullmatch(path):
             newest[match[1]] = max(newest.get(match[1], 0), entries[path].mtime_ns)
-    found = ((match, entries[path].mtime_ns) for path in unit.files if (match := last.fullmatch(path)))
-    return any(newest.get(match[1], 0) > mtime_ns + _SKEW_NS for match, mtime_ns in found)
+    last_matches = ((match, entries[path].mtime_ns) for path in unit.files if (match := last.fullmatch(path)))
+    return any(newest.get(match[1], 0) > mtime_ns + _SKEW_NS for match, mtime_ns in last_matches)
 
 
 def shape_of(unit: Unit, entries: Mapping[str, ListedEntry]) -> Shape:

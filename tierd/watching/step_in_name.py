@@ -71,12 +71,12 @@ _DATE = re.compile(r"(?<!\d)(?:19|20)\d\d(?:-\d\d-\d\d|_\d\d_\d\d|(?:0[1-9]|1[0-
 _FRACTION = re.compile(r"[-_=]?(?:[A-Za-z][\w/]*=)?-?\d+\.\d+(?:e[+-]?\d+)?(?![\d])")
 # The first two also stand before a date.
 _WORDS = ("step", r"ba|iter(?:ation)?|e\d+_b", "checkpoint|ckpt|chkpnt|chkpt|snapshot", "epoch|ep")
-_WORD = tuple(
+_WORD_PATTERNS = tuple(
     re.compile(rf"(?<![A-Za-z])(?:[A-Za-z]+[-_])*?(?:{word})s?[-_=.]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
     for word in _WORDS
 )
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|\.v|^|(?<=[A-Za-z])(?=\d{5}))(\d+)(?:[-_][A-Za-z]+)*$")
+_LAST_NUMBER = re.compile(r"(?:[-_=]|(?<!\d)\.|\.v|^|(?<=[A-Za-z])(?=\d{5}))(\d+)(?:[-_][A-Za-z]+)*$")
 _UPDATES = re.compile(
     r"(.*?(?<![A-Za-z])(?:checkpoint|ckpt|chkpnt|chkpt|snapshot|epoch|ep)s?[-_=.]?)(\d{1,8})[-_](\d{1,8})",
     re.IGNORECASE,
@@ -109,8 +109,10 @@ def is_best(path: str) -> bool:
 @lru_cache(1 << 14)  # because each look at a directory asks for the names of all files of weights below a number
 def step_in(name: str) -> int | None:
     """Return the step in a name: the number after a word such as "step" or "epoch", else the last number in it."""
-    counted = _COUNTED.search(bare := _bare(name))
-    return _number(_after_word(name) or (counted if counted and counted[1] != "weight" else _LAST.search(bare)))
+    counted = _COUNTED_SAVE.search(bare := _strip_name(name))
+    return _number(
+        _step_after_word(name) or (counted if counted and counted[1] != "weight" else _LAST_NUMBER.search(bare))
+    )
 
 
 def directory_step(name: str) -> int | None:
@@ -119,11 +121,12 @@ def directory_step(name: str) -> int | None:
     Another number may be that of a run, a version or a fold, whose directory holds many checkpoints.
     """
     return _number(
-        _after_word(name) or re.fullmatch(r"(\d+)(?:[-_](?:checkpoint|ckpt))?|.+[-_](\d+)[-_]states?", _bare(name))
+        _step_after_word(name)
+        or re.fullmatch(r"(\d+)(?:[-_](?:checkpoint|ckpt))?|.+[-_](\d+)[-_]states?", _strip_name(name))
     )
 
 
-_COUNTED = re.compile(r"(?<![A-Za-z])(weight|update|save|backup|round)s?[-_]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
+_COUNTED_SAVE = re.compile(r"(?<![A-Za-z])(weight|update|save|backup|round)s?[-_]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
 
 
 def counted_step(name: str) -> int | None:
@@ -131,15 +134,15 @@ def counted_step(name: str) -> int | None:
 
     Within a checkpoint such names are of its parts.
     """
-    return _number(_COUNTED.search(_bare(name)))
+    return _number(_COUNTED_SAVE.search(_strip_name(name)))
 
 
-_TOGETHER = re.compile(r"(\w+[-_])?(saves|checkpoints|ckpts|chkpts|snapshots)", re.IGNORECASE)
+_PLACE_OF_SAVES = re.compile(r"(\w+[-_])?(saves|checkpoints|ckpts|chkpts|snapshots)", re.IGNORECASE)
 
 
 def is_place_of_saves(name: str) -> bool:
     """Return whether a directory's name is a date, or a word for several saves."""
-    return _DATE.search(name) is not None or _TOGETHER.fullmatch(name) is not None
+    return _DATE.search(name) is not None or _PLACE_OF_SAVES.fullmatch(name) is not None
 
 
 def are_saves(names: Iterable[str]) -> bool:
@@ -150,9 +153,9 @@ def are_saves(names: Iterable[str]) -> bool:
     """
     dated, worded, plain = dict[str, set[str]](), dict[str, set[str]](), dict[str, set[str]]()
     for name in names:
-        match = _after_word(name)
-        kind = dated if _DATE.search(name) else plain if match is None or match.re is _WORD[2] else worded
-        match = match or _LAST.search(_bare(name))
+        match = _step_after_word(name)
+        kind = dated if _DATE.search(name) else plain if match is None or match.re is _WORD_PATTERNS[2] else worded
+        match = match or _LAST_NUMBER.search(_strip_name(name))
         value = name if kind is dated else match[match.lastindex or 0] if match else None
         if value is not None:
             kind.setdefault(without_numbers(name), set()).add(value)
@@ -172,15 +175,15 @@ def steps_beside(names: Iterable[str]) -> dict[str, int]:
     The step of such a name is a number of four digits or more that is the only one of a name beside it, and the last
     numbers behind that count from 0 or 1.
     """
-    numbers = {name: re.findall(r"\d+", _bare(name)) for name in names if _after_word(name) is None}
-    alone = {found[0] for found in numbers.values() if len(found) == 1 and len(found[0]) > 3}
+    numbers = {name: re.findall(r"\d+", _strip_name(name)) for name in names if _step_after_word(name) is None}
+    alone = {parts[0] for parts in numbers.values() if len(parts) == 1 and len(parts[0]) > 3}
     ranked: dict[str, dict[str, list[str]]] = {}
-    for name, found in numbers.items():
-        if len(found) > 1 and found[-1] not in alone and found[-2] in alone:
-            ranked.setdefault(found[-2], {})[name] = found
+    for name, digits in numbers.items():
+        if len(digits) > 1 and digits[-1] not in alone and digits[-2] in alone:
+            ranked.setdefault(digits[-2], {})[name] = digits
     steps = dict[str, int]()
     for step, of_step in ranked.items():
-        ranks = {int(found[-1]) for found in of_step.values()}
+        ranks = {int(parts[-1]) for parts in of_step.values()}
         if min(ranks) in (0, 1) and max(ranks) - min(ranks) + 1 == len(ranks):
             steps |= dict.fromkeys(of_step, int(step))
     return steps
@@ -194,13 +197,13 @@ def updates_beside(names: Iterable[str]) -> dict[str, int]:
     """
     numbers: dict[str, dict[str, tuple[int, int]]] = {}
     for name in names:
-        if match := _UPDATES.fullmatch(_bare(name)):
+        if match := _UPDATES.fullmatch(_strip_name(name)):
             numbers.setdefault(match[1], {})[name] = int(match[2]), int(match[3])
     steps = dict[str, int]()
     for pairs in numbers.values():
         order = sorted({*pairs.values()})
-        grows = all(one[1] < after[1] for one, after in pairwise(order))
-        has_gap = any(one[0] == after[0] and one[1] + 1 < after[1] for one, after in pairwise(order))
+        grows = all(before[1] < after[1] for before, after in pairwise(order))
+        has_gap = any(before[0] == after[0] and before[1] + 1 < after[1] for before, after in pairwise(order))
         if grows and has_gap and all(epoch < updates for epoch, updates in order):
             steps |= {name: updates for name, (_, updates) in pairs.items()}
     return steps
@@ -225,15 +228,15 @@ def names_beside(names: Mapping[str, int | None]) -> dict[str, int]:
 
 def without_step(name: str) -> str:
     """Return a name with a mark in the place of its step: the checkpoints of one series share it."""
-    match = _after_word(name) or _LAST.search(_bare(name))
-    ranks = [found.span() for found in RANK.finditer(name)]
-    for found in re.finditer(rf"(?<!\d){match[1]}(?!\d)", name) if match else ():
-        if not any(first <= found.start() < end for first, end in ranks):
-            return f"{name[: found.start()]}#{name[found.end() :]}"
+    match = _step_after_word(name) or _LAST_NUMBER.search(_strip_name(name))
+    ranks = [rank.span() for rank in RANK.finditer(name)]
+    for number in re.finditer(rf"(?<!\d){match[1]}(?!\d)", name) if match else ():
+        if not any(first <= number.start() < end for first, end in ranks):
+            return f"{name[: number.start()]}#{name[number.end() :]}"
     return name
 
 
-_KEPT = re.compile(
+_KEPT_NUMBERS = re.compile(
     rf"{RANK.pattern}|(?:agent|fold|seed|member|expert|stage|node)[-_.=]?\d+|\d+(?:\.\d+)?[bm](?![A-Za-z])",
     re.IGNORECASE,
 )
@@ -253,7 +256,7 @@ def without_launch(name: str) -> str:
     return _LAUNCH.sub(lambda match: _ANY_NUMBER.sub("#", match[0]), name)
 
 
-_ENDS = re.compile(r"(?<![A-Za-z])(final|last|latest|best)(?![A-Za-z])", re.IGNORECASE)
+_RUN_ENDS = re.compile(r"(?<![A-Za-z])(final|last|latest|best)(?![A-Za-z])", re.IGNORECASE)
 
 
 def are_ends_of_run(names: Iterable[str], number: str) -> bool:
@@ -263,18 +266,18 @@ def are_ends_of_run(names: Iterable[str], number: str) -> bool:
     """
     if int(number) >= 1000:
         return False
-    ends = [_ENDS.search(name) is not None for name in names if is_weights(name) and step_in(name) is None]
+    ends = [_RUN_ENDS.search(name) is not None for name in names if is_weights(name) and step_in(name) is None]
     return bool(ends) and all(ends)
 
 
 def says_of_run(name: str, number: str) -> bool:
     """Return whether a name says that a directory of this number above it is no step, but of a run with saves."""
-    if is_place_of_saves(name) or _after_word(name) is not None:
+    if is_place_of_saves(name) or _step_after_word(name) is not None:
         return True
     step = step_in(name) if is_weights(name) else None
     if step is None:
         return False
-    return (step >= 1000 and step != int(number)) or (_bare(name).isdecimal() and step > int(number))
+    return (step >= 1000 and step != int(number)) or (_strip_name(name).isdecimal() and step > int(number))
 
 
 def without_numbers(name: str) -> str:
@@ -282,12 +285,12 @@ def without_numbers(name: str) -> str:
 
     `agent_400.pth` is no 400th agent, but one that was saved at step 400.
     """
-    kept = [match.span() for match in _KEPT.finditer(name)]
+    spans = [match.span() for match in _KEPT_NUMBERS.finditer(name)]
     if (match := _STEP_OF_AGENT.fullmatch(without_ending(name))) and is_weights(name):
-        kept = [span for span in kept if span[1] <= match.start(1)]
+        spans = [span for span in spans if span[1] <= match.start(1)]
 
     def marked(match: re.Match[str]) -> str:
-        return match[0] if any(first <= match.start() < end for first, end in kept) else "#"
+        return match[0] if any(first <= match.start() < end for first, end in spans) else "#"
 
     return _ANY_NUMBER.sub(marked, name)
 
@@ -297,18 +300,20 @@ def without_ending(name: str) -> str:
     return _ENDING.sub("", name)
 
 
-def _bare(name: str) -> str:
+def _strip_name(name: str) -> str:
     """Return a name without its ending, ranks, dates and fractions."""
     name = RANK.sub("", without_ending(name))
     return _FRACTION.sub("", _DATE.sub("", name)).rstrip("-_.")
 
 
-def _after_word(name: str) -> re.Match[str] | None:
+def _step_after_word(name: str) -> re.Match[str] | None:
     if _DIGEST.fullmatch(name):  # it may have `ba` before its last digits
         return None
-    whole, bare = RANK.sub("", name), _bare(name)
-    names = (whole, whole, bare, bare)
-    return next((match for pattern, text in zip(_WORD, names, strict=True) if (match := pattern.search(text))), None)
+    unranked, bare = RANK.sub("", name), _strip_name(name)
+    names = (unranked, unranked, bare, bare)
+    return next(
+        (match for pattern, text in zip(_WORD_PATTERNS, names, strict=True) if (match := pattern.search(text))), None
+    )
 
 
 def _number(match: re.Match[str] | None) -> int | None:

@@ -37,17 +37,19 @@ def without_twins(unit: Unit, listing: Listing) -> Iterator[tuple[tuple[str, ...
         )  # that one may be a directory without a file
         forms: dict[str, dict[str, list[str]]] = {}
         for entry in entries:
-            stem, form = _form(entry, listing)
+            stem, form = _split_form(entry, listing)
             forms.setdefault(stem, {}).setdefault(form, []).append(entry)
         for twins in forms.values():
             for form, paths in twins.items() if len(twins.keys() - {""}) > 1 else ():
                 if form:
-                    beside = tuple(f"{path}." for path in paths if form != "/")  # `model.pt.yml` belongs to `model.pt`
-                    left_out = tuple(entry for entry in entries if entry in paths or entry.startswith(beside))
-                    yield from ((left_out, one) for one in _without(left_out, inside, listing))
+                    companions = tuple(
+                        f"{path}." for path in paths if form != "/"
+                    )  # `model.pt.yml` belongs to `model.pt`
+                    left_out = tuple(entry for entry in entries if entry in paths or entry.startswith(companions))
+                    yield from ((left_out, reduced) for reduced in _reduced_units(left_out, inside, listing))
 
 
-def _form(entry: str, listing: Listing) -> tuple[str, str]:
+def _split_form(entry: str, listing: Listing) -> tuple[str, str]:
     """Return an entry's path without its ending, and the ending; an empty one if it has none of a form."""
     if listing.entries[entry].kind == "directory":
         return entry, "/"
@@ -61,14 +63,16 @@ def _form(entry: str, listing: Listing) -> tuple[str, str]:
     return joined(home, "model") if name == "pytorch_model" else stem, form  # transformers writes either of the two
 
 
-def _without(left_out: tuple[str, ...], inside: tuple[str, ...], listing: Listing) -> list[Unit]:
-    others = without(left_out, listing)
-    wanted = {path for path in inside if path in others.entries}
-    return [one for one in units(others) if {*one.files, *one.strange} == wanted]
+def _reduced_units(left_out: tuple[str, ...], inside: tuple[str, ...], listing: Listing) -> list[Unit]:
+    remaining = without(left_out, listing)
+    expected = {path for path in inside if path in remaining.entries}
+    return [unit for unit in units(remaining) if {*unit.files, *unit.strange} == expected]
 
 
 def without(left_out: tuple[str, ...], listing: Listing) -> Listing:
     """Return a listing without these entries and all below them."""
     below = tuple(f"{entry}/" for entry in left_out)
-    kept = {path: one for path, one in listing.entries.items() if path not in left_out and not path.startswith(below)}
-    return Listing(kept, listing.texts)
+    entries = {
+        path: entry for path, entry in listing.entries.items() if path not in left_out and not path.startswith(below)
+    }
+    return Listing(entries, listing.texts)

@@ -55,15 +55,15 @@ def decode_unit(data: bytes | memoryview, where: str) -> UnitFile:
         ManifestError: it is no description, or a path in it is unsafe.
     """
     try:
-        found = _decoder.decode(data)
+        unit_file = _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ManifestError(f"{where}: {error}") from error
-    pointers = found.pointers or ()
-    for path in (found.path, *found.modified_ns, *(pointer.path for pointer in pointers)):
+    pointers = unit_file.pointers or ()
+    for path in (unit_file.path, *unit_file.modified_ns, *(pointer.path for pointer in pointers)):
         check_path(path, where)
     if any(pointer.link and target_of(pointer) is None for pointer in pointers):
         raise ManifestError(f"{where}: a link in it leads out of the directory")
-    return found
+    return unit_file
 
 
 _decoder = msgspec.json.Decoder(UnitFile)

@@ -15,7 +15,7 @@ USUAL = frozenset(
     )
 )
 # Of these no file is a checkpoint either: programs, settings, locks, data sets, data bases that runs are recorded in.
-_OTHERS = frozenset(
+_OTHER_ENDINGS = frozenset(
     (
         *(".sh", ".ipynb", ".toml", ".ini", ".cfg", ".conf", ".diff", ".patch", ".c", ".cc", ".cpp", ".cu", ".h"),
         *(".lock", ".pid", ".sock", ".swp", ".webp", ".parquet", ".arrow", ".tfrecord", ".tfrecords"),
@@ -42,7 +42,7 @@ def may_hold_state(name: str) -> bool:
     """Return whether a file's name is none of weights, and none of what programs write beside these."""
     return not (
         name.startswith(".")
-        or _ending(name) in USUAL | _OTHERS
+        or _ending(name) in USUAL | _OTHER_ENDINGS
         or name in POINTERS
         or is_weights(name)
         or is_log(name)

@@ -13,7 +13,7 @@ FENCES = (
         _BOUNDS,
         "bound",
         "unsealed",
-        Assume(False, "most"),
+        Assume(False, "limit"),
         "hostile --only 254",
         "a manifest of 33554433 bytes was taken",
     ),

@@ -26,7 +26,7 @@ FENCES = (
         _README,
         "deletion",
         "_over_all_places",
-        Assume(False, "other silent"),
+        Assume(False, "tier_name silent"),
         "pytest tests/core/planning/test_demand.py -k wants_and_lacks_and_says_so",
     ),
     Fence(
@@ -130,7 +130,7 @@ FENCES = (
         _PROOF,
         "verification",
         "Pruner._prune_together",
-        Answer("proven_corrupt", "together(first, others, place)"),
+        Answer("proven_corrupt", "together(first, other_prunes, place)"),
         "pytest tests/daemon/tiers/test_release.py -k used_again",
     ),
     Fence(

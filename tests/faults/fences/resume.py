@@ -32,7 +32,7 @@ FENCES = (
         "ARCHITECTURE.md#invariants-5",
         "comparison",
         "check_origin",
-        Assume(False, "others origin"),
+        Assume(False, "attempt_origin origin"),
         "pytest tests/test_writers_on_nodes.py -k rank_origin",
     ),
     Fence(
@@ -129,7 +129,7 @@ FENCES = (
         "docs/howto/recovery.md#history-that-was-turned-back",
         "report",
         "core.timeline.head:rollback",
-        Assume(True, "there counter"),
+        Assume(True, "latest counter"),
         "pytest tests/end_to_end/test_heads.py -k reported_once",
     ),
 )

@@ -91,7 +91,7 @@ FENCES = (
         "SECURITY.md#encryption",
         "verification",
         "EncryptedStore._open",
-        Replace("unwrap", "...\nif wrapped is None:\n    return found"),
+        Replace("unwrap", "...\nif wrapped is None:\n    return stored"),
         "pytest tests/daemon/test_encrypted.py -k by_somebody_without_the_key_is_never_restored",
     ),
     Fence(
@@ -99,7 +99,7 @@ FENCES = (
         "docs/howto/inspect.md#what-can-be-found-in-which-format",
         "verification",
         "_check_content",
-        Assume(False, "found crc"),
+        Assume(False, "crc"),
         "pytest tests/formats/test_formats.py -k flipped_bit_of_content",
     ),
     Fence(

@@ -35,17 +35,17 @@ def overlapped(home: Path, *, threads: int = 0, listed: int = 0) -> Samples:
             state: dict[str, Any] = {**training.state, **({"losses": values} if listed else {})}
             with _busy(threads) if threads else nullcontext():
                 save, call = timed(partial(checkpointer.save, training.number, state))
-                least = timed(lambda: (training.model.state_dict(), training.optimizer.state_dict()))[1]
-            waited = _stepped(training, checkpointer)
+                floor = timed(lambda: (training.model.state_dict(), training.optimizer.state_dict()))[1]
+            waited = _time_step(training, checkpointer)
             save.wait()
             if number > 1:  # the first two plan and touch
                 samples["call"].append(call)
                 samples["step"].append(waited)
-                samples["least"].append(least)
+                samples["least"].append(floor)
     return samples
 
 
-def _stepped(training: Training, checkpointer: tierd.Checkpointer) -> Figures:
+def _time_step(training: Training, checkpointer: tierd.Checkpointer) -> Figures:
     before = checkpointer.stats.step_waited_s
     training.step()
     return {"wall_s": checkpointer.stats.step_waited_s - before}

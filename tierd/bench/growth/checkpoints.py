@@ -43,8 +43,8 @@ def part(step: int, run: str = RUN, rank: int = 0, world: int = 1) -> PartId:
 def manifest(which: PartId, *, stored: bool) -> bytes:
     raw, step = digest(DATA), which.checkpoint.step
     key = f"chunks/{which.checkpoint.name}/{which.rank:05}/{raw}.raw"
-    lies = Stored(codec="raw", size=len(DATA), xxh3_128=raw, key=key) if stored else None
-    file = File(path="weights.bin", size=len(DATA), chunks=(Chunk(size=len(DATA), xxh3_128=raw, stored=lies),))
+    location = Stored(codec="raw", size=len(DATA), xxh3_128=raw, key=key) if stored else None
+    file = File(path="weights.bin", size=len(DATA), chunks=(Chunk(size=len(DATA), xxh3_128=raw, stored=location),))
     return encode(
         Manifest(
             version=VERSION,
@@ -83,26 +83,26 @@ def restores(home: Path, count: int) -> Samples:
 
     `least` restores from a spool of one, and lists the names of so many, which no restore can leave out.
     """
-    many, one = home / "many", home / "one"
-    for spool in (many, one):
+    full_spool, single_spool = home / "many", home / "one"
+    for spool in (full_spool, single_spool):
         with tierd.Checkpointer(spool, run=RUN, to=()) as checkpointer:
             checkpointer.save(count, {"losses": [1.0, 2.0]})
     for step in range(count - 1):
-        in_spool(Spool(many), part(step))
+        in_spool(Spool(full_spool), part(step))
 
     def restore(spool: Path) -> None:
         with tierd.Checkpointer(spool, run=RUN, to=()) as checkpointer:
-            found = checkpointer.restore({"losses": None})
-        assert found and found.step == count
+            restored = checkpointer.restore({"losses": None})
+        assert restored and restored.step == count
 
-    def least() -> None:
-        restore(one)
-        _names(many)
+    def restore_floor() -> None:
+        restore(single_spool)
+        _names(full_spool)
 
     samples: Samples = {OURS: [], "least": []}
     for _ in range(ROUNDS):
-        samples[OURS].append(timed(partial(restore, many))[1])
-        samples["least"].append(timed(least)[1])
+        samples[OURS].append(timed(partial(restore, full_spool))[1])
+        samples["least"].append(timed(restore_floor)[1])
     return samples
 
 
@@ -143,11 +143,11 @@ async def steady(home: Path, count: int) -> Samples:
 
     `least` is the same with `FEW`, and lists once the names of so many in the spool and on the tier.
     """
-    many, few = home / "many", home / "few"
-    samples: Samples = {OURS: await _flushes(many, count), "least": await _flushes(few, FEW)}
-    for one in samples["least"]:
-        listed = timed(lambda: (_names(many / "spool"), [*os.walk(many / "tier" / "manifests")]))[1]
-        one.update({figure: value + listed[figure] for figure, value in one.items()})
+    full_home, small_home = home / "many", home / "few"
+    samples: Samples = {OURS: await _flushes(full_home, count), "least": await _flushes(small_home, FEW)}
+    for figures in samples["least"]:
+        listed = timed(lambda: (_names(full_home / "spool"), [*os.walk(full_home / "tier" / "manifests")]))[1]
+        figures.update({figure: value + listed[figure] for figure, value in figures.items()})
     return samples
 
 
@@ -203,20 +203,20 @@ def listed(home: Path, runs: int, checkpoints: int, ranks: int) -> Samples:
         out = subprocess.run([sys.executable, "-m", "tierd", "ls", f"file://{home}"], capture_output=True, check=True)
         samples[OURS].append(clock.read())
         assert out.stdout.count(b"\n") >= runs * checkpoints
-        found, least = timed(partial(_least_listed, home))
-        assert found == runs * checkpoints
-        samples["least"].append(least)
+        count, floor = timed(partial(_count_listed, home))
+        assert count == runs * checkpoints
+        samples["least"].append(floor)
     return samples
 
 
-def _least_listed(home: Path) -> int:
+def _count_listed(home: Path) -> int:
     """List every directory, and read and check one manifest of each checkpoint, which no `ls` can leave out."""
-    found = 0
+    count = 0
     for directory, _, names in os.walk(home):
         if names:
             decode(Path(directory, min(names)).read_bytes())
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 async def asked(home: Path, runs: int, checkpoints: int) -> Samples:
@@ -237,14 +237,20 @@ async def asked(home: Path, runs: int, checkpoints: int) -> Samples:
 def parts(scale: float) -> dict[str, Rows]:
     """This module's parts of the page, with so many times as many checkpoints and runs."""
 
-    def few(count: int) -> int:
+    def scaled_count(count: int) -> int:
         return max(1, int(count * scale))
 
-    runs = few(200)
+    runs = scaled_count(200)
     return {
-        "restore": [(f"{n:,}", partial(restores, count=n)) for n in (1, few(100), few(1000), few(5000))],
-        "steady": [(f"{n:,}", lambda home, n=n: asyncio.run(steady(home, n))) for n in (FEW, few(80), few(1000))],  # type: ignore[misc]
-        "backlog": [(f"{few(2000):,}", lambda home: asyncio.run(backlog(home, few(2000))))],
+        "restore": [
+            (f"{n:,}", partial(restores, count=n))
+            for n in (1, scaled_count(100), scaled_count(1000), scaled_count(5000))
+        ],
+        "steady": [
+            (f"{n:,}", lambda home, n=n: asyncio.run(steady(home, n)))  # type: ignore[misc]
+            for n in (FEW, scaled_count(80), scaled_count(1000))
+        ],
+        "backlog": [(f"{scaled_count(2000):,}", lambda home: asyncio.run(backlog(home, scaled_count(2000))))],
         "ls": [(f"{runs} x 50 x 8", partial(listed, runs=runs, checkpoints=50, ranks=8))],
         "status": [("100 x 20", lambda home: asyncio.run(asked(home, 100, 20)))],
     }

@@ -97,13 +97,13 @@ def put(kind: str, url: str, work: Path) -> None:
 
 def download(url: StoreUrl, to: Path, piece_bytes: int = 8 << 20) -> None:
     """Download the plain file in ranges, several at a time, without any verification; by default as boto3 does."""
-    client, asked = s3(url), where(url)
-    size = client.head_object(**asked)["ContentLength"]
+    client, location = s3(url), where(url)
+    size = client.head_object(**location)["ContentLength"]
     fd = os.open(to, os.O_WRONLY | os.O_CREAT)
 
     def piece(start: int) -> None:
         last = min(start + piece_bytes, size) - 1
-        body = client.get_object(**asked, Range=f"bytes={start}-{last}")["Body"]
+        body = client.get_object(**location, Range=f"bytes={start}-{last}")["Body"]
         os.pwrite(fd, body.read(), start)
 
     with ThreadPoolExecutor(_HANDS) as pool:
@@ -121,9 +121,9 @@ def unverified(kind: str, url: str, work: Path) -> tuple[dict[str, torch.Tensor]
         shutil.copyfile(work / PLAIN, target)
     for name, tensor in torch.load(target, weights_only=True).items():
         state[name].copy_(tensor)
-    found = clock.read()
+    figures = clock.read()
     target.unlink()
-    return state, found
+    return state, figures
 
 
 def verified(kind: str, url: str, work: Path) -> tuple[dict[str, torch.Tensor], Figures]:
@@ -132,15 +132,15 @@ def verified(kind: str, url: str, work: Path) -> tuple[dict[str, torch.Tensor], 
     checkpointer = tierd.Checkpointer(spool, run=RUN, to=[url])
     daemon = int((spool / ".tierd" / "lock").read_text())
     time.sleep(_LISTED_S)
-    theirs, clock = procfs.cpu_seconds(daemon), Clock()
+    daemon_cpu_s, clock = procfs.cpu_seconds(daemon), Clock()
     restored = checkpointer.restore(state)
-    found = clock.read()
-    found["daemon_cpu_s"] = procfs.cpu_seconds(daemon) - theirs
-    found["cpu_s"] += found["daemon_cpu_s"]
+    figures = clock.read()
+    figures["daemon_cpu_s"] = procfs.cpu_seconds(daemon) - daemon_cpu_s
+    figures["cpu_s"] += figures["daemon_cpu_s"]
     assert restored is not None and restored.tier != "local"
     checkpointer.close()
     _end_daemon(spool)
-    return state, found
+    return state, figures
 
 
 def by_command(_: str, url: str, work: Path) -> tuple[None, Figures]:
@@ -149,9 +149,9 @@ def by_command(_: str, url: str, work: Path) -> tuple[None, Figures]:
     command = [sys.executable, "-m", "tierd", "restore", url, "--run", RUN, "--to", str(target)]
     clock = Clock()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found = clock.read()
+    figures = clock.read()
     shutil.rmtree(target)
-    return None, found
+    return None, figures
 
 
 def least(_: str, url: str, work: Path) -> tuple[None, Figures]:
@@ -187,7 +187,7 @@ def _manifest_key(place: StoreUrl) -> str:
         (path,) = (path for path in Path(place.path, prefix).rglob("*") if path.is_file())
         return path.relative_to(place.path).as_posix()
     listed = s3(place).list_objects_v2(Bucket=place.bucket, Prefix=f"{place.prefix}/{prefix}")
-    (key,) = (str(one["Key"]) for one in listed["Contents"])
+    (key,) = (str(entry["Key"]) for entry in listed["Contents"])
     return key.removeprefix(f"{place.prefix}/")
 
 
@@ -223,8 +223,8 @@ def restores(home: Path, kind: str, url: str) -> Samples:
     for _ in range(ROUNDS):
         for arm in ARMS:
             procfs.drop_cache(home)
-            done = subprocess.run([*command, arm], stdout=subprocess.PIPE, text=True, check=True)
-            samples[arm].append(json.loads(done.stdout.splitlines()[-1]))
+            process = subprocess.run([*command, arm], stdout=subprocess.PIPE, text=True, check=True)
+            samples[arm].append(json.loads(process.stdout.splitlines()[-1]))
     return samples
 
 
@@ -249,10 +249,10 @@ def main() -> None:
     if options.do == "put":
         put(options.kind, options.url, options.work)
         return
-    state, found = WAYS[options.do](options.kind, options.url, options.work)
+    state, figures = WAYS[options.do](options.kind, options.url, options.work)
     if state is not None and digests(state) != json.loads((options.work / DIGESTS).read_text()):
         raise SystemExit("what was restored is not what was saved")
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -55,13 +55,13 @@ class CodecArm:
 def arms() -> dict[str, CodecArm]:
     """The arms whose libraries are installed. tierd's decodes into memory that is used again, as a fetch does."""
     memory = memory_for(SIZE)
-    found = {
+    arms = {
         "tierd": CodecArm(
             lambda raw, _: codec.encode(PART, Chunk(size=len(raw), xxh3_128=digest(raw)), raw),
-            lambda made, _: codec.decode(made.chunk, made.data, "here", memory[: made.chunk.size]),
-            lambda made: len(made.data),
+            lambda encoded, _: codec.decode(encoded.chunk, encoded.data, "here", memory[: encoded.chunk.size]),
+            lambda encoded: len(encoded.data),
         ),
-        "ceiling": CodecArm(_pairs, _read_pairs, lambda made: len(made[1]), exact=False),
+        "ceiling": CodecArm(_pairs, _read_pairs, lambda encoded: len(encoded[1]), exact=False),
     }
     if find_spec("zipnn"):
         zipnn: Any = import_module("zipnn")
@@ -71,23 +71,23 @@ def arms() -> dict[str, CodecArm]:
             return zipnn.ZipNN(bytearray_dtype=name, input_format="byte", threads=1)
 
         # ZipNN changes the bytes that it is given, so that it gets a copy.
-        found["ZipNN"] = CodecArm(
+        arms["ZipNN"] = CodecArm(
             lambda raw, width: coder(width).compress(bytearray(raw)), lambda data, width: coder(width).decompress(data)
         )
     if find_spec("blosc2"):
         blosc2: Any = import_module("blosc2")
 
-        found["blosc2, shuffle, zstd -1"] = CodecArm(
+        arms["blosc2, shuffle, zstd -1"] = CodecArm(
             lambda raw, width: blosc2.compress2(
                 raw, typesize=width, codec=blosc2.Codec.ZSTD, clevel=1, filters=[blosc2.Filter.SHUFFLE], nthreads=1
             ),
             lambda data, _: blosc2.decompress2(data, nthreads=1),
         )
-    found["zstd -1"] = CodecArm(
+    arms["zstd -1"] = CodecArm(
         lambda raw, _: zstandard.ZstdCompressor(level=1).compress(raw),
         lambda data, _: zstandard.ZstdDecompressor().decompress(data),
     )
-    return found
+    return arms
 
 
 def _pairs(raw: bytes, width: int) -> tuple[list[bytes], bytes, bytes]:
@@ -105,12 +105,12 @@ def _pairs(raw: bytes, width: int) -> tuple[list[bytes], bytes, bytes]:
     return frames, bytes(encoded.data), raw
 
 
-def _read_pairs(made: tuple[list[bytes], bytes, bytes], _: int) -> None:
+def _read_pairs(encoded: tuple[list[bytes], bytes, bytes], _: int) -> None:
     expander = zstandard.ZstdDecompressor()
-    digest(made[1])
-    for frame in made[0]:
+    digest(encoded[1])
+    for frame in encoded[0]:
         expander.decompress(frame)
-    digest(made[2])
+    digest(encoded[2])
 
 
 def trained(seconds: float) -> dict[str, tuple[bytes, int]]:
@@ -122,17 +122,19 @@ def trained(seconds: float) -> dict[str, tuple[bytes, int]]:
         training.step()
     parameters = list(training.model.parameters())
     kinds = {"first moment": "exp_avg", "second moment": "exp_avg_sq"}
-    held = {"weights": [parameter.detach() for parameter in parameters]}
-    held |= {kind: [training.optimizer.state[one][key] for one in parameters] for kind, key in kinds.items()}
-    found = {}
-    for name, tensors in held.items():
+    tensors_by_kind = {"weights": [parameter.detach() for parameter in parameters]}
+    tensors_by_kind |= {
+        kind: [training.optimizer.state[parameter][key] for parameter in parameters] for kind, key in kinds.items()
+    }
+    numbers = {}
+    for name, tensors in tensors_by_kind.items():
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        found[f"fp32 {name}"] = flat.numpy().tobytes()[:SIZE], 4
-        found[f"bf16 {name}"] = flat.bfloat16().view(torch.int16).numpy().tobytes()[:SIZE], 2
-    return found
+        numbers[f"fp32 {name}"] = flat.numpy().tobytes()[:SIZE], 4
+        numbers[f"bf16 {name}"] = flat.bfloat16().view(torch.int16).numpy().tobytes()[:SIZE], 2
+    return numbers
 
 
-def _timed(call: Callable[..., Any], *arguments: object) -> tuple[Any, float]:
+def _time_call(call: Callable[..., Any], *arguments: object) -> tuple[Any, float]:
     start = time.process_time()
     answer = call(*arguments)
     return answer, time.process_time() - start
@@ -141,18 +143,21 @@ def _timed(call: Callable[..., Any], *arguments: object) -> tuple[Any, float]:
 def measure(raw: bytes, width: int) -> Samples:
     """Every arm's rates on these bytes: GB per CPU second, and what is stored of a raw byte."""
     samples: Samples = {}
-    every = arms()
+    codec_arms = arms()
     for number in range(ROUNDS + 1):  # the first one only warms up
-        for name, arm in every.items():
-            made, there = _timed(arm.encode, raw, width)
-            back, here = _timed(arm.decode, made, width)
+        for name, arm in codec_arms.items():
+            encoded, encode_s = _time_call(arm.encode, raw, width)
+            back, decode_s = _time_call(arm.decode, encoded, width)
             assert not arm.exact or np.array_equal(np.frombuffer(back, np.uint8), np.frombuffer(raw, np.uint8)), name
             if number:
                 gigabytes = len(raw) / 1e9
-                found: Figures = {"decode_gb_per_cpu_s": gigabytes / here}
+                figures: Figures = {"decode_gb_per_cpu_s": gigabytes / decode_s}
                 if arm.exact:
-                    found |= {"encode_gb_per_cpu_s": gigabytes / there, "stored_share": arm.size(made) / len(raw)}
-                samples.setdefault(name, []).append(found)
+                    figures |= {
+                        "encode_gb_per_cpu_s": gigabytes / encode_s,
+                        "stored_share": arm.size(encoded) / len(raw),
+                    }
+                samples.setdefault(name, []).append(figures)
     return samples
 
 
@@ -165,5 +170,9 @@ def parts() -> dict[str, Rows]:
             numbers.update(trained(_TRAINING_S))
         return measure(*numbers[name])
 
-    names = [f"{kind} {what}" for what in ("weights", "first moment", "second moment") for kind in ("fp32", "bf16")]
+    names = [
+        f"{kind} {tensor_kind}"
+        for tensor_kind in ("weights", "first moment", "second moment")
+        for kind in ("fp32", "bf16")
+    ]
     return {"decode": [(name, partial(row, name=name)) for name in names]}

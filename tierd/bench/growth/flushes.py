@@ -44,12 +44,12 @@ async def _flush(home: Path, tiers: int) -> Figures:
     clock, read = Clock(), _read_bytes()
     work = asyncio.ensure_future(daemon.run())
     await flushed(daemon, tiers)
-    found, read = clock.read(), _read_bytes() - read
+    figures, read = clock.read(), _read_bytes() - read
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     for store in stores:
         await store.aclose()
-    return {**found, "read_bytes": read - sum(map(_stored, tiers_of(home, tiers)))}
+    return {**figures, "read_bytes": read - sum(map(_stored, tiers_of(home, tiers)))}
 
 
 def _read_bytes() -> float:
@@ -110,7 +110,7 @@ def changed_rows(home: Path, rows_in_all: int = ROWS) -> Samples:
         before, clock = _stored(home / "tier"), Clock()
         asyncio.run(_flush(home, 1))
         samples.append({**clock.read(), "sent_share": (_stored(home / "tier") - before) / table.nbytes})
-    mean = {name: sum(one[name] for one in samples[1:]) / _UPDATES for name in samples[1]}
+    mean = {name: sum(sample[name] for sample in samples[1:]) / _UPDATES for name in samples[1]}
     return {"first": samples[:1], "again": samples[1:], "mean of those": [mean]}
 
 

@@ -28,8 +28,8 @@ TITLES = {
 }
 _SIGNS = {"<=": "≤", ">=": "≥"}
 _MET = {True: "met", False: "**not met**", None: "not measured"}
-_SHOWN = ("cpu_s", "wall_s", "blocked_s", "added_s", "quiet_durable_s", "raw_overwrite_s", "lost_share", "sent_share",
-          "read_bytes", "daemon_cpu_s", "decode_gb_per_cpu_s", "encode_gb_per_cpu_s", "stored_share")  # fmt: skip
+_COLUMNS = ("cpu_s", "wall_s", "blocked_s", "added_s", "quiet_durable_s", "raw_overwrite_s", "lost_share", "sent_share",
+            "read_bytes", "daemon_cpu_s", "decode_gb_per_cpu_s", "encode_gb_per_cpu_s", "stored_share")  # fmt: skip
 
 
 def page(result: GrowthResult) -> str:
@@ -59,30 +59,32 @@ def _goals(result: GrowthResult) -> Iterator[str]:
         "| goal | row | limit | measured | ceiling | |",
         "| --- | --- | --- | --- | --- | --- |",
     )
-    for one in verdicts(result):
-        limit = f"{_SIGNS[one.relation]} {one.limit:g}"
+    for verdict in verdicts(result):
+        limit = f"{_SIGNS[verdict.relation]} {verdict.limit:g}"
         ceiling = ""
-        if one.ceiling and one.measured:
-            reached = one.measured / one.ceiling if one.relation == ">=" else one.ceiling / one.measured
-            ceiling = f"{one.ceiling:.3g} ({reached:.0%} of it)"
-        measured = "" if one.measured is None else f"{one.measured:.3g}"
-        yield f"| {one.goal} | {one.row} | {limit} | {measured} | {ceiling} | {_MET[one.met]} |"
+        if verdict.ceiling and verdict.measured:
+            reached = (
+                verdict.measured / verdict.ceiling if verdict.relation == ">=" else verdict.ceiling / verdict.measured
+            )
+            ceiling = f"{verdict.ceiling:.3g} ({reached:.0%} of it)"
+        measured = "" if verdict.measured is None else f"{verdict.measured:.3g}"
+        yield f"| {verdict.goal} | {verdict.row} | {limit} | {measured} | {ceiling} | {_MET[verdict.met]} |"
 
 
 def _part(name: str, result: GrowthResult) -> Iterator[str]:
     rows = result.parts[name]
-    every = [figures for samples in rows.values() for arm in samples.values() for figures in arm]
-    shown = [figure for figure in _SHOWN if any(figure in figures for figures in every)]
-    heads = ["", "arm", *(figure.replace("_", " ") for figure in shown)]
+    all_figures = [figures for samples in rows.values() for arm in samples.values() for figures in arm]
+    shown_figures = [figure for figure in _COLUMNS if any(figure in figures for figures in all_figures)]
+    heads = ["", "arm", *(figure.replace("_", " ") for figure in shown_figures)]
     yield from ("", f"## {TITLES[name]}", "", f"Measured on {result.measured.get(name, result.created[:10])}.", "")
     yield from (f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads))
     for row, samples in rows.items():
-        for arm, taken in samples.items():
-            yield f"| {row} | {arm} | {' | '.join(_figure(taken, figure) for figure in shown)} |"
+        for arm, arm_samples in samples.items():
+            yield f"| {row} | {arm} | {' | '.join(_figure(arm_samples, figure) for figure in shown_figures)} |"
 
 
-def _figure(taken: list[Figures], figure: str) -> str:
-    values = [figures[figure] for figures in taken if figure in figures]
+def _figure(samples: list[Figures], figure: str) -> str:
+    values = [figures[figure] for figures in samples if figure in figures]
     if not values:
         return ""
     low, middle, high = (_number(figure, value) for value in (min(values), median(values), max(values)))

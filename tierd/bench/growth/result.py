@@ -55,40 +55,42 @@ class GrowthVerdict(msgspec.Struct, frozen=True):
 
 def middle(samples: Samples, arm: str, figure: str) -> float | None:
     """Median of an arm's figure; None if it has none."""
-    found = [figures[figure] for figures in samples.get(arm, ()) if figure in figures]
-    return median(found) if found else None
+    values = [figures[figure] for figures in samples.get(arm, ()) if figure in figures]
+    return median(values) if values else None
 
 
 def verdicts(result: GrowthResult) -> list[GrowthVerdict]:
     """Judge every goal on every row to which it applies."""
-    return [verdict for goal in GOALS for verdict in _judged(goal, result.parts.get(goal.part, {}))]
+    return [verdict for goal in GOALS for verdict in _judge_goal(goal, result.parts.get(goal.part, {}))]
 
 
-def _judged(goal: Goal, rows: dict[str, Samples]) -> list[GrowthVerdict]:
+def _judge_goal(goal: Goal, rows: dict[str, Samples]) -> list[GrowthVerdict]:
     if goal.last:
         names = list(rows)[-1:] if len(rows) > 1 else [goal.row]
     else:
         names = [name for name in rows if goal.row in name and goal.arm in rows[name]] or [goal.row]
-    found = []
+    verdicts = []
     for name in names:
         base = rows.get(name, {})
         if goal.than_row:
             base = next((samples for row, samples in rows.items() if goal.than_row in row), {})
         elif goal.last:
             base = next(iter(rows.values()), {})
-        ours = middle(rows.get(name, {}), goal.arm, goal.figure)
-        theirs = middle(base, goal.than, goal.than_figure or goal.figure) if goal.than else 1.0
-        measured = _ratio(goal, ours, theirs)
-        least = middle(rows.get(name, {}), goal.ceiling, goal.ceiling_figure or goal.figure) if goal.ceiling else None
-        best = _ratio(goal, least, theirs)
+        arm_figure = middle(rows.get(name, {}), goal.arm, goal.figure)
+        base_figure = middle(base, goal.than, goal.than_figure or goal.figure) if goal.than else 1.0
+        measured = _ratio(goal, arm_figure, base_figure)
+        ceiling_figure = (
+            middle(rows.get(name, {}), goal.ceiling, goal.ceiling_figure or goal.figure) if goal.ceiling else None
+        )
+        best = _ratio(goal, ceiling_figure, base_figure)
         met = None
         if measured is not None:
             met = measured <= goal.limit if goal.relation == "<=" else measured >= goal.limit
-        found.append(GrowthVerdict(goal.text, name, goal.relation, goal.limit, measured, best, met))
-    return found
+        verdicts.append(GrowthVerdict(goal.text, name, goal.relation, goal.limit, measured, best, met))
+    return verdicts
 
 
-def _ratio(goal: Goal, ours: float | None, theirs: float | None) -> float | None:
-    if not ours or not theirs:
+def _ratio(goal: Goal, arm_figure: float | None, base_figure: float | None) -> float | None:
+    if not arm_figure or not base_figure:
         return None
-    return theirs / ours if goal.inverse else ours / theirs
+    return base_figure / arm_figure if goal.inverse else arm_figure / base_figure

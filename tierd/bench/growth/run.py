@@ -47,27 +47,27 @@ def growth(
         raise ConfigError(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(TITLES)}")
     if not 0 < scale <= 1:
         raise ConfigError("--scale: a number above 0 and at most 1")
-    every: dict[str, Rows] = checkpoints.parts(scale) | values.parts() | flushes.parts() | decoding.parts()
-    every |= attached.parts() | cold.parts(s3) | beside.parts(say)
-    with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=directory) as made:
+    rows_by_part: dict[str, Rows] = checkpoints.parts(scale) | values.parts() | flushes.parts() | decoding.parts()
+    rows_by_part |= attached.parts() | cold.parts(s3) | beside.parts(say)
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=directory) as scratch:
         result = GrowthResult(
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=procfs.machine(Path(made), training.threads(), versions()),
+            machine=procfs.machine(Path(scratch), training.threads(), versions()),
         )
-        _keep(result, out)
+        _take_over(result, out)
         for part in (part for part in TITLES if part in only):
             result.parts[part], result.measured[part] = {}, result.created[:10]
-            for row, measure in every[part]:
+            for row, measure in rows_by_part[part]:
                 say(f"{part}: {row}")
-                with tempfile.TemporaryDirectory(dir=made) as home:
+                with tempfile.TemporaryDirectory(dir=scratch) as home:
                     result.parts[part][row] = measure(Path(home))
                 if out is not None:
                     write(result, out)
     return result
 
 
-def _keep(result: GrowthResult, out: Path | None) -> None:
+def _take_over(result: GrowthResult, out: Path | None) -> None:
     """Take over what an earlier run left in `out`."""
     path = out / JSON if out else None
     if path is not None and path.exists():

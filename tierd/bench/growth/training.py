@@ -19,14 +19,14 @@ _ARMS = {
 
 def saving(home: Path, gigabytes: float, say: Callable[[str], None]) -> Samples:
     """Every arm's samples, and the machine's limits as the arm `ceiling`."""
-    every = EVERY if gigabytes == SMALL_GB else None
-    found = drive.measure(gigabytes, _ARMS[gigabytes], _ROUNDS[gigabytes], every, home, say)
-    samples = {name: _by_round(arm.samples) for name, arm in found.measured.items()}
+    steps_per_save = EVERY if gigabytes == SMALL_GB else None
+    size_result = drive.measure(gigabytes, _ARMS[gigabytes], _ROUNDS[gigabytes], steps_per_save, home, say)
+    samples = {name: _by_round(arm.samples) for name, arm in size_result.measured.items()}
     for figures in (figures for arm in samples.values() for figures in arm):
         if "step_s" in figures and "added_s" in figures:
             cost = max(figures.get("flush_added_s", figures["added_s"]), figures.get("blocked_s", 0.0))
-            figures["lost_share"] = cost / (found.steps * figures["step_s"] + cost)
-    samples["ceiling"] = _by_round(found.ceilings)
+            figures["lost_share"] = cost / (size_result.steps * figures["step_s"] + cost)
+    samples["ceiling"] = _by_round(size_result.ceilings)
     return samples
 
 

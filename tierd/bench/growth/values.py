@@ -112,12 +112,15 @@ def tensors(home: Path) -> Samples:
     growing = dict(fixed)
     samples: Samples = {arm: [] for arm in ("fixed", "added", "least", "torch.save+fsync", "dcp.save")}
     with (
-        tierd.Checkpointer(home / "spool", "fixed", to=[]) as one,
-        tierd.Checkpointer(home / "spool", "added", to=[]) as other,
+        tierd.Checkpointer(home / "spool", "fixed", to=[]) as fixed_checkpointer,
+        tierd.Checkpointer(home / "spool", "added", to=[]) as growing_checkpointer,
     ):
         for step in range(ROUNDS + 2):
             growing[f"added.{step}"] = torch.full((16,), float(step))
-            for kind, checkpointer, state in (("fixed", one, fixed), ("added", other, growing)):
+            for kind, checkpointer, state in (
+                ("fixed", fixed_checkpointer, fixed),
+                ("added", growing_checkpointer, growing),
+            ):
                 save, blocked = timed(partial(checkpointer.save, step, {"model": state}))
                 save.wait()
                 if step > 1:  # the first two plan and touch

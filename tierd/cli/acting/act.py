@@ -92,18 +92,18 @@ def run(
     use_format(log_format)
     where = _daemon_config(spool, to, config, keep_last, key_file)
     on_event = print_event if json else None
-    reread = (lambda: _load(config, keep_last)) if config is not None else None
+    reread = (lambda: _load_config(config, keep_last)) if config is not None else None
     run_daemon(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, on_event=on_event))
 
 
 def run_daemon(serving: Coroutine[Any, Any, Sequence[object]]) -> None:
     """Run `serve` to its end, and exit with a code of its own if it left something or never took anything."""
     try:
-        left = asyncio.run(serving)
+        unfinished = asyncio.run(serving)
     except NothingTaken as error:
         complain(error)
         raise typer.Exit(EXIT_NOTHING_TAKEN) from None
-    if left:
+    if unfinished:
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
 
 
@@ -121,7 +121,7 @@ def _daemon_config(
             raise ConfigError(
                 "--config names the spool, the tiers and their keys itself; leave --spool, --to and --key-file out"
             )
-        return _load(config, keep_last)
+        return _load_config(config, keep_last)
     if spool is None:
         raise ConfigError("no spool: give --spool DIR, or --config FILE")
     if not to:
@@ -131,16 +131,16 @@ def _daemon_config(
     return from_urls(str(spool.absolute()), to, retention, key)
 
 
-def _load(path: Path, keep_last: int | None) -> Config:
+def _load_config(path: Path, keep_last: int | None) -> Config:
     """Load a configuration. `--keep-last` is the policy of each place, so no place may have another."""
     config = load_config(path)
     if keep_last is None:
         return config
-    named = [f"tier {tier.name}" for tier in config.tier if tier.retention is not None]
-    if config.retention is not None or named:
+    own_policies = [f"tier {tier.name}" for tier in config.tier if tier.retention is not None]
+    if config.retention is not None or own_policies:
         raise ConfigError(
-            f"{path}: it says itself what is kept ({', '.join(named) or '[retention]'}); leave --keep-last out, or "
-            "remove that"
+            f"{path}: it says itself what is kept ({', '.join(own_policies) or '[retention]'}); leave --keep-last out, "
+            "or remove that"
         )
     policy = RetentionPolicy(keep_last=keep_last)
     tiers = tuple(structs.replace(tier, retention=policy) for tier in config.tier)
@@ -196,10 +196,10 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
     with link:
         view = read_member(link.ask(messages.Candidates(run=run)), "sight", RunView)
         order = restore_order([view], run, step, attempt)
-        found = order.candidates
-        if not found:
-            raise no_such(run, step, [one.step for one in order.whole], attempt)
-        checkpoint = found[0].checkpoint
+        candidates = order.candidates
+        if not candidates:
+            raise no_such(run, step, [candidate.step for candidate in order.whole], attempt)
+        checkpoint = candidates[0].checkpoint
         link.ask(messages.Pin(checkpoint=checkpoint, pinned=pinned))
         return checkpoint
 
@@ -222,27 +222,27 @@ def config_check(
 ) -> None:
     """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer
     or takes nothing, or a watched directory does not exist."""
-    found = load_config(file)
-    Spool(Path(found.spool), write=False)
-    reached = asyncio.run(_opened(found, reach=reach))
-    answers = {name: "answers" if one.mode else one.why for name, one in reached.items()}
-    keys = {tier.name: read_key(Path(tier.key_file)) for tier in found.tier if tier.key_file}
+    config = load_config(file)
+    Spool(Path(config.spool), write=False)
+    reached = asyncio.run(_reach_tiers(config, reach=reach))
+    answers = {name: "answers" if tier_reach.mode else tier_reach.why for name, tier_reach in reached.items()}
+    keys = {tier.name: read_key(Path(tier.key_file)) for tier in config.tier if tier.key_file}
     if json:
-        print_json({"config": without_addresses(found), "reach": answers, "modes": reached})
+        print_json({"config": without_addresses(config), "reach": answers, "modes": reached})
     else:
         out = console()
-        out.print(f"{file}: spool {found.spool}, rescan {found.rescan}, drain {found.drain}")
-        for tier in found.tier:
+        out.print(f"{file}: spool {config.spool}, rescan {config.rescan}, drain {config.drain}")
+        for tier in config.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
-        for index, watch in enumerate(found.watch):
+        for index, watch in enumerate(config.watch):
             where = Path(watch.directory)
-            there = "" if where.is_dir() else "  not a directory" if where.exists() else "  does not exist yet"
-            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}{there}")
-        for index, receiver in enumerate(without_addresses(found).notify):
+            note = "" if where.is_dir() else "  not a directory" if where.exists() else "  does not exist yet"
+            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}{note}")
+        for index, receiver in enumerate(without_addresses(config).notify):
             out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
-    absent = [watch.directory for watch in found.watch if not Path(watch.directory).is_dir()]
-    if absent or any(one.mode in (None, "read-only") for one in reached.values()):
+    absent = [watch.directory for watch in config.watch if not Path(watch.directory).is_dir()]
+    if absent or any(tier_reach.mode in (None, "read-only") for tier_reach in reached.values()):
         raise typer.Exit(6)
 
 
@@ -252,7 +252,7 @@ def _describe_reach(reached: Reach | None) -> str:
     return f"answers; {reached.mode}{f': {reached.why}' if reached.why else ''}"
 
 
-async def _opened(config: Config, *, reach: bool) -> dict[str, Reach]:
+async def _reach_tiers(config: Config, *, reach: bool) -> dict[str, Reach]:
     """Open all places of a configuration, as a starting daemon does; with `reach`, return what each tier permits."""
     async with AsyncExitStack() as stack:
         stores, _ = await open_all(config, stack, trial=True)

@@ -64,37 +64,44 @@ def disown(
     if where.config is None:
         raise ConfigError("disown takes names from tiers: give their URLs, or --config FILE")
     _check_leases(where, check_run(run), check_attempt(attempt))
-    found = asyncio.run(_claimed(where, run, attempt))
-    claims = tuple(one.claim(name) for name, one in found.items() if one.keys)
+    claimed_by_tier = asyncio.run(_find_claims(where, run, attempt))
+    claims = tuple(claimed.claim(name) for name, claimed in claimed_by_tier.items() if claimed.keys)
     if not claims:
         with answering(where, run):
             raise CheckpointNotFound(f"run {run!r}: no place named holds anything under the name of attempt {attempt}")
     if not json:
-        rows = [(one.place, *map(str, (one.checkpoints, one.readable, one.complete, one.objects))) for one in claims]
+        rows = [
+            (claim.place, *map(str, (claim.checkpoints, claim.readable, claim.complete, claim.objects)))
+            for claim in claims
+        ]
         console().print(table(None, ("WHERE", "CHECKPOINTS", "READABLE", "COMPLETE", "OBJECTS"), rows))
     if not dry_run:
         if not yes:
             _confirm(run, attempt, claims)
-        asyncio.run(_take_away(where, found))
+        asyncio.run(_delete_claims(where, claimed_by_tier))
     if json:
         print_json(Disowned(run, attempt, not dry_run, claims))
     elif not dry_run:
-        console().print(f"attempt {attempt} of {run} counts for nothing on {', '.join(one.place for one in claims)}")
+        console().print(
+            f"attempt {attempt} of {run} counts for nothing on {', '.join(claim.place for claim in claims)}"
+        )
 
 
 def _check_leases(where: Places, run: str, attempt: str) -> None:
     """Raise `ConfigError` if this node knows that the launch is real: a trainer of it is alive here, it saved in the
     named spool, or a part of it can be read there."""
     if leases := leases_here(run, attempt):
-        named = ", ".join(f"{pid} (spool {spool})" for pid, spool in sorted(leases.items()))
+        processes = ", ".join(f"{pid} (spool {spool})" for pid, spool in sorted(leases.items()))
         raise ConfigError(
-            f"disown {run} {attempt}: it lives: process {named} on this node saves it; nothing was deleted. End it "
+            f"disown {run} {attempt}: it lives: process {processes} on this node saves it; nothing was deleted. End it "
             "first, if it really is not to be found any more"
         )
     if where.spool is None:
         return
-    own = [part for part in where.spool.parts() if (part.checkpoint.run, part.checkpoint.attempt) == (run, attempt)]
-    if where.spool.saved_stamp(run, attempt) or any(_can_be_read(where.spool, part) for part in own):
+    spool_parts = [
+        part for part in where.spool.parts() if (part.checkpoint.run, part.checkpoint.attempt) == (run, attempt)
+    ]
+    if where.spool.saved_stamp(run, attempt) or any(_can_be_read(where.spool, part) for part in spool_parts):
         raise ConfigError(
             f"disown {run} {attempt}: this node's spool holds parts of it, so it is a launch of this node's, whose "
             "daemon would send it again; retention retires it, and tierd rm removes the run"
@@ -112,30 +119,30 @@ def _can_be_read(spool: Spool, part: PartId) -> bool:
 
 
 def _confirm(run: str, attempt: str, claims: tuple[Claim, ...]) -> None:
-    readable, whole = max(one.readable for one in claims), max(one.complete for one in claims)
+    readable, complete = max(claim.readable for claim in claims), max(claim.complete for claim in claims)
     if readable:
         raise ConfigError(
             f"disown {run} {attempt}: {readable} of its checkpoints can be read (if not here, by a newer tierd or with "
-            f"another key), and {whole} of them are complete; it may be a real launch, and no restore would find them "
-            "again. Whether it lives on another node cannot be told here. If that is meant, give --yes; nothing was "
-            "deleted"
+            f"another key), and {complete} of them are complete; it may be a real launch, and no restore would find "
+            "them again. Whether it lives on another node cannot be told here. If that is meant, give --yes; nothing "
+            "was deleted"
         )
     if not sys.stdin.isatty():
         raise ConfigError(f"disown {run} {attempt}: nobody is there to be asked; give --yes, or --dry-run")
-    places = ", ".join(one.place for one in claims)
+    places = ", ".join(claim.place for claim in claims)
     question = f"Nothing of attempt {attempt} of {run} can be read. Delete its names from {places}, for good?"
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
 
 
-async def _claimed(where: Places, run: str, attempt: str) -> dict[str, Claimed]:
+async def _find_claims(where: Places, run: str, attempt: str) -> dict[str, Claimed]:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack) if where.config else {}
         return {name: await claimed(store, run, attempt) for name, store in stores.items()}
 
 
-async def _take_away(where: Places, found: dict[str, Claimed]) -> None:
+async def _delete_claims(where: Places, claimed_by_tier: dict[str, Claimed]) -> None:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack) if where.config else {}
         for name, store in stores.items():
-            await take_away(store, found[name].keys)
+            await take_away(store, claimed_by_tier[name].keys)

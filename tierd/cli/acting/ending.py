@@ -92,18 +92,25 @@ def drain(
     json: JsonOption = False,
 ) -> None:
     """Have the daemon flush everything now, newest first, and wait for it; exit code 9 when something is left."""
-    end = time.monotonic() + _time("--deadline", deadline)
-    with _daemon(places(spool, None, config), config) as link:
+    end = time.monotonic() + _parse_time("--deadline", deadline)
+    with _connect(places(spool, None, config), config) as link:
         backlog = _drain(link, end)
-    left = tuple(_left(one) for one in backlog.left)
+    remaining = tuple(_left_part(part) for part in backlog.left)
     if json:
-        print_json(Drained(left, backlog.paused, backlog.left_to_nodes))
-    elif not left and not backlog.left_to_nodes:
+        print_json(Drained(remaining, backlog.paused, backlog.left_to_nodes))
+    elif not remaining and not backlog.left_to_nodes:
         console().print("everything is on every tier that wants it")
-    elif left:
+    elif remaining:
         rows = [
-            (one.run, str(one.step), one.attempt, f"{one.rank}/{one.world_size}", size(one.size), *_both(one))
-            for one in left
+            (
+                part.run,
+                str(part.step),
+                part.attempt,
+                f"{part.rank}/{part.world_size}",
+                size(part.size),
+                *_tier_columns(part),
+            )
+            for part in remaining
         ]
         columns = ("RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "IS ON", "IS NOT ON")
         console().print(table(None, columns, rows))
@@ -112,9 +119,9 @@ def drain(
                 console().print(f"{name}: {tier.error}")
         if backlog.paused:
             console().print(f"{paused(backlog.paused)}: nothing is flushed; to go on: tierd resume")
-    for one in () if json else backlog.left_to_nodes:
-        print_lines(one)
-    if left or backlog.left_to_nodes:
+    for line in () if json else backlog.left_to_nodes:
+        print_lines(line)
+    if remaining or backlog.left_to_nodes:
         raise typer.Exit(EXIT_UNFINISHED)
 
 
@@ -140,15 +147,22 @@ def _ask(link: Link, request: messages.Backlog, end: float) -> Unflushed:
     return backlog_of(link.ask(request, max(0.1, end - time.monotonic())))
 
 
-def _left(one: Remaining) -> LeftPart:
-    found = one.part.checkpoint
+def _left_part(remaining: Remaining) -> LeftPart:
+    checkpoint = remaining.part.checkpoint
     return LeftPart(
-        found.run, found.step, found.attempt, one.part.rank, one.part.world, one.size_bytes, one.on, one.lacks
+        checkpoint.run,
+        checkpoint.step,
+        checkpoint.attempt,
+        remaining.part.rank,
+        remaining.part.world,
+        remaining.size_bytes,
+        remaining.on,
+        remaining.lacks,
     )
 
 
-def _both(one: LeftPart) -> tuple[str, str]:
-    return ", ".join(one.on) or "no tier", ", ".join(one.lacks)
+def _tier_columns(part: LeftPart) -> tuple[str, str]:
+    return ", ".join(part.on) or "no tier", ", ".join(part.lacks)
 
 
 def wait(
@@ -162,21 +176,21 @@ def wait(
     json: JsonOption = False,
 ) -> None:
     """Wait until a checkpoint is whole and verified on a tier; exit code 6 when a tier refuses or the time is over."""
-    end = time.monotonic() + _time("--timeout", timeout)
+    end = time.monotonic() + _parse_time("--timeout", timeout)
     check_run(run)
     if step is not None:
         check_step(step)
     where = places(spool, None, config)
-    with answering(where, run), _daemon(where, config) as link, progress("flushing") as meter:
-        names = [one["name"] for one in link.ask(messages.Status())["status"]["tiers"]]
+    with answering(where, run), _connect(where, config) as link, progress("flushing") as meter:
+        names = [status["name"] for status in link.ask(messages.Status())["status"]["tiers"]]
         if tier is not None and tier not in names:
             raise ConfigError(f"--tier {tier!r}: the daemon has no tier of that name; it has {', '.join(names)}")
         link.ask(messages.Candidates(run=run))  # after this, handed-over snapshots are in the spool
-        found = _find(link, run, step, attempt)
-        checkpoint = CheckpointId(run, found["attempt"], found["step"])
+        summary = _find(link, run, step, attempt)
+        checkpoint = CheckpointId(run, summary["attempt"], summary["step"])
         for name in [tier] if tier else names:
             try:
-                _wait(link, checkpoint, found, name, end, meter)
+                _wait(link, checkpoint, summary, name, end, meter)
             except TimeoutError as error:
                 raise StoreUnavailable(f"the time is over (--timeout {timeout}): {error}") from error
     waited = Waited(run, checkpoint.step, checkpoint.attempt, tuple([tier] if tier else names))
@@ -188,54 +202,54 @@ def wait(
 
 def _find(link: Link, run: str, step: int | None, attempt: str | None) -> dict[str, Any]:
     """Return the newest checkpoint that fits, as `ls` shows it."""
-    seen: list[dict[str, Any]] = link.ask(messages.Report(run=run))["report"]["checkpoints"]
-    for one in seen:
-        usable = any(copy["state"] != "quarantined" for copy in one["copies"])
-        if usable and step in (None, one["step"]) and attempt in (None, one["attempt"]):
-            return dict(one)
-    raise no_such(run, step, [one["step"] for one in seen], attempt)
+    summaries: list[dict[str, Any]] = link.ask(messages.Report(run=run))["report"]["checkpoints"]
+    for summary in summaries:
+        usable = any(copy["state"] != "quarantined" for copy in summary["copies"])
+        if usable and step in (None, summary["step"]) and attempt in (None, summary["attempt"]):
+            return dict(summary)
+    raise no_such(run, step, [each_summary["step"] for each_summary in summaries], attempt)
 
 
-def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str, end: float, meter: Meter) -> None:
+def _wait(link: Link, checkpoint: CheckpointId, summary: dict[str, Any], tier: str, end: float, meter: Meter) -> None:
     """Wait until `tier` holds every rank's part. Other nodes have to send the parts that no place shows yet."""
-    asked = set[PartId]()
-    while not any(copy["place"] == tier and copy["state"] == "verified" for copy in found["copies"]):
-        ranks = {rank for copy in found["copies"] if copy["state"] != "quarantined" for rank in copy["ranks"]}
-        parts = {PartId(checkpoint, rank, found["world_size"]) for rank in ranks} - asked
+    requested_parts = set[PartId]()
+    while not any(copy["place"] == tier and copy["state"] == "verified" for copy in summary["copies"]):
+        ranks = {rank for copy in summary["copies"] if copy["state"] != "quarantined" for rank in copy["ranks"]}
+        parts = {PartId(checkpoint, rank, summary["world_size"]) for rank in ranks} - requested_parts
         for part in sorted(parts):
-            left = max(0.0, end - time.monotonic())
-            what = f"flushing rank {part.rank} of {part.world} to {tier}"
+            remaining_s = max(0.0, end - time.monotonic())
+            label = f"flushing rank {part.rank} of {part.world} to {tier}"
 
-            def on_progress(line: dict[str, Any], what: str = what) -> None:
-                meter.update(line.get("done", 0), line.get("total"), what)
+            def on_progress(line: dict[str, Any], text: str = label) -> None:
+                meter.update(line.get("done", 0), line.get("total"), text)
 
-            link.ask(messages.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S, on_progress)
-        asked |= parts
+            link.ask(messages.Wait(part=part, tier=tier, timeout_s=remaining_s), remaining_s + _MARGIN_S, on_progress)
+        requested_parts |= parts
         if not parts:
             if time.monotonic() >= end:
-                missing = found["world_size"] - len(ranks)
+                missing = summary["world_size"] - len(ranks)
                 raise TimeoutError(f"{tier}: {checkpoint} lacks {missing} ranks' parts, which other nodes have to send")
             time.sleep(timings.given().listing_s)
-        found = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
+        summary = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
 
 
-def _daemon(where: Places, config: Path | None) -> Link:
+def _connect(where: Places, config: Path | None) -> Link:
     """Connect to the daemon of the spool; the error says how to flush without a daemon."""
-    found = where.spool
-    if found is None:
+    spool = where.spool
+    if spool is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
     try:
-        return Link(found)
+        return Link(spool)
     except DaemonUnavailable as error:
-        way = f"--config {config}" if config else f"--spool {found.root} --to URL"
-        raise DaemonUnavailable(f"{error}; to flush once and end: tierd run {way} --until-idle") from None
+        options = f"--config {config}" if config else f"--spool {spool.root} --to URL"
+        raise DaemonUnavailable(f"{error}; to flush once and end: tierd run {options} --until-idle") from None
 
 
-def _time(option: str, text: str) -> float:
+def _parse_time(option: str, text: str) -> float:
     try:
-        found = seconds(text)
+        time_s = seconds(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from error
-    if found > _LONGEST_S:
+    if time_s > _LONGEST_S:
         raise ConfigError(f"{option} {text}: at most a week")
-    return found
+    return time_s

@@ -18,7 +18,7 @@ from pathlib import Path
 from tierd.core.errors import SpoolUnusable, TierdError
 from tierd.spool.spool import Spool
 
-_BESIDE, _TEMPORARY = ".tierd-import-", "tierd-import-"
+_SIBLING_PREFIX, _TEMP_PREFIX = ".tierd-import-", "tierd-import-"
 _YOUNG_S = 60.0  # a directory so young may belong to an import that has not taken its lock yet
 
 
@@ -32,44 +32,48 @@ def import_spool(path: Path | None) -> Iterator[Spool]:
         SpoolHeld: another import of the path is at work.
     """
     with ExitStack() as stack:
-        spool = _beside(path) if path else None
+        spool = _sibling_spool(path) if path else None
         if spool is None:
             above = Path(tempfile.gettempdir())
-            _sweep(above, _TEMPORARY, "spool")
-            own = stack.enter_context(tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True))
-            spool = Spool(Path(own) / "spool")
+            _sweep(above, _TEMP_PREFIX, "spool")
+            directory = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=_TEMP_PREFIX, ignore_cleanup_errors=True)
+            )
+            spool = Spool(Path(directory) / "spool")
         stack.enter_context(spool.lock())
         stack.callback(shutil.rmtree, spool.root, ignore_errors=True)
         spool.remove(spool.parts())  # of an import that was killed
         if path and spool.root.parent == path.parent:
-            _sweep(path.parent, _BESIDE, "", spool.root)
+            _sweep(path.parent, _SIBLING_PREFIX, "", spool.root)
         yield spool
 
 
-def _beside(path: Path) -> Spool | None:
+def _sibling_spool(path: Path) -> Spool | None:
     try:
-        return Spool(path.with_name(f"{_BESIDE}{path.name or 'root'}"))
+        return Spool(path.with_name(f"{_SIBLING_PREFIX}{path.name or 'root'}"))
     except (SpoolUnusable, OSError):  # a read-only file system, or somebody else's directory
         return None
 
 
-def _sweep(above: Path, prefix: str, inside: str, own: Path | None = None) -> None:
+def _sweep(above: Path, prefix: str, inside: str, own_spool: Path | None = None) -> None:
     """Remove the directories of imports that ended without removing them; what cannot be removed is left.
 
     Args:
         above: the directory in which they lie.
         prefix: how their names begin.
         inside: the spool's name in them; empty if they are spools themselves.
-        own: the spool of this import.
+        own_spool: the spool of this import.
     """
-    for left in above.glob(f"{prefix}*"):
+    for leftover in above.glob(f"{prefix}*"):
         with suppress(OSError, TierdError):
-            found = left.lstat()
-            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()  # others may write to /tmp
-            if left == own or not ours or time.time() - found.st_mtime < _YOUNG_S:
+            status = leftover.lstat()
+            is_own_directory = (
+                stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            )  # others may write to /tmp
+            if leftover == own_spool or not is_own_directory or time.time() - status.st_mtime < _YOUNG_S:
                 continue
-            spool = Spool(left / inside, write=False)
+            spool = Spool(leftover / inside, write=False)
             if not spool.lock_path.exists():
                 continue  # not a spool of an import
             with spool.lock():  # refuses one that is in use
-                shutil.rmtree(left)
+                shutil.rmtree(leftover)

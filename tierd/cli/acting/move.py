@@ -90,23 +90,30 @@ def copy(
     to_run = check_run(new_name) if new_name else run
     if parse_url(source) == parse_url(target) and run == to_run:
         raise ConfigError(f"{target}: FROM and TO are one place; --as gives the copy another name there")
-    here, there = _tier(source, key_file), _tier(target, to_key_file)
-    with answering(Places(None, here, policy=False), run):
-        done = asyncio.run(_copy(here, there, run, to_run, step, attempt))
-    answer = Copied(done, _unkept(there, to_run, {(one.step, one.attempt) for one in done.checkpoints}))
+    source_config, target_config = _tier_config(source, key_file), _tier_config(target, to_key_file)
+    with answering(Places(None, source_config, policy=False), run):
+        copied = asyncio.run(_copy(source_config, target_config, run, to_run, step, attempt))
+    answer = Copied(
+        copied,
+        _steps_to_prune(
+            target_config, to_run, {(checkpoint.step, checkpoint.attempt) for checkpoint in copied.checkpoints}
+        ),
+    )
     print_json(answer) if json else _show(answer)
-    if done.failed:
+    if copied.failed:
         raise typer.Exit(_EXIT_CORRUPT)
 
 
-def _tier(url: str, key_file: Path | None) -> Config:
+def _tier_config(url: str, key_file: Path | None) -> Config:
     return from_urls("/", [url], key_file=str(key_file.absolute()) if key_file else None)
 
 
-async def _copy(here: Config, there: Config, run: str, to_run: str, step: int | None, attempt: str | None) -> CopiedRun:
+async def _copy(
+    source_config: Config, target_config: Config, run: str, to_run: str, step: int | None, attempt: str | None
+) -> CopiedRun:
     async with AsyncExitStack() as stack:
-        (source,) = (await open_tiers(here, stack)).values()
-        (target,) = (await open_tiers(there, stack)).values()
+        (source,) = (await open_tiers(source_config, stack)).values()
+        (target,) = (await open_tiers(target_config, stack)).values()
         if run == to_run and await is_one_place(source, target):
             raise ConfigError("FROM and TO are one place under two names; --as gives the copy another name there")
         hasten()  # a person waits
@@ -117,25 +124,25 @@ async def _copy(here: Config, there: Config, run: str, to_run: str, step: int | 
 
 
 def _show(answer: Copied) -> None:
-    out, done = console(), answer.copy
-    for text in done.failed:
+    out, copied = console(), answer.copy
+    for text in copied.failed:
         complain(f"not copied, because it is corrupt: {text}")
-    fresh = [one for one in done.checkpoints if not one.was_there]
-    named = done.to_run if done.to_run == done.run else f"{done.run} as {done.to_run}"
-    sent = sum(one.sent for one in fresh)
-    total = sum(one.size for one in done.checkpoints)
+    fresh = [checkpoint for checkpoint in copied.checkpoints if not checkpoint.was_there]
+    run_text = copied.to_run if copied.to_run == copied.run else f"{copied.run} as {copied.to_run}"
+    sent = sum(checkpoint.sent for checkpoint in fresh)
+    total = sum(checkpoint.size for checkpoint in copied.checkpoints)
     out.print(
-        f"copied {named}: {len(done.checkpoints)} checkpoints, {size(total)}, verified; "
-        f"{len(done.checkpoints) - len(fresh)} were there, and {size(sent)} were sent"
+        f"copied {run_text}: {len(copied.checkpoints)} checkpoints, {size(total)}, verified; "
+        f"{len(copied.checkpoints) - len(fresh)} were there, and {size(sent)} were sent"
     )
-    if done.pinned:
-        out.print(f"  pinned there: step {', '.join(map(str, done.pinned))}")
-    if done.policies:
+    if copied.pinned:
+        out.print(f"  pinned there: step {', '.join(map(str, copied.pinned))}")
+    if copied.policies:
         out.print("  the run's policies came along")
-    if done.incomplete:
-        out.print(f"  incomplete, and not copied: {done.incomplete}")
-    if done.vanished:
-        out.print(f"  pruned meanwhile: step {', '.join(map(str, done.vanished))}")
+    if copied.incomplete:
+        out.print(f"  incomplete, and not copied: {copied.incomplete}")
+    if copied.vanished:
+        out.print(f"  pruned meanwhile: step {', '.join(map(str, copied.vanished))}")
     _warn(answer.unkept)
 
 
@@ -155,17 +162,17 @@ def import_(
     """Turn existing checkpoints of other programs into verified ones of a run: each is checked and taken as its files,
     in the order of steps. PATH is not written to. What lies in a bucket is brought below $TMPDIR, one checkpoint at a
     time. Needs no daemon."""
-    run, where = check_run(name), _place(path)
+    run, where = check_run(name), _parse_place(path)
     config = from_urls("/", to or [], key_file=str(key_file.absolute()) if key_file else None)
-    done = asyncio.run(_import(config, path, where, run, step))
-    answer = Imported(done, _unkept(config, run, {(one.step, one.attempt) for one in done.units}))
+    imported = asyncio.run(_import(config, path, where, run, step))
+    answer = Imported(imported, _steps_to_prune(config, run, {(unit.step, unit.attempt) for unit in imported.units}))
     print_json(answer) if json else _show_imported(answer)
-    if done.refused:
-        corrupt = any(one.status == "damaged" for one in done.refused)
+    if imported.refused:
+        corrupt = any(refusal.status == "damaged" for refusal in imported.refused)
         raise typer.Exit(_EXIT_CORRUPT if corrupt else _EXIT_REFUSED)
 
 
-def _place(text: str) -> Path | StoreUrl:
+def _parse_place(text: str) -> Path | StoreUrl:
     """Return the path that an argument names, as a path or as a file: URL; or the URL of a bucket."""
     if "://" not in text:
         path = Path(text)
@@ -180,7 +187,7 @@ def _place(text: str) -> Path | StoreUrl:
     return path
 
 
-async def _import(config: Config, shown: str, place: Path | StoreUrl, run: str, step: int | None) -> ImportedRun:
+async def _import(config: Config, path_text: str, place: Path | StoreUrl, run: str, step: int | None) -> ImportedRun:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
         moved = Progress()
@@ -195,28 +202,30 @@ async def _import(config: Config, shown: str, place: Path | StoreUrl, run: str, 
             listed, name = split_url(place)
             store = open_foreign(listed)
             stack.push_async_callback(store.aclose)
-            origin = await BucketOrigin.at(shown, store, name, spool.root.with_name("objects"))
+            origin = await BucketOrigin.at(path_text, store, name, spool.root.with_name("objects"))
         with progress("importing") as bar:
             moved.on_progress = lambda at: bar.update(at.done, at.total)
             return await import_units(origin, stores, spool, run, step, moved)
 
 
 def _show_imported(answer: Imported) -> None:
-    done = answer.imported
+    imported = answer.imported
     rows = [
-        (one.path, one.program, str(one.step), size(one.size), "was there" if one.was_there else "imported")
-        for one in done.units
+        (unit.path, unit.program, str(unit.step), size(unit.size), "was there" if unit.was_there else "imported")
+        for unit in imported.units
     ]
-    rows += [(one.path, "", "", "", f"not imported, {one.status}: {one.reason}") for one in done.refused]
-    print_table(table(None, ("PATH", "PROGRAM", "STEP", "BYTES", f"AS RUN {done.run}"), rows))
+    rows += [
+        (refusal.path, "", "", "", f"not imported, {refusal.status}: {refusal.reason}") for refusal in imported.refused
+    ]
+    print_table(table(None, ("PATH", "PROGRAM", "STEP", "BYTES", f"AS RUN {imported.run}"), rows))
     _warn(answer.unkept)
 
 
-def _unkept(config: Config, run: str, ids: set[tuple[int, str]]) -> tuple[int, ...]:
+def _steps_to_prune(config: Config, run: str, ids: set[tuple[int, str]]) -> tuple[int, ...]:
     """Return the steps among these checkpoints that retention would prune from a tier."""
-    found = report(observed(Places(None, config, policy=False), run), config, run).checkpoints
-    mine = (one for one in found if (one.step, one.attempt) in ids)
-    return tuple(sorted(one.step for one in mine if not all(copy.keep for copy in one.copies)))
+    checkpoints = report(observed(Places(None, config, policy=False), run), config, run).checkpoints
+    matching = (checkpoint for checkpoint in checkpoints if (checkpoint.step, checkpoint.attempt) in ids)
+    return tuple(sorted(checkpoint.step for checkpoint in matching if not all(copy.keep for copy in checkpoint.copies)))
 
 
 def _warn(unkept: tuple[int, ...]) -> None:

@@ -36,31 +36,33 @@ def pause(
     spool: SpoolOption = None, config: ConfigOption = None, for_: ForOption = None, json: JsonOption = False
 ) -> None:
     """Leave the tiers as they are for a while: no flush, no prune, no scrub. Saves and restores go on."""
-    _change(spool, config, messages.Pause(for_s=None if for_ is None else _time(for_)), json=json)
+    _set_pause(spool, config, messages.Pause(for_s=None if for_ is None else _parse_duration(for_)), json=json)
 
 
 def resume(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
     """End a pause; what is pending is flushed."""
-    _change(spool, config, messages.Resume(), json=json)
+    _set_pause(spool, config, messages.Resume(), json=json)
 
 
-def _time(text: str) -> float:
+def _parse_duration(text: str) -> float:
     try:
-        found = seconds(text)
+        time_s = seconds(text)
     except ValueError as error:
         raise ConfigError(f"--for: {error}") from error
-    if not 0 < found <= messages.MAX_PAUSE:
+    if not 0 < time_s <= messages.MAX_PAUSE:
         raise ConfigError(f"--for {text}: more than nothing and at most a year; without --for, until `tierd resume`")
-    return found
+    return time_s
 
 
-def _change(spool: Path | None, config: Path | None, request: messages.Pause | messages.Resume, *, json: bool) -> None:
-    found = places(spool, None, config).spool
-    if found is None:
+def _set_pause(
+    spool: Path | None, config: Path | None, request: messages.Pause | messages.Resume, *, json: bool
+) -> None:
+    node_spool = places(spool, None, config).spool
+    if node_spool is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    until = _ask(found, request)
+    until = _ask(node_spool, request)
     if json:
-        print_json({"spool": str(found.root), "paused": until})
+        print_json({"spool": str(node_spool.root), "paused": until})
     else:
         console().print(paused(until) or "not paused")
 

@@ -50,21 +50,21 @@ def prepare(
     rules = own_layout(watched)
     home = (spool or default_spool(where)).absolute()
     check_whose(home)
-    own = Spool(home, write=False) if (home / ".tierd").is_dir() else None
+    own_spool = Spool(home, write=False) if (home / ".tierd").is_dir() else None
     config = from_urls(str(home), to or [], None, str(key_file.absolute()) if key_file else None)
-    found = asyncio.run(
-        with_tiers(config, moved, lambda stores: prepare_directory(where, run, own, stores, moved, rules))
+    prepared = asyncio.run(
+        with_tiers(config, moved, lambda stores: prepare_directory(where, run, own_spool, stores, moved, rules))
     )
-    if not any(one.verdict in ("verified", "missing") for one in found.units):
-        note_unknown(Places(own, config, policy=False), run)
-    if not found.units and (text := _nothing(directory, rules)):
+    if not any(prepared_unit.verdict in ("verified", "missing") for prepared_unit in prepared.units):
+        note_unknown(Places(own_spool, config, policy=False), run)
+    if not prepared.units and (text := _no_checkpoint_text(directory, rules)):
         complain(text)
-    print_json(found) if json else _show(found)
+    print_json(prepared) if json else _show(prepared)
 
 
-def _nothing(directory: Path, own: OwnLayout | None) -> str:
+def _no_checkpoint_text(directory: Path, rules: OwnLayout | None) -> str:
     """Say that a directory has files and no checkpoint; empty if it has no files, as before a first launch."""
-    with Tree(directory, skip=True, own=own) as tree:
+    with Tree(directory, skip=True, own=rules) as tree:
         listing = tree.listing()
     files, groups = passed_over(listing, ())
     names = "; ".join(str(group) for group in groups[:2])
@@ -76,20 +76,23 @@ def _nothing(directory: Path, own: OwnLayout | None) -> str:
     )
 
 
-def _show(found: Prepared) -> None:
+def _show(prepared: Prepared) -> None:
     out = console()
-    if not found.units:
+    if not prepared.units:
         out.print("no checkpoint is there, and no place has one of this run: nothing was done")
         return
-    rows = [(one.path, str(one.step), one.verdict, _done(one)) for one in found.units]
+    rows = [
+        (prepared_unit.path, str(prepared_unit.step), prepared_unit.verdict, _describe_actions(prepared_unit))
+        for prepared_unit in prepared.units
+    ]
     out.print(table(None, ("PATH", "STEP", "FOUND", "DONE"), rows))
-    for one in found.units:
-        if one.why:
-            out.print(f"{one.path}: {one.why}", soft_wrap=True)
-    for path in found.pointers:
+    for unit in prepared.units:
+        if unit.why:
+            out.print(f"{unit.path}: {unit.why}", soft_wrap=True)
+    for path in prepared.pointers:
         out.print(f"{path}: corrected")
 
 
-def _done(one: PreparedUnit) -> str:
-    moved = f"moved to {', '.join(one.moved[:2])}" if one.moved else ""
-    return "; ".join(text for text in (moved, "a verified copy is in its place" if one.replaced else "") if text)
+def _describe_actions(unit: PreparedUnit) -> str:
+    moved = f"moved to {', '.join(unit.moved[:2])}" if unit.moved else ""
+    return "; ".join(text for text in (moved, "a verified copy is in its place" if unit.replaced else "") if text)

@@ -97,14 +97,14 @@ def prune(
         return
     rows = [
         (
-            one.tier,
-            one.run,
-            str(one.step),
-            one.attempt,
-            one.done,
-            "; ".join([*one.reasons, *([one.held] if one.held else [])]),
+            verdict.tier,
+            verdict.run,
+            str(verdict.step),
+            verdict.attempt,
+            verdict.done,
+            "; ".join([*verdict.reasons, *([verdict.held] if verdict.held else [])]),
         )
-        for one in judged
+        for verdict in judged
     ]
     console().print(table(None, ("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
 
@@ -114,55 +114,63 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
-        await _compare(where, stores, keep=not dry_run)
+        await _check_identities(where, stores, keep=not dry_run)
         inventory = await observe_places(where.spool, stores, run)
         if where.policy:  # a person's policy replaces the runs' own
             answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}
             inventory = replace(inventory, tiers=answered)
-        asked = [one for one in runs(inventory) if run in (None, one)]
-        _check_policies(inventory, where, asked)
+        run_names = [candidate for candidate in runs(inventory) if run in (None, candidate)]
+        _check_policies(inventory, where, run_names)
         for name, place in inventory.tiers.items():
             if place is None:
                 raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
-            known, guard = Manifests(stores[name]), DeletionGuard(stores[name])
-            for one in asked:
-                verdicts = judge(Demand(inventory, where.config, one), name)
+            manifests, guard = Manifests(stores[name]), DeletionGuard(stores[name])
+            for pruned_run in run_names:
+                verdicts = judge(Demand(inventory, where.config, pruned_run), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
-                gone, all_going = set[CheckpointId](), frozenset(going)
-                held = await being_flushed(stores[name], one) if dry_run else {}
+                deleted, all_going = set[CheckpointId](), frozenset(going)
+                hold_reasons = await being_flushed(stores[name], pruned_run) if dry_run else {}
                 if going:  # a mark that cannot be deleted would delay flushes
-                    await guard.check(f"{pruning_prefix(one)}none")
-                    held = await _release(stores[name], place, going)
-                    going = [verdict for verdict in going if verdict not in held]
+                    await guard.check(f"{pruning_prefix(pruned_run)}none")
+                    hold_reasons = await _release(stores[name], place, going)
+                    going = [verdict for verdict in going if verdict not in hold_reasons]
                 while going:
-                    some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
+                    batch, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
                     # Without the other batches: a prune counts on the rest, and a daemon may have deleted them first.
-                    others = all_going.difference(some)
-                    counted = {one: seen for one, seen in place.checkpoints.items() if one not in others}
-                    await _compare(where, stores, name)
-                    done = await prune_tier(stores[name], some, known=known, seen=replace(place, checkpoints=counted))
-                    gone |= done.gone
-                    held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
-                    held |= done.held
+                    other_batches = all_going.difference(batch)
+                    counted = {
+                        each_checkpoint: copies
+                        for each_checkpoint, copies in place.checkpoints.items()
+                        if each_checkpoint not in other_batches
+                    }
+                    await _check_identities(where, stores, name)
+                    outcome = await prune_tier(
+                        stores[name], batch, known=manifests, seen=replace(place, checkpoints=counted)
+                    )
+                    deleted |= outcome.gone
+                    hold_reasons |= dict.fromkeys(
+                        set(batch) - outcome.gone, "nothing of it is left but what others name"
+                    )
+                    hold_reasons |= outcome.held
                 for verdict in verdicts:
-                    found, seen = verdict.id, place.checkpoints.get(verdict.id)
-                    defects = [str(seen.defects[part]) for part in sorted(seen.defects)[:1]] if seen else []
+                    checkpoint, copy = verdict.id, place.checkpoints.get(verdict.id)
+                    defects = [str(copy.defects[part]) for part in sorted(copy.defects)[:1]] if copy else []
                     judged.append(
                         Judged(
                             name,
-                            found.run,
-                            found.step,
-                            found.attempt,
+                            checkpoint.run,
+                            checkpoint.step,
+                            checkpoint.attempt,
                             verdict.keep,
-                            (*reasons_of(seen, verdict), *defects),
-                            found in gone,
-                            "" if verdict.keep else held.get(found, ""),
+                            (*reasons_of(copy, verdict), *defects),
+                            checkpoint in deleted,
+                            "" if verdict.keep else hold_reasons.get(checkpoint, ""),
                         )
                     )
     return judged
 
 
-async def _compare(where: Places, stores: Mapping[str, Store], tier: str = "", *, keep: bool = True) -> None:
+async def _check_identities(where: Places, stores: Mapping[str, Store], tier: str = "", *, keep: bool = True) -> None:
     """Compare the tiers' identities as `check_identities` does.
 
     Raises:
@@ -176,30 +184,30 @@ async def _compare(where: Places, stores: Mapping[str, Store], tier: str = "", *
 
 async def _release(store: Store, place: Place, going: Collection[CheckpointId]) -> dict[CheckpointId, str]:
     """Verify the quarantined copies among `going` once more; return those that must be kept, each with the reason."""
-    kept: dict[CheckpointId, str] = {}
+    reasons: dict[CheckpointId, str] = {}
     for part in sorted(place.quarantined):
         if part.checkpoint in going and not place.has(part):
             try:
                 if await QuarantinedCopy(store, part).release():
-                    kept[part.checkpoint] = "its quarantined copy was read again, proved right, and is used again"
+                    reasons[part.checkpoint] = "its quarantined copy was read again, proved right, and is used again"
             except (TierdError, OSError) as error:
-                kept[part.checkpoint] = f"its quarantined copy cannot be read: {error}"
-    return kept
+                reasons[part.checkpoint] = f"its quarantined copy cannot be read: {error}"
+    return reasons
 
 
-def _check_policies(inventory: Inventory, where: Places, asked: list[str]) -> None:
+def _check_policies(inventory: Inventory, where: Places, run_names: list[str]) -> None:
     """Raise `ConfigError` if a run has no policy on a tier, or one that cannot be read, before anything is deleted."""
     assert where.config is not None
     for name, place in inventory.tiers.items():
         if place is None or where.policy:
             continue
-        for run in asked:
+        for run in run_names:
             if why := unknown(place, run):
                 raise ConfigError(f"{name}: what run {run!r} keeps is not known: {why}; give --keep-last N")
-            others = {other for one in place.policies.get(run, ()) for other in one.tiers}
-            if len(others) > len(where.config.tier):
+            on_tiers = {tier for policy in place.policies.get(run, ()) for tier in policy.tiers}
+            if len(on_tiers) > len(where.config.tier):
                 raise ConfigError(
-                    f"{name}: run {run!r} is kept on {', '.join(sorted(others))}, and what a tier that is not named "
+                    f"{name}: run {run!r} is kept on {', '.join(sorted(on_tiers))}, and what a tier that is not named "
                     "here still wants from this one is not known; name every tier, give --config FILE, or decide "
                     "yourself by --keep-last N"
                 )

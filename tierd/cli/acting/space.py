@@ -84,47 +84,52 @@ def rm(
 ) -> None:
     """Delete a whole run from the places named, pins and all. Name the spool, too, or its daemon sends it again."""
     where = places(spool, url, config, key_file=key_file)
-    found = asyncio.run(_held(where, check_run(run)))
-    if not found:
+    holdings = asyncio.run(_find_holdings(where, check_run(run)))
+    if not holdings:
         with answering(where, run):
             raise CheckpointNotFound(f"run {run!r}: nothing of it lies in the places named")
     if not json:
-        console().print(_shown(run, found))
+        console().print(_holdings_table(run, holdings))
     if not dry_run:
         if not yes:
-            _confirm(run, found)
+            _confirm(run, holdings)
         if where.spool:
             _remove_locally(where.spool, run)
         asyncio.run(_remove(where, run))
     if json:
-        print_json(Removal(run, not dry_run, found))
+        print_json(Removal(run, not dry_run, holdings))
     elif not dry_run:
-        console().print(f"deleted {run} from {', '.join(one.place for one in found)}")
+        console().print(f"deleted {run} from {', '.join(holding.place for holding in holdings)}")
 
 
-def _shown(run: str, found: tuple[Held, ...]) -> object:
-    rows = [(run, one.place, str(one.checkpoints), str(one.objects), size(one.stored_bytes)) for one in found]
+def _holdings_table(run: str, holdings: tuple[Held, ...]) -> object:
+    rows = [
+        (run, holding.place, str(holding.checkpoints), str(holding.objects), size(holding.stored_bytes))
+        for holding in holdings
+    ]
     return table(None, ("RUN", "WHERE", "CHECKPOINTS", "OBJECTS", "STORED"), rows)
 
 
-def _confirm(run: str, found: tuple[Held, ...]) -> None:
+def _confirm(run: str, holdings: tuple[Held, ...]) -> None:
     if not sys.stdin.isatty():
         raise ConfigError(f"rm {run}: nobody is there to be asked; give --yes, or --dry-run to see what would go")
-    count = max(one.checkpoints for one in found)
-    question = f"Delete run {run}, {count} checkpoints, from {', '.join(one.place for one in found)}, for good?"
+    count = max(holding.checkpoints for holding in holdings)
+    question = (
+        f"Delete run {run}, {count} checkpoints, from {', '.join(holding.place for holding in holdings)}, for good?"
+    )
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
 
 
-async def _held(where: Places, run: str) -> tuple[Held, ...]:
-    found: list[Held] = []
+async def _find_holdings(where: Places, run: str) -> tuple[Held, ...]:
+    holdings: list[Held] = []
     if where.spool:
         with translated(f"spool {where.spool.root}", where.spool.root):
-            found.append(held_in_spool(where.spool, SPOOL, run))
+            holdings.append(held_in_spool(where.spool, SPOOL, run))
     async with AsyncExitStack() as stack:
         for name, store in (await _stores(where, stack)).items():
-            found.append(await held_on_tier(store, name, run))
-    return tuple(one for one in found if one.objects)
+            holdings.append(await held_on_tier(store, name, run))
+    return tuple(holding for holding in holdings if holding.objects)
 
 
 async def _remove(where: Places, run: str) -> None:
@@ -162,48 +167,48 @@ def du(
 ) -> None:
     """The room that each run takes in each place, and how much of it several checkpoints share."""
     where = places(spool, url, config, key_file=key_file, run_option=True)
-    found = asyncio.run(_usages(where, run and check_run(run)))
-    missing = run is not None and not found.usage and not found.unreached
+    usages = asyncio.run(_measure_usage(where, run and check_run(run)))
+    missing = run is not None and not usages.usage and not usages.unreached
     if json:
-        print_json(found)
+        print_json(usages)
     elif not missing:
         rows = [
             (
-                one.run,
-                one.place,
-                str(one.checkpoints),
-                size(one.stored_bytes),
-                size(one.shared_bytes) if one.place != SPOOL else "",
-                f"{one.unreadable} manifests cannot be used" if one.unreadable else "",
+                usage.run,
+                usage.place,
+                str(usage.checkpoints),
+                size(usage.stored_bytes),
+                size(usage.shared_bytes) if usage.place != SPOOL else "",
+                f"{usage.unreadable} manifests cannot be used" if usage.unreadable else "",
             )
-            for one in found.usage
+            for usage in usages.usage
         ]
         console().print(table(None, ("RUN", "WHERE", "CHECKPOINTS", "STORED", "SHARED", ""), rows))
-        for name in found.unreached:
+        for name in usages.unreached:
             console().print(f"{name} did not answer")
-    if found.unreached:
+    if usages.unreached:
         raise typer.Exit(6)
     if missing:
         with answering(where, run):
             raise no_such(run, None, ())
 
 
-async def _usages(where: Places, run: str | None) -> Usages:
+async def _measure_usage(where: Places, run: str | None) -> Usages:
     usage: list[Usage] = []
     unreached: list[str] = []
     if where.spool:
         with translated(f"spool {where.spool.root}", where.spool.root):
             runs = {part.checkpoint.run for part in where.spool.parts()}
-            usage += [usage_in_spool(where.spool, one) for one in runs if run in (None, one)]
+            usage += [usage_in_spool(where.spool, run_name) for run_name in runs if run in (None, run_name)]
     async with AsyncExitStack() as stack:
         for name, store in (await _stores(where, stack)).items():
             try:
                 names = {run} if run else await TierObserver(store).runs()
-                usage += [await usage_on_tier(store, name, one) for one in sorted(names)]
+                usage += [await usage_on_tier(store, name, run_name) for run_name in sorted(names)]
             except (StoreUnavailable, StoreRefused):
                 unreached.append(name)
-    shown = [one for one in usage if one.stored_bytes or one.checkpoints]
-    return Usages(tuple(sorted(shown, key=lambda one: one.run)), tuple(unreached))
+    nonempty = [run_usage for run_usage in usage if run_usage.stored_bytes or run_usage.checkpoints]
+    return Usages(tuple(sorted(nonempty, key=lambda run_usage: run_usage.run)), tuple(unreached))
 
 
 async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:

@@ -98,44 +98,45 @@ def watch(
     run_daemon(serve(config, until_idle=until_idle, on_event=print_event if json else None))
 
 
-def _explain(directory: Path, own: OwnLayout | None, *, json: bool) -> None:
+def _explain(directory: Path, layout: OwnLayout | None, *, json: bool) -> None:
     """Print what a watch of a directory sees."""
     try:
-        tree = Tree(directory, skip=True, own=own)
+        tree = Tree(directory, skip=True, own=layout)
     except FileNotFoundError:
         raise ConfigError(f"{directory}: it does not exist, so there is nothing to explain") from None
     with tree:
         listing = tree.listing()
-        found = explain_listing(str(directory), listing, tree.opened, tuple(tree.unreadable), tuple(tree.unnamed))
-    print_json(found) if json else _show(found)
+        explained = explain_listing(str(directory), listing, tree.opened, tuple(tree.unreadable), tuple(tree.unnamed))
+    print_json(explained) if json else _show(explained)
 
 
 _COLUMNS = ("PATH", "PROGRAM", "STEP", "FROM", "FILES", "BYTES", "WHY")
 
 
-def _show(found: Explained) -> None:
+def _show(explained: Explained) -> None:
     out = console()
-    left = sum(bool(one.not_taken) for one in found.units)
+    untaken = sum(bool(unit.not_taken) for unit in explained.units)
     out.print(
-        f"{found.directory}: {len(found.units)} checkpoints, {left} of them would not be taken; "
-        f"{found.files} files belong to none",
+        f"{explained.directory}: {len(explained.units)} checkpoints, {untaken} of them would not be taken; "
+        f"{explained.files} files belong to none",
         soft_wrap=True,
     )
     rows = [
-        (one.path, one.program, _step(one), one.order, str(one.files), size(one.bytes), one.why) for one in found.units
+        (unit.path, unit.program, _step_text(unit), unit.order, str(unit.files), size(unit.bytes), unit.why)
+        for unit in explained.units
     ]
     if rows:
         out.print(table(None, _COLUMNS, rows))
-    lines = [f"{one.path} would not be taken: {one.not_taken}" for one in found.units if one.not_taken]
-    lines += [f"passed over: {group}" for group in found.passed_over]
-    lines += [f"{path} cannot be listed, and is skipped" for path in found.unreadable]
-    lines += [f"{path} is skipped, because its name is not UTF-8" for path in found.unnamed]
+    lines = [f"{unit.path} would not be taken: {unit.not_taken}" for unit in explained.units if unit.not_taken]
+    lines += [f"passed over: {group}" for group in explained.passed_over]
+    lines += [f"{path} cannot be listed, and is skipped" for path in explained.unreadable]
+    lines += [f"{path} is skipped, because its name is not UTF-8" for path in explained.unnamed]
     for line in lines:
         out.print(line, soft_wrap=True)
 
 
-def _step(one: ExplainedUnit) -> str:
-    return "-" if one.step is None else str(one.step)
+def _step_text(unit: ExplainedUnit) -> str:
+    return "-" if unit.step is None else str(unit.step)
 
 
 def _check_directory(directory: Path) -> None:

@@ -114,7 +114,7 @@ DrainOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Question:
     """The values of the options, in seconds and bytes."""
 
     measured: Measured
@@ -124,12 +124,12 @@ class _Asked:
     node_loss: float
     sync_s: float | None
     step_s: float | None
-    every: int | None
+    every_steps: int | None
 
     def costs(self, mtbf_s: float) -> Costs:
-        one = self.measured  # a save that is durable when it returns: clocks differ
-        durable = max(one.blocked_s, one.durable_s)
-        return Costs(one.blocked_s, durable, self.restart_s, mtbf_s, self.flush_s, self.node_loss)
+        measured = self.measured  # a save that is durable when it returns: clocks differ
+        durable = max(measured.blocked_s, measured.durable_s)
+        return Costs(measured.blocked_s, durable, self.restart_s, mtbf_s, self.flush_s, self.node_loss)
 
 
 def register(app: typer.Typer) -> None:
@@ -163,98 +163,103 @@ def advise_command(
     """How often to save, and the goodput to expect, from what saving and failing cost. With --notice: whether the last
     save is in time when the node ends.
     """
-    went = past_of(from_run, spool, run)
+    history = past_of(from_run, spool, run)
     sync_s = None if sync is None else time("--sync", sync)
     node_count = count("--nodes", nodes)
-    if went is not None:
-        state_size = state_size or f"{max(1, went.state_bytes // node_count)}B"
+    if history is not None:
+        state_size = state_size or f"{max(1, history.state_bytes // node_count)}B"
     measured = measured_by(file, state_size, blocked, bandwidth, sync_s, table)
     if notice is not None:
-        _answer_notice(_fit(measured, notice, drain, tier_bandwidth, step_time_of(step_time, went)), json)
+        _answer_notice(_notice_timing(measured, notice, drain, tier_bandwidth, step_time_of(step_time, history)), json)
         return
     if drain is not None:
         raise ConfigError("--drain is for --notice: how long the daemon sends after it")
-    asked = _Asked(
+    question = _Question(
         measured,
-        mtbf_of(mtbf, node_count, went),
-        away_of(went, time("--restart", restart, zero=True)),
+        mtbf_of(mtbf, node_count, history),
+        away_of(history, time("--restart", restart, zero=True)),
         *second_level(measured.state_bytes, tier_bandwidth, node_loss, table),
         sync_s,
-        step_time_of(step_time, went),
-        went.every_steps if every is None and went is not None else every,
+        step_time_of(step_time, history),
+        history.every_steps if every is None and history is not None else every,
     )
-    if asked.every is not None:
-        count("--every", asked.every)
-        if asked.step_s is None:
+    if question.every_steps is not None:
+        count("--every", question.every_steps)
+        if question.step_s is None:
             raise ConfigError("--every counts steps: say how long one takes with --step-time")
     if tier and not table:
         raise ConfigError("--tier is a row of the table: give --table as well")
-    found = _answer(asked, went, tiers_of(tier, tier_bandwidth) if table else None)
-    _draw(plot, found)
+    answer = _answer(question, history, tiers_of(tier, tier_bandwidth) if table else None)
+    _draw(plot, answer)
     if json:
-        print_json(found)
+        print_json(answer)
     else:
-        _print(found, asked)
+        _print(answer, question)
 
 
-def _answer(asked: _Asked, went: Past | None, tiers: dict[str, float | None] | None) -> Advised:
-    if asked.mtbf_s is None:
+def _answer(question: _Question, history: Past | None, tiers: dict[str, float | None] | None) -> Advised:
+    if question.mtbf_s is None:
         if tiers is None:
             raise ConfigError(
                 "--mtbf: say how often a failure stops the job, such as --mtbf 50d --nodes 32; what saving takes where "
                 "nothing fails, --table shows without it"
             )
-        return Advised(None, None, asked.sync_s, table=tuple(_table(asked, tiers, None)))
-    costs = asked.costs(asked.mtbf_s)
-    found = advise(costs, asked.step_s, asked.every)
-    beside = None
-    if asked.sync_s is not None and asked.sync_s != asked.measured.blocked_s:
-        waits = Costs(asked.sync_s, asked.sync_s, asked.restart_s, asked.mtbf_s)
-        beside = advise(waits, asked.step_s, asked.every)
-    rows = None if tiers is None else tuple(_table(asked, tiers, found))
-    return Advised(costs, found, asked.sync_s, beside, rows, went)
+        return Advised(None, None, question.sync_s, table=tuple(_table_rows(question, tiers, None)))
+    costs = question.costs(question.mtbf_s)
+    advice = advise(costs, question.step_s, question.every_steps)
+    sync_advice = None
+    if question.sync_s is not None and question.sync_s != question.measured.blocked_s:
+        waits = Costs(question.sync_s, question.sync_s, question.restart_s, question.mtbf_s)
+        sync_advice = advise(waits, question.step_s, question.every_steps)
+    rows = None if tiers is None else tuple(_table_rows(question, tiers, advice))
+    return Advised(costs, advice, question.sync_s, sync_advice, rows, history)
 
 
-def _table(asked: _Asked, tiers: dict[str, float | None], found: Advice | None) -> list[TableRow]:
-    if asked.step_s is None:
-        intervals: dict[float, int | None] = {60.0 * one: None for one in _MINUTES}
+def _table_rows(question: _Question, tiers: dict[str, float | None], advice: Advice | None) -> list[TableRow]:
+    if question.step_s is None:
+        intervals: dict[float, int | None] = {60.0 * minutes: None for minutes in _MINUTES}
     else:
-        intervals = {asked.step_s * one: one for one in {*_STEPS, *([asked.every] if asked.every else [])}}
-    if found is not None:
-        intervals[found.recommended.interval_s] = found.recommended.steps
-    one = asked.measured
+        intervals = {
+            question.step_s * steps: steps
+            for steps in {*_STEPS, *([question.every_steps] if question.every_steps else [])}
+        }
+    if advice is not None:
+        intervals[advice.recommended.interval_s] = advice.recommended.steps
+    measured = question.measured
     job = Job(
-        one.state_bytes,
-        one.blocked_s,
-        max(one.blocked_s, one.durable_s),
-        asked.sync_s,
-        asked.restart_s,
-        asked.mtbf_s,
-        asked.node_loss or 1.0,
+        measured.state_bytes,
+        measured.blocked_s,
+        max(measured.blocked_s, measured.durable_s),
+        question.sync_s,
+        question.restart_s,
+        question.mtbf_s,
+        question.node_loss or 1.0,
     )
     return lines(job, sorted(intervals.items()), tiers)
 
 
-def _draw(file: Path | None, found: Advised) -> None:
+def _draw(file: Path | None, answer: Advised) -> None:
     if file is None:
         return
-    if found.table is not None:
-        draw_table(file, found.table)
-    elif found.costs is not None and found.advice is not None:
-        draw(file, found.costs, found.advice)
+    if answer.table is not None:
+        draw_table(file, answer.table)
+    elif answer.costs is not None and answer.advice is not None:
+        draw(file, answer.costs, answer.advice)
 
 
-def _print(found: Advised, asked: _Asked) -> None:
-    if found.past is not None and found.advice is not None and found.advice.yours is not None:
-        for line in account(found.past, found.advice.yours, found.advice.recommended):
+def _print(answer: Advised, question: _Question) -> None:
+    if answer.past is not None and answer.advice is not None and answer.advice.yours is not None:
+        for line in account(answer.past, answer.advice.yours, answer.advice.recommended):
             print_lines(line)
-    if found.table is not None:
-        print_lines("\n".join(markdown(found.table, LOCAL, asked.node_loss or 1.0)))
-    elif found.costs is not None and found.advice is not None:
-        show(console(), found.costs, found.advice, found.sync)
+    if answer.table is not None:
+        print_lines("\n".join(markdown(answer.table, LOCAL, question.node_loss or 1.0)))
+    elif answer.costs is not None and answer.advice is not None:
+        show(console(), answer.costs, answer.advice, answer.sync)
 
 
-def _fit(measured: Measured, notice: str, drain: str | None, tier_bandwidth: str | None, step_s: float | None) -> Fit:
+def _notice_timing(
+    measured: Measured, notice: str, drain: str | None, tier_bandwidth: str | None, step_s: float | None
+) -> Fit:
     return fit(
         time("--notice", notice),
         measured.state_bytes,
@@ -266,10 +271,10 @@ def _fit(measured: Measured, notice: str, drain: str | None, tier_bandwidth: str
     )
 
 
-def _answer_notice(found: Fit, json: bool) -> None:
+def _answer_notice(timing: Fit, json: bool) -> None:
     if json:
-        print_json(found)
+        print_json(timing)
     else:
-        print_lines("\n".join(times(found)))
-    if not found.fits:
+        print_lines("\n".join(times(timing)))
+    if not timing.fits:
         raise typer.Exit(EXIT_WARNING)

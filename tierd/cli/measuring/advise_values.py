@@ -30,12 +30,12 @@ class Measured(msgspec.Struct, frozen=True):
     durable_s: Annotated[float, Meta(ge=SHORTEST, le=LONGEST)]
 
 
-class _Benched(Measured, frozen=True):
+class _BenchCosts(Measured, frozen=True):
     state_bytes: Annotated[int, Meta(gt=0)]
 
 
-class _Bench(msgspec.Struct, frozen=True):
-    advise: _Benched
+class _BenchResult(msgspec.Struct, frozen=True):
+    advise: _BenchCosts
 
 
 def past_of(from_run: tuple[str, str] | None, spool: Path | None, run: str | None) -> Past | None:
@@ -50,42 +50,42 @@ def past_of(from_run: tuple[str, str] | None, spool: Path | None, run: str | Non
     where = places(spool, urls, None)
     world: Inventory = observed(where, name)
     if name is None:
-        there = runs(world)
-        if len(there) != 1:
-            raise ConfigError(f"--spool {spool}: it has {len(there)} runs; say which with --run")
-        [name] = there
+        names = runs(world)
+        if len(names) != 1:
+            raise ConfigError(f"--spool {spool}: it has {len(names)} runs; say which with --run")
+        [name] = names
     with answering(where, name):
         return past(world, name)
 
 
-def mtbf_of(mtbf: str | None, nodes: int, went: Past | None) -> float | None:
+def mtbf_of(mtbf: str | None, nodes: int, history: Past | None) -> float | None:
     if mtbf is not None:
         return time("--mtbf", mtbf) / nodes
-    if went is None:
+    if history is None:
         return None
-    if not went.failures:
-        raise ConfigError(f"run {went.run}: no launch resumed, so no failure is known; say how often with --mtbf")
-    return went.span_s / went.failures
+    if not history.failures:
+        raise ConfigError(f"run {history.run}: no launch resumed, so no failure is known; say how often with --mtbf")
+    return history.span_s / history.failures
 
 
-def away_of(went: Past | None, given: float) -> float:
-    return given if went is None or math.isnan(went.away_s) else went.away_s
+def away_of(history: Past | None, default_s: float) -> float:
+    return default_s if history is None or math.isnan(history.away_s) else history.away_s
 
 
-def step_time_of(step_time: str | None, went: Past | None) -> float | None:
+def step_time_of(step_time: str | None, history: Past | None) -> float | None:
     if step_time is not None:
         return time("--step-time", step_time)
-    return None if went is None else went.step_s
+    return None if history is None else history.step_s
 
 
 def tiers_of(tiers: list[str] | None, bandwidth: str | None) -> dict[str, float | None]:
-    found: dict[str, float | None] = {LOCAL: None}
-    for one in tiers or ([f"tier={bandwidth}"] if bandwidth else []):
-        name, equals, text = one.partition("=")
-        if not (name and equals) or name in found or "|" in name:
-            raise ConfigError(f"--tier {one!r}: a name of its own and a bandwidth, as network=500MB/s")
-        found[name] = rate("--tier", text)
-    return found
+    bandwidths: dict[str, float | None] = {LOCAL: None}
+    for entry in tiers or ([f"tier={bandwidth}"] if bandwidth else []):
+        name, equals, text = entry.partition("=")
+        if not (name and equals) or name in bandwidths or "|" in name:
+            raise ConfigError(f"--tier {entry!r}: a name of its own and a bandwidth, as network=500MB/s")
+        bandwidths[name] = rate("--tier", text)
+    return bandwidths
 
 
 def measured_by(
@@ -96,18 +96,18 @@ def measured_by(
     sync_s: float | None,
     table: bool,
 ) -> Measured:
-    given = {"--state-size": state_size, "--blocked": blocked, "--bandwidth": bandwidth}
+    options = {"--state-size": state_size, "--blocked": blocked, "--bandwidth": bandwidth}
     if file is not None:
-        if any(value is not None for value in given.values()):
-            raise ConfigError(f"--from names what saving costs itself; leave {', '.join(given)} out")
+        if any(value is not None for value in options.values()):
+            raise ConfigError(f"--from names what saving costs itself; leave {', '.join(options)} out")
         try:
-            return msgspec.json.decode(file.read_bytes(), type=_Bench).advise
+            return msgspec.json.decode(file.read_bytes(), type=_BenchResult).advise
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"--from {file}: not what `tierd bench overhead` writes: {error}") from error
     if sync_s is not None and blocked is None and bandwidth is None and not table:  # a table compares it with tierd
         return Measured(0 if state_size is None else round(size("--state-size", state_size)), sync_s, sync_s)
     if state_size is None or blocked is None or bandwidth is None:
-        missing = ", ".join(option for option, value in given.items() if value is None)
+        missing = ", ".join(option for option, value in options.items() if value is None)
         way_out = "" if table else ", or --sync TIME"
         raise ConfigError(f"missing: {missing}; or give --from FILE, the JSON of `tierd bench overhead`{way_out}")
     amount, cost = size("--state-size", state_size), time("--blocked", blocked, zero=True)

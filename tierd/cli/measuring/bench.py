@@ -98,11 +98,11 @@ def growth(
         raise ConfigError(f"{error.name} is not installed; pip install 'tierd[bench]'") from error
 
     parts = [name.strip() for name in only.split(",")] if only is not None else list(page.TITLES)
-    found = run(parts, scale, s3, directory, out, lambda text: print_lines(text, error=True))
+    outcome = run(parts, scale, s3, directory, out, lambda text: print_lines(text, error=True))
     if json:
-        print_json({"result": found, "verdicts": result.verdicts(found)})
+        print_json({"result": outcome, "verdicts": result.verdicts(outcome)})
     else:
-        print_lines(page.page(found))
+        print_lines(page.page(outcome))
 
 
 def _numbers(option: str, text: str) -> list[float]:

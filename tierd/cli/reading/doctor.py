@@ -28,10 +28,10 @@ from tierd.doctor.tier import Subject
 from tierd.stores.keys import Key, read_key
 from tierd.stores.open import open_store
 
-_EXITS: dict[Severity, int] = {"warning": EXIT_WARNING, "error": EXIT_ALERT}
-_DRAIN = Config(spool="/", tier=(TierConfig(name="t", url="/t"),)).drain  # the default
+_EXIT_CODES: dict[Severity, int] = {"warning": EXIT_WARNING, "error": EXIT_ALERT}
+_DEFAULT_DRAIN = Config(spool="/", tier=(TierConfig(name="t", url="/t"),)).drain  # the default
 _ATTEMPTS = 2  # of each request, because a single failure proves little and somebody waits
-_WORDS: dict[Severity, str] = {
+_SEVERITY_WORDS: dict[Severity, str] = {
     "ok": "ok",
     "note": "note",
     "unknown": "not tried",
@@ -68,54 +68,56 @@ def doctor(
     """Try what a daemon and its trainers will need: the spool, the machine, every tier, and the time to end.
 
     Run it as the account that trains. Exit code 10: there are warnings; 11: something will fail."""
-    found = asyncio.run(_examine(url, spool, config, key_file))
-    answer = Diagnosis(worst(found), tuple(found))
+    findings = asyncio.run(_examine(url, spool, config, key_file))
+    answer = Diagnosis(worst(findings), tuple(findings))
     if json:
         print_json(answer)
     else:
         out = console()
-        out.print(_shown(found))
-        out.print(_sum(found))
+        out.print(_findings_table(findings))
+        out.print(_count_severities(findings))
     if answer.severity != "ok":
-        raise typer.Exit(_EXITS[answer.severity])
+        raise typer.Exit(_EXIT_CODES[answer.severity])
 
 
-def _shown(found: Sequence[Finding]) -> Table:
+def _findings_table(findings: Sequence[Finding]) -> Table:
     rows: list[tuple[str, str, str, str]] = []
-    for one in found:
-        rows.append((one.place, one.check, _WORDS[one.severity], one.found))
-        rows.append(("", "", "", one.why))
-        if one.do:
-            rows.append(("", "", "", f"-> {one.do}"))
+    for each_finding in findings:
+        rows.append(
+            (each_finding.place, each_finding.check, _SEVERITY_WORDS[each_finding.severity], each_finding.found)
+        )
+        rows.append(("", "", "", each_finding.why))
+        if each_finding.do:
+            rows.append(("", "", "", f"-> {each_finding.do}"))
     return table(None, ("WHERE", "CHECK", "", "FOUND, WHY IT MATTERS, WHAT TO DO"), rows)
 
 
-def _sum(found: Sequence[Finding]) -> str:
-    counts = Counter(one.severity for one in found)
-    return ", ".join(f"{counts[severity]} {word}" for severity, word in _WORDS.items() if counts[severity])
+def _count_severities(findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.severity for finding in findings)
+    return ", ".join(f"{counts[severity]} {word}" for severity, word in _SEVERITY_WORDS.items() if counts[severity])
 
 
 async def _examine(
     urls: list[str] | None, spool: Path | None, file: Path | None, key_file: Path | None
 ) -> list[Finding]:
-    config, root = _named(urls, spool, file, key_file)
-    found, subjects = [], list[Subject]()
+    config, root = _resolve_places(urls, spool, file, key_file)
+    findings, subjects = [], list[Subject]()
     async with AsyncExitStack() as stack:
         for tier in config.tier if config else ():
-            key, judged = _key(tier)
-            found += judged
+            key, judged = _read_key(tier)
+            findings += judged
             url = parse_url(tier.url)
             store = open_store(url, key=key, attempts=_ATTEMPTS, trial=True)
             stack.push_async_callback(store.aclose)
             subjects.append(Subject(tier.name, url, store, root))
         retention = (config.retention if config else None) or RetentionPolicy()
-        drain_s = seconds(config.drain if config else _DRAIN)
+        drain_s = seconds(config.drain if config else _DEFAULT_DRAIN)
         group_s = timings.given().examined_s
         examined = await examine(Examined(root, retention.keep_last, drain_s, subjects, group_s))
-    return [*examined, *found]
+    return [*examined, *findings]
 
 
-def _named(
+def _resolve_places(
     urls: list[str] | None, spool: Path | None, file: Path | None, key_file: Path | None
 ) -> tuple[Config | None, Path | None]:
     """Return the configuration and the spool's path, which may be absent as yet. Raises `ConfigError`."""
@@ -133,7 +135,7 @@ def _named(
     return (from_urls(str(root or "/"), urls, key_file=key, where="URL") if urls else None), root
 
 
-def _key(tier: TierConfig) -> tuple[Key | None, list[Finding]]:
+def _read_key(tier: TierConfig) -> tuple[Key | None, list[Finding]]:
     """Return a tier's key, and the finding about it, if it is to have one."""
     if tier.key_file is None:
         return None, []

@@ -71,7 +71,7 @@ def export(
 
     where = places(None, list(url), None, key_file=key_file)
     with answering(where, name), open_run(list(url), name, key_file) as reader, progress("exporting") as meter:
-        done = reader.export(
+        exported = reader.export(
             to,
             format,
             step,
@@ -84,23 +84,23 @@ def export(
             on_progress=meter.update,
         )
     if json:
-        print_json(done)
+        print_json(exported)
         return
     out = console()
-    out.print(f"step {done.step} (attempt {done.attempt}): {done.tensors} tensors in {done.directory}")
-    for file, length in done.files.items():
+    out.print(f"step {exported.step} (attempt {exported.attempt}): {exported.tensors} tensors in {exported.directory}")
+    for file, length in exported.files.items():
         out.print(f"  {file}  {size(length)}")
     for names, reason in (
-        (done.converted, "converted, because torch.load refuses these types by default"),
-        (done.left_out, f"left out, because {_REFUSES.get(format, 'they are not tensors')}"),
+        (exported.converted, "converted, because torch.load refuses these types by default"),
+        (exported.left_out, f"left out, because {_REFUSES.get(format, 'they are not tensors')}"),
     ):
         if names:
-            more = f", … ({len(names)} in all, which --json names)" if len(names) > 5 else ""
-            out.print(f"{reason}: {', '.join(names[:5])}{more}")
-    if strip and not done.stripped:
+            ellipsis = f", … ({len(names)} in all, which --json names)" if len(names) > 5 else ""
+            out.print(f"{reason}: {', '.join(names[:5])}{ellipsis}")
+    if strip and not exported.stripped:
         complain(f"--strip {strip}: no name begins with it; --only leaves an entry's name out of the others")
-    if done.overflowed:
-        more = ", …" if len(done.overflowed) > 5 else ""
-        complain(f"--dtype {dtype} made finite values infinite in {', '.join(done.overflowed[:5])}{more}")
-    for one in done.skipped:
-        out.print(f"skipped {one}")
+    if exported.overflowed:
+        ellipsis = ", …" if len(exported.overflowed) > 5 else ""
+        complain(f"--dtype {dtype} made finite values infinite in {', '.join(exported.overflowed[:5])}{ellipsis}")
+    for text in exported.skipped:
+        out.print(f"skipped {text}")

@@ -60,11 +60,13 @@ def follow(
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
 
-    def show(one: Delivery) -> None:
+    def show(delivery: Delivery) -> None:
         if json:
-            print(printable_json(msgspec.json.encode(one).decode()), flush=True)
+            print(printable_json(msgspec.json.encode(delivery).decode()), flush=True)
         else:
-            print_lines(f"{one.run} step {one.step} (attempt {one.attempt}): {one.reason or 'delivered'}")
+            print_lines(
+                f"{delivery.run} step {delivery.step} (attempt {delivery.attempt}): {delivery.reason or 'delivered'}"
+            )
 
     words = parse_command(command)
     _check_apart(to, url)

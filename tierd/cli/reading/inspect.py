@@ -44,19 +44,19 @@ class Inspections(msgspec.Struct, frozen=True):
 class _Place:
     """A path from the command line, and how its units are shown."""
 
-    given: str
-    named: NamedPlace
+    path_text: str
+    location: NamedPlace
 
     @property
     def name(self) -> str | None:
-        return self.named.name
+        return self.location.name
 
-    def shown(self, path: str) -> str:
+    def display_path(self, path: str) -> str:
         if self.name is None:
-            return str(Path(self.given) / path)
+            return str(Path(self.path_text) / path)
         if path == self.name or path.startswith(self.name + "/"):
-            return self.given + path[len(self.name) :]
-        return str(Path(self.given).parent / path)
+            return self.path_text + path[len(self.name) :]
+        return str(Path(self.path_text).parent / path)
 
 
 def register(app: typer.Typer) -> None:
@@ -75,14 +75,14 @@ def inspect(
             places.append(_Place(str(path), named_place(path)))
         except (CheckpointNotFound, ConfigError) as error:
             absent.append(error)
-    found = tuple(one for place in places for one in _inspect(place))
+    results = tuple(result for place in places for result in _inspect(place))
     if json:
-        print_json(Inspections(found))
-    elif found:
-        _show(found)
-    code = next((code for status, code in _EXIT_CODES if any(one.status == status for one in found)), 0)
-    for one in absent[1:]:
-        complain(one)
+        print_json(Inspections(results))
+    elif results:
+        _show(results)
+    code = next((code for status, code in _EXIT_CODES if any(result.status == status for result in results)), 0)
+    for absence in absent[1:]:
+        complain(absence)
     if absent and code not in (5, 6):
         raise absent[0]
     if absent:
@@ -92,40 +92,47 @@ def inspect(
 
 
 def _inspect(place: _Place) -> Iterator[Inspected]:
-    with place.named.tree() as tree:
-        listing, chosen = _units(tree, place)
-        found = [_checked(tree, listing, unit) for unit in chosen]
-        if any(one.status == "damaged" for one in found):
+    with place.location.tree() as tree:
+        listing, chosen_units = _choose_units(tree, place)
+        results = [_check_unit(tree, listing, unit) for unit in chosen_units]
+        if any(result.status == "damaged" for result in results):
             time.sleep(timings.given().damaged_s)
-            again = _list(tree, place)
-            found = [_unless_changed(unit, one, listing, again) for unit, one in zip(chosen, found, strict=True)]
-        apart = [_twins(tree, listing, unit, one) for unit, one in zip(chosen, found, strict=True)]
-    strays = tree.stray(chosen)
+            second_listing = _list(tree, place)
+            results = [
+                _mark_if_changed(unit, result, listing, second_listing)
+                for unit, result in zip(chosen_units, results, strict=True)
+            ]
+        twin_results = [
+            _inspect_twins(tree, listing, unit, result) for unit, result in zip(chosen_units, results, strict=True)
+        ]
+    strays = tree.stray(chosen_units)
     for path, (status, reason) in strays.items():
-        yield _named(Inspected(path, None, None, status, 0, 0, (Finding(path, None, status, reason),), ()), place)
-    if not found and not strays:
+        yield _with_shown_paths(
+            Inspected(path, None, None, status, 0, 0, (Finding(path, None, status, reason),), ()), place
+        )
+    if not results and not strays:
         reason = "no checkpoint of a program that is known lies there"
-        unknown = Finding(place.given, None, "unknown", reason)
-        yield Inspected(place.given, None, None, "unknown", 0, 0, (unknown,), ())
-    for one in chain.from_iterable(apart):
-        yield _named(one, place)
+        unknown = Finding(place.path_text, None, "unknown", reason)
+        yield Inspected(place.path_text, None, None, "unknown", 0, 0, (unknown,), ())
+    for twin_result in chain.from_iterable(twin_results):
+        yield _with_shown_paths(twin_result, place)
 
 
-def _twins(tree: FollowingTree, listing: Listing, unit: Unit, whole: Inspected) -> list[Inspected]:
+def _inspect_twins(tree: FollowingTree, listing: Listing, unit: Unit, whole_result: Inspected) -> list[Inspected]:
     """Return the results of a unit's twins, each without the others, if one is sound; else that of the whole unit."""
-    if whole.status in ("sound", "changing"):
-        return [whole]
-    apart = [_checked(tree, listing, alone) for _, alone in without_twins(unit, listing)]
-    return apart if any(one.status == "sound" for one in apart) else [whole]
+    if whole_result.status in ("sound", "changing"):
+        return [whole_result]
+    twin_results = [_check_unit(tree, listing, alone) for _, alone in without_twins(unit, listing)]
+    return twin_results if any(result.status == "sound" for result in twin_results) else [whole_result]
 
 
 def _list(tree: FollowingTree, place: _Place) -> Listing:
-    if place.name is None or place.named.path.is_dir():
+    if place.name is None or place.location.path.is_dir():
         return tree.listing(place.name)
     return tree.files()
 
 
-def _units(tree: FollowingTree, place: _Place) -> tuple[Listing, list[Unit]]:
+def _choose_units(tree: FollowingTree, place: _Place) -> tuple[Listing, list[Unit]]:
     """Return the units at the place. A file is checked with the other files of its unit."""
     listing = _list(tree, place)
     entry = listing.entries.get(place.name or "", ListedEntry("directory"))
@@ -134,44 +141,46 @@ def _units(tree: FollowingTree, place: _Place) -> tuple[Listing, list[Unit]]:
     return listing, units(listing)
 
 
-def _checked(tree: FollowingTree, listing: Listing, unit: Unit) -> Inspected:
+def _check_unit(tree: FollowingTree, listing: Listing, unit: Unit) -> Inspected:
     sizes: Mapping[str, int] = {path: listing.entries[path].size for path in unit.files}
     opener: Opener = lambda path: tree.opened(path, listing.entries[path])  # noqa: E731
     return inspect_unit(unit, sizes, opener, tree.unfollowed)
 
 
-def _unless_changed(unit: Unit, found: Inspected, before: Listing, after: Listing) -> Inspected:
+def _mark_if_changed(unit: Unit, result: Inspected, before: Listing, after: Listing) -> Inspected:
     """Return the result, or `changing` if the unit was written to since, because damage then proves nothing."""
-    if found.status != "damaged":
-        return found
-    again = next((one for one in units(after) if one.path == unit.path), lone_file(unit.path))
+    if result.status != "damaged":
+        return result
+    unit_now = next((candidate for candidate in units(after) if candidate.path == unit.path), lone_file(unit.path))
     same = all(before.entries[path] == after.entries.get(path) for path in unit.files)
-    if same and again.files == unit.files:
-        return found
-    written = Finding(unit.path, None, "changing", "still being written")
-    return msgspec.structs.replace(found, status="changing", findings=(written, *found.findings))
+    if same and unit_now.files == unit.files:
+        return result
+    finding = Finding(unit.path, None, "changing", "still being written")
+    return msgspec.structs.replace(result, status="changing", findings=(finding, *result.findings))
 
 
-def _named(found: Inspected, place: _Place) -> Inspected:
-    findings = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.findings)
-    uncovered = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.uncovered)
-    notes = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.notes)
-    shown = place.shown(found.path)
-    return msgspec.structs.replace(found, path=shown, findings=findings, uncovered=uncovered, notes=notes)
+def _with_shown_paths(result: Inspected, place: _Place) -> Inspected:
+    findings = tuple(
+        msgspec.structs.replace(finding, file=place.display_path(finding.file)) for finding in result.findings
+    )
+    uncovered = tuple(msgspec.structs.replace(gap, file=place.display_path(gap.file)) for gap in result.uncovered)
+    notes = tuple(msgspec.structs.replace(note, file=place.display_path(note.file)) for note in result.notes)
+    path = place.display_path(result.path)
+    return msgspec.structs.replace(result, path=path, findings=findings, uncovered=uncovered, notes=notes)
 
 
-def _show(found: tuple[Inspected, ...]) -> None:
+def _show(results: tuple[Inspected, ...]) -> None:
     columns = ("PATH", "PROGRAM", "STEP", "FILES", "BYTES", "STATUS")
     out = console()
-    out.print(table(None, columns, [_row(one) for one in found]))
-    for one in found:
-        for finding in one.findings:
+    out.print(table(None, columns, [_row(unit) for unit in results]))
+    for result in results:
+        for finding in result.findings:
             where = finding.file if finding.offset is None else f"{finding.file}: byte {finding.offset}"
             out.print(f"{where}: {finding.status}: {finding.reason}", soft_wrap=True)
-        for note in one.notes:
+        for note in result.notes:
             out.print(f"{note.file}: {note.note}", soft_wrap=True)
 
 
-def _row(one: Inspected) -> tuple[str, ...]:
-    step = "" if one.step is None else str(one.step)
-    return one.path, one.program or "", step, str(one.files), size(one.bytes), one.status
+def _row(result: Inspected) -> tuple[str, ...]:
+    step = "" if result.step is None else str(result.step)
+    return result.path, result.program or "", step, str(result.files), size(result.bytes), result.status

@@ -76,15 +76,15 @@ def ls(
 ) -> None:
     """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
     where = places(spool, url, config, key_file=key_file, run_option=True)
-    found, unanswered = _report(where, run)
-    missing = run is not None and not found.checkpoints and not found.unreached and not unanswered
+    listing, unanswered = _report(where, run)
+    missing = run is not None and not listing.checkpoints and not listing.unreached and not unanswered
     if json:
-        print_json(found)
+        print_json(listing)
     elif not missing:
-        print_checkpoints(found)
-        for name in found.unreached:
+        print_checkpoints(listing)
+        for name in listing.unreached:
             complain(f"{name} did not answer")
-    if found.unreached or unanswered:
+    if listing.unreached or unanswered:
         raise typer.Exit(6)
     with answering(where, run):
         if missing:
@@ -104,29 +104,29 @@ def show(
     """One checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
     where = places(spool, url, config, key_file=key_file)
     with answering(where, run):
-        inventory, checkpoint, manifests = _observed_whole(where, run, step, attempt)
-    found = next(
+        inventory, checkpoint, manifests = _observe_checkpoint(where, run, step, attempt)
+    summary = next(
         c
         for c in report(inventory, where.config, run, defaults=where.policy).checkpoints
         if (c.step, c.attempt) == (checkpoint.step, checkpoint.attempt)
     )
     if json:
-        print_json({"checkpoint": found, "manifests": manifests})
+        print_json({"checkpoint": summary, "manifests": manifests})
         return
     out = console()
-    out.print(f"{checkpoint}, {found.created}, {'complete' if found.complete else 'incomplete'}")
-    out.print(f"resumed from: {_origin(run, found.resumed_from) or 'nothing'}")
-    values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in found.metrics.items())
+    out.print(f"{checkpoint}, {summary.created}, {'complete' if summary.complete else 'incomplete'}")
+    out.print(f"resumed from: {_origin(run, summary.resumed_from) or 'nothing'}")
+    values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in summary.metrics.items())
     out.print(f"metrics: {values or 'none'}")
     for line in _lineage(manifests):
         out.print(line)
-    out.print(checkpoints(Report((found,), ())))
+    out.print(checkpoints(Report((summary,), ())))
     for manifest in manifests:
         rows = [(file.path, size(file.size), str(len(file.chunks))) for file in manifest.files]
         out.print(table(f"rank {manifest.rank} of {manifest.world_size}", ("FILE", "BYTES", "CHUNKS"), rows))
 
 
-def _observed_whole(
+def _observe_checkpoint(
     where: Places, run: str, step: int, attempt: str | None
 ) -> tuple[Inventory, CheckpointId, list[Manifest]]:
     """Observe all places, and return with that the checkpoint of a step and its manifests.
@@ -142,8 +142,8 @@ def _observed_whole(
             checkpoint = choose(inventory, run, step, attempt)
         except CheckpointNotFound as error:
             raise CheckpointNotFound(f"{error}{pruned}") from None
-        manifests, gone = asyncio.run(_manifests(where, inventory, checkpoint))
-        if not gone:
+        manifests, missing_parts = asyncio.run(_read_manifests(where, inventory, checkpoint))
+        if not missing_parts:
             return inventory, checkpoint, manifests
         pruned = "\n  it was pruned while it was read"
     raise StoreUnavailable(f"{checkpoint}: its manifests vanished while they were read, {_LISTINGS} times; try again")
@@ -156,11 +156,11 @@ def _origin(run: str, name: str | None) -> CheckpointId | str | None:
 
 def _lineage(manifests: list[Manifest]) -> Iterator[str]:
     """Yield what the first readable manifest says of other runs."""
-    for one in manifests[:1]:
-        if one.started_from:
-            yield f"the run started from: {one.started_from}"
-        if one.copied_from:
-            yield f"copied from: {' → '.join(one.copied_from)}"
+    for manifest in manifests[:1]:
+        if manifest.started_from:
+            yield f"the run started from: {manifest.started_from}"
+        if manifest.copied_from:
+            yield f"copied from: {' → '.join(manifest.copied_from)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def verify(
     if json:
         print_json({"checks": checks, "unreached": unreached})
     else:
-        rows = [(c.place, c.run, str(c.step), c.attempt, str(c.rank), size(c.size), _found(c)) for c in checks]
+        rows = [(c.place, c.run, str(c.step), c.attempt, str(c.rank), size(c.size), _describe_check(c)) for c in checks]
         console().print(table(None, ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
     if any(check.wrong for check in checks):
         complain(
@@ -215,7 +215,7 @@ def verify(
             raise no_such(run, step, steps)
 
 
-def _found(check: Check) -> str:
+def _describe_check(check: Check) -> str:
     if check.pruned:
         return "pruned meanwhile"
     return f"not checked: {check.unchecked}" if check.unchecked else "; ".join(check.wrong) or "right"
@@ -226,12 +226,12 @@ def choose(inventory: Inventory, run: str, step: int, attempt: str | None) -> Ch
     resume = restore_candidates(inventory, run, step, attempt)
     if resume.candidates:
         return resume.candidates[0].checkpoint
-    named = {
+    all_checkpoints = {
         checkpoint
         for place in inventory.places.values()
         for checkpoint in (*place.checkpoints, *(part.checkpoint for part in place.quarantined))
     }
-    matching = [c for c in named if (c.run, c.step) == (run, step) and attempt in (None, c.attempt)]
+    matching = [c for c in all_checkpoints if (c.run, c.step) == (run, step) and attempt in (None, c.attempt)]
     if not matching and resume.unreached:
         raise StoreUnavailable(f"run {run!r} step {step}: not seen, and {', '.join(resume.unreached)} did not answer")
     if not matching:
@@ -259,48 +259,48 @@ def _report(where: Places, run: str | None) -> tuple[Report, bool]:
 
 def observed(where: Places, run: str | None) -> Inventory:
     """Observe all places for one run, or for all."""
-    found: list[Inventory] = []
+    inventories: list[Inventory] = []
 
     async def observe() -> None:
         hasten()  # a person waits
         async with AsyncExitStack() as stack:
-            found.append(await observe_places(where.spool, await _stores(where, stack), run, chunks=False))
+            inventories.append(await observe_places(where.spool, await _stores(where, stack), run, chunks=False))
 
     asyncio.run(observe())  # the task has no result, because `asyncio.run` makes the text of all of it as it ends
-    return found[0]
+    return inventories[0]
 
 
 async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:
     return await open_tiers(where.config, stack) if where.config else {}
 
 
-async def _manifests(
+async def _read_manifests(
     where: Places, inventory: Inventory, checkpoint: CheckpointId
 ) -> tuple[list[Manifest], set[PartId]]:
     """Return each rank's manifest, from the first place with a readable one. A tier's says how chunks are stored.
 
     Also return the parts that were observed, and that no place has any more.
     """
-    found: dict[PartId, Manifest] = {}
-    gone: dict[PartId, bool] = {}
+    manifests: dict[PartId, Manifest] = {}
+    absent: dict[PartId, bool] = {}
     async with AsyncExitStack() as stack:
         stores = await _stores(where, stack)
         for name in (*stores, SPOOL):
             place = inventory.places.get(name)
-            seen = place.checkpoints.get(checkpoint) if place else None
-            for part in seen.parts() if seen else ():
-                is_gone = False
+            copies = place.checkpoints.get(checkpoint) if place else None
+            for part in copies.parts() if copies else ():
+                is_absent = False
                 try:
-                    found[part] = found.get(part) or await _manifest(where.spool, stores, name, part)
+                    manifests[part] = manifests.get(part) or await _read_manifest(where.spool, stores, name, part)
                 except ObjectNotFound:
-                    is_gone = True
+                    is_absent = True
                 except TierdError:
                     pass
-                gone[part] = is_gone and gone.get(part, True)
-    return [found[part] for part in sorted(found)], {part for part, is_gone in gone.items() if is_gone}
+                absent[part] = is_absent and absent.get(part, True)
+    return [manifests[part] for part in sorted(manifests)], {part for part, vanished in absent.items() if vanished}
 
 
-async def _manifest(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId) -> Manifest:
+async def _read_manifest(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId) -> Manifest:
     if name == SPOOL:
         assert spool is not None
         return spool.manifest(part)
@@ -316,17 +316,17 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
         work = [
             (name, part, facts.stored_size or facts.size if facts else 0)
             for name, place in inventory.places.items()
-            for checkpoint, seen in sorted(place.checkpoints.items(), reverse=True)
+            for checkpoint, copies in sorted(place.checkpoints.items(), reverse=True)
             if run in (None, checkpoint.run) and step in (None, checkpoint.step)
-            for part in sorted(seen.parts(), reverse=True)
-            for facts in [seen.facts.get(part)]
+            for part in sorted(copies.parts(), reverse=True)
+            for facts in [copies.facts.get(part)]
         ]
         with progress("verifying") as meter:
             meter.update(0, sum(todo for *_, todo in work))
             for name, part, _ in work:
                 checks.append(await _check(where.spool, stores, name, part, meter.advance))
-    seen = {one for place in inventory.places.values() for one in place.checkpoints}
-    steps = {one.step for one in seen if run in (None, one.run)}
+    all_checkpoints = {checkpoint for place in inventory.places.values() for checkpoint in place.checkpoints}
+    steps = {checkpoint.step for checkpoint in all_checkpoints if run in (None, checkpoint.run)}
     return checks, [name for name, place in inventory.tiers.items() if place is None], steps
 
 
@@ -337,9 +337,11 @@ async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part:
         if name == SPOOL:
             assert spool is not None
             manifest = spool.manifest(part)
-            bad = [bad for file in manifest.files for *_, bad in bad_chunks(spool.path(part) / file.path, file)]
-            wrong = [str(error) for error in bad if not isinstance(error, UnstableRead)]
-            unchecked = next((str(error) for error in bad if isinstance(error, UnstableRead)), "")
+            failures = [
+                failure for file in manifest.files for *_, failure in bad_chunks(spool.path(part) / file.path, file)
+            ]
+            wrong = [str(error) for error in failures if not isinstance(error, UnstableRead)]
+            unchecked = next((str(error) for error in failures if isinstance(error, UnstableRead)), "")
             read(manifest.size)
         else:
             manifest, wrong = await verify_on_tier(stores[name], part, read)

@@ -71,22 +71,22 @@ def restore(
     if into is not None:
         directory = into.absolute()
         with answering(where, run):
-            put = asyncio.run(
+            put_back = asyncio.run(
                 with_tiers(
                     where.config,
                     moved,
-                    lambda it: put_back_chosen(it, run, directory, step, attempt, moved, goal),
+                    lambda stores: put_back_chosen(stores, run, directory, step, attempt, moved, goal),
                 )
             )
-        print_json(put) if json else _show_put(put, into)
+        print_json(put_back) if json else _show_put(put_back, into)
         return
     assert to is not None
     target = to
     with answering(where, run):
-        found = asyncio.run(
-            with_tiers(where.config, moved, lambda it: export(it, run, target, step, attempt, moved, best=goal))
+        exported = asyncio.run(
+            with_tiers(where.config, moved, lambda stores: export(stores, run, target, step, attempt, moved, best=goal))
         )
-    print_json(found) if json else _show(found, moved)
+    print_json(exported) if json else _show(exported, moved)
 
 
 async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[str, Store]], Awaitable[T]]) -> T:
@@ -99,27 +99,28 @@ async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[st
             return await work(stores)
 
 
-def _show(found: Exported, moved: Progress) -> None:
-    for text in found.skipped:
+def _show(exported: Exported, moved: Progress) -> None:
+    for text in exported.skipped:
         console().print(f"skipped {text}")
-    source = f"from {', '.join(found.tiers)}, " if found.tiers else ""
+    source = f"from {', '.join(exported.tiers)}, " if exported.tiers else ""
     console().print(
-        f"restored {found.run} step {found.step} (attempt {found.attempt}), {size(found.size)} verified, {source}in:"
+        f"restored {exported.run} step {exported.step} (attempt {exported.attempt}), {size(exported.size)} verified, "
+        f"{source}in:"
     )
-    for directory in found.directories:
+    for directory in exported.directories:
         console().print(f"  {directory}")
     if moved.kept:
         console().print(f"  {size(moved.kept)} of it had been fetched before")
 
 
-def _show_put(put: PutBack, into: Path) -> None:
+def _show_put(put_back: PutBack, into: Path) -> None:
     out = console()
-    for text in put.skipped:
+    for text in put_back.skipped:
         out.print(f"skipped {text}")
-    out.print(f"put back {into / put.path}: {put.run} step {put.step}, {size(put.size)} verified")
-    for one in put.moved:
-        out.print(f"  what was there lies in {into / one}")
-    for one in put.pointers:
-        out.print(f"  {into / one} names it")
-    for other in put.beside:
-        _show_put(other, into)
+    out.print(f"put back {into / put_back.path}: {put_back.run} step {put_back.step}, {size(put_back.size)} verified")
+    for path in put_back.moved:
+        out.print(f"  what was there lies in {into / path}")
+    for path in put_back.pointers:
+        out.print(f"  {into / path} names it")
+    for sibling in put_back.beside:
+        _show_put(sibling, into)

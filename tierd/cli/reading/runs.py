@@ -54,14 +54,14 @@ def runs(
     where = places(spool, url, config, key_file=key_file)
     if where.config is None:
         raise ConfigError("runs lists tiers: name their URLs, or give --config FILE; --spool DIR only adds its steps")
-    found = asyncio.run(_observe(where))
+    overviews = asyncio.run(_observe(where))
     if json:
-        print_json(found)
+        print_json(overviews)
     else:
-        print_table(table(None, _COLUMNS, [_row(one) for one in found.runs]))
-    for name in found.unreached:
+        print_table(table(None, _COLUMNS, [_row(run) for run in overviews.runs]))
+    for name in overviews.unreached:
         complain(f"{name} did not answer")
-    if found.unreached:
+    if overviews.unreached:
         raise typer.Exit(6)
 
 
@@ -77,36 +77,38 @@ async def _observe(where: Places) -> Overviews:
             except (StoreUnavailable, StoreRefused) as error:
                 complain(f"{name}: {error}")
                 unreached.append(name)
-    local = [one for run in _local(where.spool) for one in run]
+    local = [checkpoint for run in _newest_local(where.spool) for checkpoint in run]
     return Overviews(overview(tiers, local, datetime.now(UTC)), tuple(unreached))
 
 
-def _local(spool: Spool | None) -> Iterator[list[CheckpointId]]:
+def _newest_local(spool: Spool | None) -> Iterator[list[CheckpointId]]:
     if spool is not None:
         with translated(f"spool {spool.root}", spool.root):
             yield from (spool.newest(run, 1) for run in spool.runs())
 
 
-def _row(one: RunOverview) -> list[str]:
-    more = ">= " if one.read < one.world_size else ""  # not every rank's manifest was read
+def _row(run: RunOverview) -> list[str]:
+    bound_mark = ">= " if run.read < run.world_size else ""  # not every rank's manifest was read
     return [
-        one.run,
-        one.tier,
-        "none" if one.step is None else str(one.step),
-        "" if one.age_s is None else span(max(0.0, one.age_s)),
-        f"newest {one.newest_step}" if one.lag_steps is None else str(one.lag_steps),
-        f"{len(one.missing_ranks)} of {one.world_size}: {_ranges(one.missing_ranks)}" if one.missing_ranks else "",
-        f"{more}{size(one.size)}" if one.read else "",
+        run.run,
+        run.tier,
+        "none" if run.step is None else str(run.step),
+        "" if run.age_s is None else span(max(0.0, run.age_s)),
+        f"newest {run.newest_step}" if run.lag_steps is None else str(run.lag_steps),
+        f"{len(run.missing_ranks)} of {run.world_size}: {_format_ranges(run.missing_ranks)}"
+        if run.missing_ranks
+        else "",
+        f"{bound_mark}{size(run.size)}" if run.read else "",
     ]
 
 
-def _ranges(ranks: Iterable[int]) -> str:
+def _format_ranges(ranks: Iterable[int]) -> str:
     """Write sorted ranks as ranges, `0-3, 7`; only the first few."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            found.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in found[:_MOST_RANGES]]
-    return ", ".join(shown) + (", ..." if len(found) > _MOST_RANGES else "")
+            ranges.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MOST_RANGES]]
+    return ", ".join(texts) + (", ..." if len(ranges) > _MOST_RANGES else "")

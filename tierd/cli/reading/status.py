@@ -26,7 +26,7 @@ from tierd.spool.spool import Spool
 from tierd.watching.passed_over import PassedOver
 
 Members = dict[str, Any]
-_SHOWN = 5  # reasons and groups of files of a watched directory
+_MAX_REASONS = 5  # reasons and groups of files of a watched directory
 
 
 def register(app: typer.Typer) -> None:
@@ -43,10 +43,10 @@ def status(
     spool: SpoolOption = None, config: ConfigOption = None, check: CheckOption = False, json: JsonOption = False
 ) -> None:
     """How the node's daemon does: each tier's backlog, failures and last events. Without a daemon: how it last did."""
-    found = places(spool, None, config)
-    if found.spool is None:
+    where = places(spool, None, config)
+    if where.spool is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    answer = _answer(found.spool, last=not check)
+    answer = _answer(where.spool, last=not check)
     if json:
         print_json(answer)
     elif not check:
@@ -80,13 +80,13 @@ def _age(at: object) -> str:
 def _check(answer: Members, *, aloud: bool) -> None:
     if "problems" not in answer:
         raise DaemonUnavailable("the daemon is of an older version of tierd, which does not judge itself: restart it")
-    found = answer["problems"]
+    problems = answer["problems"]
     if aloud:
-        for one in found:
-            print_lines(f"{one['severity'].upper()} {one['place']}: {one['why']}")
-        if not found:
+        for problem in problems:
+            print_lines(f"{problem['severity'].upper()} {problem['place']}: {problem['why']}")
+        if not problems:
             print_lines(f"OK: daemon {answer['pid']} on {answer['spool']}")
-    severities = {one["severity"] for one in found}
+    severities = {each_problem["severity"] for each_problem in problems}
     if severities:
         raise typer.Exit(EXIT_ALERT if "alert" in severities else EXIT_WARNING)
 
@@ -96,12 +96,12 @@ def _show(answer: Members) -> None:
     missing = []
     for section in SECTIONS:
         try:
-            shown = list(section(answer))
+            section_lines = list(section(answer))
         except KeyError as error:
             missing.append(str(error.args[0]))
             continue
-        for one in shown:
-            out.print(one)
+        for line in section_lines:
+            out.print(line)
     if missing:
         out.print(f"not shown, because the daemon is of another version of tierd: {', '.join(missing)}")
 
@@ -119,8 +119,8 @@ def _ask(spool: Spool) -> Members:
 
 def _daemon(answer: Members) -> Iterator[str]:
     version = f"tierd {answer['version']}, protocol {answer['protocol']}" if "version" in answer else "version unknown"
-    ended = "" if answer.get("running", True) else ", not running"
-    yield f"daemon {answer['pid']}, {version}{ended}"
+    not_running = "" if answer.get("running", True) else ", not running"
+    yield f"daemon {answer['pid']}, {version}{not_running}"
 
 
 def _spool(answer: Members) -> Iterator[str]:
@@ -134,8 +134,8 @@ def _trainers(answer: Members) -> Iterator[str]:
 
 def _launches(answer: Members) -> Iterator[str]:
     yield from held(msgspec.convert(answer.get("leases", []), list[Lease]))
-    found = msgspec.convert(answer.get("launches", []), list[Rival])
-    for _, rivals in itertools.groupby(found, key=lambda one: one.run):
+    all_rivals = msgspec.convert(answer.get("launches", []), list[Rival])
+    for _, rivals in itertools.groupby(all_rivals, key=lambda rival: rival.run):
         yield f"WARNING: {warning(rivals)}"
 
 
@@ -198,21 +198,22 @@ def _policies(answer: Members) -> Iterator[str]:
 
 
 def _watches(answer: Members) -> Iterator[str]:
-    for one in answer.get("watches", []):
-        waits = f"; it waits: {one['waits']}" if one["waits"] else ""
-        counts = f"{one['checkpoints']} checkpoints there, {one['not_taken']} of them not taken"
-        yield f"watching {one['directory']} as run {one['run']}: {counts}; {one['files']} files belong to none{waits}"
-        for unit in one["reasons"][:_SHOWN]:
+    for watch in answer.get("watches", []):
+        waits = f"; it waits: {watch['waits']}" if watch["waits"] else ""
+        counts = f"{watch['checkpoints']} checkpoints there, {watch['not_taken']} of them not taken"
+        files = f"{watch['files']} files belong to none"
+        yield f"watching {watch['directory']} as run {watch['run']}: {counts}; {files}{waits}"
+        for unit in watch["reasons"][:_MAX_REASONS]:
             yield f"  {unit['path']} is not taken: {unit['why']}"
-        for group in one["passed_over"][:_SHOWN]:
+        for group in watch["passed_over"][:_MAX_REASONS]:
             yield f"  passed over: {msgspec.convert(group, PassedOver)}"
 
 
 def _notify(answer: Members) -> Iterator[str]:
-    for one in answer["notify"]:
-        failed = f", the last failed: {one['last_error']}" if one["last_error"] else ""
-        counts = f"{one['delivered']} delivered, {one['dropped']} dropped, {one['queued']} queued"
-        yield f"{one['name']}: to {one['to']}: {counts}{failed}"
+    for receiver in answer["notify"]:
+        failed = f", the last failed: {receiver['last_error']}" if receiver["last_error"] else ""
+        counts = f"{receiver['delivered']} delivered, {receiver['dropped']} dropped, {receiver['queued']} queued"
+        yield f"{receiver['name']}: to {receiver['to']}: {counts}{failed}"
 
 
 def _alerts(answer: Members) -> Iterator[str]:
@@ -230,9 +231,9 @@ def _alerts(answer: Members) -> Iterator[str]:
 
 def _events(answer: Members) -> Iterator[Table]:
     members = ("at", "place", "what", "subject", "why")
-    found = [[event[one] for one in members] for event in answer["events"][-10:]]
-    if found:
-        yield table(None, EVENT_COLUMNS, [[at[:19], *others] for at, *others in found])
+    rows = [[event[member] for member in members] for event in answer["events"][-10:]]
+    if rows:
+        yield table(None, EVENT_COLUMNS, [[at[:19], *cells] for at, *cells in rows])
 
 
 SECTIONS: tuple[Callable[[Members], Iterator[str | Table]], ...] = (

@@ -45,20 +45,20 @@ def register(app: typer.Typer) -> None:
 
 def top(spool: SpoolOption = None, config: ConfigOption = None) -> None:
     """The node's runs, tiers, problems and events, live: the daemon's page on a terminal. Elsewhere, print it once."""
-    found = places(spool, None, config).spool
-    if found is None:
+    node_spool = places(spool, None, config).spool
+    if node_spool is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    seen = Seen(found)
+    view = Seen(node_spool)
     if not sys.stdout.isatty():
-        seen.ask()
-        if seen.error:
-            raise seen.error
+        view.ask()
+        if view.error:
+            raise view.error
         out = console()
-        out.print(headline(seen.status))
-        for line in frame(seen.status, seen.runs, out.width):
+        out.print(headline(view.status))
+        for line in frame(view.status, view.runs, out.width):
             out.print(line)
         return
-    _live(seen)
+    _live(view)
 
 
 class Seen:
@@ -104,16 +104,16 @@ class Seen:
         return f"The daemon does not answer{since}{below}: {self.error}"
 
 
-def _live(seen: Seen) -> None:
+def _live(view: Seen) -> None:
     out = console()
-    at, asked = 0, -_PERIOD_S
+    at, polled_at = 0, -_PERIOD_S
     with Live(console=out, screen=True, auto_refresh=False, transient=True) as screen, _keys() as keys:
         while True:
-            if time.monotonic() - asked >= _PERIOD_S:
-                seen.ask()
-                asked = time.monotonic()
-            at, shown = _screen(seen, out, at)
-            screen.update(shown, refresh=True)
+            if time.monotonic() - polled_at >= _PERIOD_S:
+                view.ask()
+                polled_at = time.monotonic()
+            at, content = _screen(view, out, at)
+            screen.update(content, refresh=True)
             end = time.monotonic() + _PERIOD_S
             size = out.size
             while not (pressed := keys(_TICK_S)) and time.monotonic() < end and out.size == size:
@@ -123,22 +123,22 @@ def _live(seen: Seen) -> None:
             at = max(0, at + _DOWN.get(pressed, 0) - _UP.get(pressed, 0))
 
 
-def _screen(seen: Seen, out: Console, at: int) -> tuple[int, Group]:
+def _screen(view: Seen, out: Console, at: int) -> tuple[int, Group]:
     """Draw a screen whose body begins with line `at`, or as far down as there is text; also return that line."""
     width, height = out.size
-    head = [Text(headline(seen.status) if seen.status else "tierd", style="bold")]
-    if seen.trouble:
-        head.append(Text(seen.trouble, style="bold red"))
+    head = [Text(headline(view.status) if view.status else "tierd", style="bold")]
+    if view.trouble:
+        head.append(Text(view.trouble, style="bold red"))
     for line in head:
         line.truncate(width, overflow="ellipsis")
-    body = frame(seen.status, seen.runs, width) if seen.status else []
+    body = frame(view.status, view.runs, width) if view.status else []
     room = max(1, height - len(head) - 1)
     at = min(at, max(0, len(body) - room))
-    shown = body[at : at + room]
-    more = len(body) - at - len(shown)
-    foot = Text(f"{_KEYS}; {f'{more} more lines' if more else 'the end'}", style="dim")
+    visible_lines = body[at : at + room]
+    lines_below = len(body) - at - len(visible_lines)
+    foot = Text(f"{_KEYS}; {f'{lines_below} more lines' if lines_below else 'the end'}", style="dim")
     foot.truncate(width, overflow="ellipsis")
-    return at, Group(*head, *shown, *[Text()] * (room - len(shown)), foot)
+    return at, Group(*head, *visible_lines, *[Text()] * (room - len(visible_lines)), foot)
 
 
 def _no_key(wait_s: float) -> bytes:

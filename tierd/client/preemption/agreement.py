@@ -1,9 +1,9 @@
 """Let all ranks find a checkpoint due at the same step after a notice that any of them got.
 
     notice/<turn>/first     by any rank that has a notice: the notice (`Notice`)
-    notice/<turn>/<rank>    the last step at which the rank has asked whether a checkpoint is due (`_Asked`); empty once
-                            the rank no longer waits for the word
-    notice/<turn>/all       by rank 0: the step after which the checkpoint is due, or why there is none (`_Word`)
+    notice/<turn>/<rank>    the last step at which the rank has asked whether a checkpoint is due (`_Position`); empty
+                            once the rank no longer waits for the word
+    notice/<turn>/all       by rank 0: the step after which the checkpoint is due, or why there is none (`_Decision`)
 
 A rank that reads `first` stops answering: its next question waits. Then it writes the last step at which it has asked.
 When rank 0 has read this note of every rank, it publishes the latest of these steps. The checkpoint is due at the first
@@ -31,8 +31,8 @@ import msgspec
 
 log = logging.getLogger("tierd")
 
-LATE_S = 15.0  # how long rank 0 waits for the notes of all ranks, unless there are more than `_MANY`
-_MANY = 450  # ranks; of more, rank 0 reads the notes longer, so that all ranks wait longer
+LATE_S = 15.0  # how long rank 0 waits for the notes of all ranks, unless there are more than `_QUICK_RANKS`
+_QUICK_RANKS = 450  # ranks; of more, rank 0 reads the notes longer, so that all ranks wait longer
 _WAITS = 30  # in which training waits for a word
 
 
@@ -65,7 +65,7 @@ class Moment(NamedTuple):
     step: int = -1
 
 
-class _Due(NamedTuple):
+class _AgreedNotice(NamedTuple):
     """A notice on whose step the ranks agreed: a checkpoint is due at the first question after the moment."""
 
     after: Moment
@@ -73,18 +73,18 @@ class _Due(NamedTuple):
     since_s: float
 
 
-class _First(msgspec.Struct, frozen=True):
+class _FirstNotice(msgspec.Struct, frozen=True):
     why: str
     age_s: float
 
 
-class _Asked(msgspec.Struct, frozen=True):
+class _Position(msgspec.Struct, frozen=True):
     restores: int
     step: int
     keys: tuple[str, ...]
 
 
-class _Word(msgspec.Struct, frozen=True):
+class _Decision(msgspec.Struct, frozen=True):
     restores: int = 0
     step: int = -1
     keys: tuple[str, ...] = ()
@@ -108,13 +108,13 @@ class Agreement:
 
     def __init__(self, rank: int, world: int, name: str = "", seen_s: float = 0.0) -> None:
         self._rank, self._world, self._name, self._seen_s = rank, world, name, seen_s
-        self._changed = threading.Condition()  # protects what both threads use: `frozen_s`, `_asked`, `_agreed`
+        self._changed = threading.Condition()  # protects what both threads use: `frozen_s`, `_position`, `_agreed`
         self._question = 0
-        self._mine: dict[str, Notice] = {}
+        self._own_notices: dict[str, Notice] = {}
         self._handled: set[str] = set()
-        self._asked = Moment()
-        self._agreed: list[_Due] = []  # that no question met yet
-        self._due_at: Moment | None = None
+        self._position = Moment()
+        self._agreed: list[_AgreedNotice] = []  # that no question met yet
+        self._due_position: Moment | None = None
         self._next: tuple[str, float] = "", 0.0
         self._waited_s = 0.0  # how long this rank has waited in this turn
         self._polled_s = 0.0  # when that was last counted
@@ -129,7 +129,7 @@ class Agreement:
 
     @property
     def _late_s(self) -> float:
-        return LATE_S * max(1.0, self._world / _MANY)
+        return LATE_S * max(1.0, self._world / _QUICK_RANKS)
 
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
@@ -141,27 +141,27 @@ class Agreement:
         with self._changed:
             if not self._answers():
                 self._owed = self._key(self._question, str(self._rank))
-                self._end(self._question, _Word(error="the thread that talks to the other ranks hangs"))
-            self._asked = max(self._asked, Moment(self._asked.restores, step))
-            return self._is_due(step)
+                self._end(self._question, _Decision(error="the thread that talks to the other ranks hangs"))
+            self._position = max(self._position, Moment(self._position.restores, step))
+            return self._decide_due(step)
 
-    def _is_due(self, step: int) -> bool:
-        if self._world == 1 and self._mine:
-            first = min(self._mine.values(), key=lambda one: one.at_s)
+    def _decide_due(self, step: int) -> bool:
+        if self._world == 1 and self._own_notices:
+            first = min(self._own_notices.values(), key=lambda notice: notice.at_s)
             self.why, self.since_s, self._unsaved = first.why, first.at_s, True
-            self._handled |= self._mine.keys()
-            self._mine.clear()
+            self._handled |= self._own_notices.keys()
+            self._own_notices.clear()
         # Another rank may have met one of these before the next notice, so a later one does not replace it.
-        met = [one for one in self._agreed if self._asked > one.after]
+        met = [entry for entry in self._agreed if self._position > entry.after]
         if met:
-            self._agreed = [one for one in self._agreed if one not in met]
-            self._due_at = self._asked
-            _, self.why, self.since_s = min(met, key=lambda one: one.since_s)
+            self._agreed = [entry for entry in self._agreed if entry not in met]
+            self._due_position = self._position
+            _, self.why, self.since_s = min(met, key=lambda entry: entry.since_s)
         return self.is_due_at(step)
 
     def is_due_at(self, step: int) -> bool:
         """Return whether `due` said so at `step`, and no save has counted since if there is one rank."""
-        return self._unsaved if self._world == 1 else self._due_at == (self._asked.restores, step)
+        return self._unsaved if self._world == 1 else self._due_position == (self._position.restores, step)
 
     def saved(self) -> None:
         """Record a save that counts."""
@@ -176,7 +176,7 @@ class Agreement:
         """
         with self._changed:
             self._answers()
-            self._asked = Moment(turn, -1)
+            self._position = Moment(turn, -1)
 
     def _answers(self) -> bool:
         """Wait until this rank answers questions, at most `LATE_S` three times; return whether it does.
@@ -193,12 +193,12 @@ class Agreement:
     def offer(self, notice: Notice) -> None:
         """Take a notice that this rank got. One that was handled before is ignored."""
         if notice.key not in self._handled:
-            self._mine.setdefault(notice.key, notice)
+            self._own_notices.setdefault(notice.key, notice)
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do but to read whether another rank has a notice."""
-        return self.frozen_s is None and not self._mine
+        return self.frozen_s is None and not self._own_notices
 
     def advance(self, notes: Notes, now_s: float) -> None:
         """Do the next part of a turn; call it again after a pause.
@@ -222,11 +222,11 @@ class Agreement:
             word = self._talk(notes, question)
         finally:
             if word is None and self._waited_s > self._end_s:
-                word = _Word(error=f"rank {self._rank} got no word from rank 0")
+                word = _Decision(error=f"rank {self._rank} got no word from rank 0")
             if word is not None:
                 self._end(question, word)
 
-    def _talk(self, notes: Notes, question: int) -> _Word | None:
+    def _talk(self, notes: Notes, question: int) -> _Decision | None:
         """Write this rank's note, or take it back if it has waited for long. Return the word if there is one."""
         if not self._taken_back and self._waited_s > 1.5 * self._late_s:
             notes.put(self._key(question, str(self._rank)), b"")
@@ -241,63 +241,65 @@ class Agreement:
         """Answer no question any more, if some rank has a notice."""
         key = self._key(question, "first")
         data = notes.read([key]).get(key)
-        if data is None and not self._mine:
+        if data is None and not self._own_notices:
             return False
-        if self._mine:
-            first = min(self._mine.values(), key=lambda one: one.at_s)
+        if self._own_notices:
+            first = min(self._own_notices.values(), key=lambda notice: notice.at_s)
             self._next = first.why, first.at_s
             if data is None:
-                notes.put(key, msgspec.json.encode(_First(first.why, now_s - first.at_s)))
+                notes.put(key, msgspec.json.encode(_FirstNotice(first.why, now_s - first.at_s)))
         else:
             assert data is not None
-            said = msgspec.json.decode(data, type=_First)
-            self._next = said.why, now_s - self._seen_s - max(0.0, said.age_s)
+            first_note = msgspec.json.decode(data, type=_FirstNotice)
+            self._next = first_note.why, now_s - self._seen_s - max(0.0, first_note.age_s)
         self._waited_s, self._polled_s, self._end_s, self._taken_back = 0.0, now_s, 2 * self._late_s, False
         with self._changed:
-            self.frozen_s, asked = now_s, self._asked
-            self._note = msgspec.json.encode(_Asked(asked.restores, asked.step, tuple(self._mine)))
+            self.frozen_s, moment = now_s, self._position
+            self._note = msgspec.json.encode(_Position(moment.restores, moment.step, tuple(self._own_notices)))
         return True
 
-    def _decide(self, notes: Notes, question: int) -> _Word | None:
+    def _decide(self, notes: Notes, question: int) -> _Decision | None:
         keys = {self._key(question, str(rank)): rank for rank in range(self._world)}
         read_s = time.monotonic()
-        found = notes.read(keys.keys())
-        absent = [str(rank) for key, rank in keys.items() if key not in found]
-        if gone := [str(keys[key]) for key, one in found.items() if not one]:
-            word = _Word(error=f"rank {', '.join(gone[:10])} of {self._world} got no word from rank 0 for long")
+        answers = notes.read(keys.keys())
+        absent = [str(rank) for key, rank in keys.items() if key not in answers]
+        if withdrawn := [str(keys[key]) for key, answer in answers.items() if not answer]:
+            word = _Decision(
+                error=f"rank {', '.join(withdrawn[:10])} of {self._world} got no word from rank 0 for long"
+            )
         elif not absent:
-            asked = [msgspec.json.decode(one, type=_Asked) for one in found.values()]
-            latest = max(Moment(one.restores, one.step) for one in asked)
-            every = tuple(sorted({key for one in asked for key in one.keys}))
-            word = _Word(latest.restores, latest.step, every, self._next[0])
+            positions = [msgspec.json.decode(answer, type=_Position) for answer in answers.values()]
+            latest = max(Moment(position.restores, position.step) for position in positions)
+            notice_keys = tuple(sorted({key for position in positions for key in position.keys}))
+            word = _Decision(latest.restores, latest.step, notice_keys, self._next[0])
         elif self._waited_s > self._late_s:
-            word = _Word(error=f"rank {', '.join(absent[:10])} of {self._world} did not say where it is")
+            word = _Decision(error=f"rank {', '.join(absent[:10])} of {self._world} did not say where it is")
         else:
             return None
         if self._question != question:
-            word = _Word(error="rank 0 has given up")
+            word = _Decision(error="rank 0 has given up")
         elif not word.error and time.monotonic() - read_s > self._late_s / 4:
             return None  # a rank may have taken its note back, and waits twice that long
         notes.put(self._key(question, "all"), msgspec.json.encode(word))
         return word
 
-    def _answer(self, notes: Notes, question: int) -> _Word | None:
+    def _answer(self, notes: Notes, question: int) -> _Decision | None:
         key = self._key(question, "all")
         data = notes.read([key]).get(key)
-        return None if data is None else msgspec.json.decode(data, type=_Word)
+        return None if data is None else msgspec.json.decode(data, type=_Decision)
 
-    def _end(self, question: int, word: _Word) -> None:
+    def _end(self, question: int, word: _Decision) -> None:
         with self._changed:
             if self._question != question or self.frozen_s is None:  # the other thread has ended it
                 return
-            self._handled.update(word.keys or self._mine)
-            self._mine = {key: one for key, one in self._mine.items() if key not in self._handled}
+            self._handled.update(word.keys or self._own_notices)
+            self._own_notices = {key: notice for key, notice in self._own_notices.items() if key not in self._handled}
             self._question += 1
             why, since_s = self._next
             if word.error:
                 log.error("notice: %s; no checkpoint is due by it, because %s", why, word.error)
             else:
-                self._agreed.append(_Due(Moment(word.restores, word.step), word.why, since_s))
+                self._agreed.append(_AgreedNotice(Moment(word.restores, word.step), word.why, since_s))
             self.frozen_s = None
             self._changed.notify_all()
 

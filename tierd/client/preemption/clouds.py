@@ -85,13 +85,13 @@ class Ec2:
             answer = self._get(path)
         if answer.status == 404:
             return []
-        found = _decode(answer.good(path).body, _Ec2Action)
-        return [Found(f"ec2 {found.action}", f"EC2: {found.action} at {found.time}")]
+        action = _decode(answer.good(path).body, _Ec2Action)
+        return [Found(f"ec2 {action.action}", f"EC2: {action.action} at {action.time}")]
 
     def _get(self, path: str) -> _Answer:
         if not self._token:
-            put, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
-            self._token = _ask(self._address, "PUT", put, headers).good(put).text
+            token_path, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+            self._token = _ask(self._address, "PUT", token_path, headers).good(token_path).text
         return _ask(self._address, "GET", path, {"X-aws-ec2-metadata-token": self._token})
 
 
@@ -108,10 +108,10 @@ class Gce:
         preempted = self._get(f"preempted{wait}")
         etag = preempted.headers.get("ETag", "")
         self._etag = etag if etag.isalnum() else ""
-        found = [Found("gce preempted", "Compute Engine preempts this VM")] if preempted.text == "TRUE" else []
+        notices = [Found("gce preempted", "Compute Engine preempts this VM")] if preempted.text == "TRUE" else []
         if self._get("maintenance-event").text == "TERMINATE_ON_HOST_MAINTENANCE":
-            found.append(Found("gce maintenance", "Compute Engine terminates this VM for maintenance of its host"))
-        return found
+            notices.append(Found("gce maintenance", "Compute Engine terminates this VM for maintenance of its host"))
+        return notices
 
     def _get(self, path: str) -> _Answer:
         path = f"/computeMetadata/v1/instance/{path}"
@@ -135,16 +135,16 @@ class Azure:
         answer = _ask(self._address, "GET", path, headers, self._answer_s).good(path)
         self._answer_s = _ANSWER_S
         return [
-            Found(f"azure {one.id}", f"Azure: {one.type}, not before {one.not_before or 'now'}")
-            for one in _decode(answer.body, _AzureEvents).events
-            if one.type in _ENDS and self._me in one.resources
+            Found(f"azure {event.id}", f"Azure: {event.type}, not before {event.not_before or 'now'}")
+            for event in _decode(answer.body, _AzureEvents).events
+            if event.type in _ENDS and self._me in event.resources
         ]
 
 
 _CLOUDS: dict[str, Callable[[str], Cloud]] = {"ec2": Ec2, "gce": Gce, "azure": Azure}
 
 
-def cloud(asked: bool | str, address: str | None = None, dmi: Path = _DMI) -> Cloud | None:
+def cloud(setting: bool | str, address: str | None = None, dmi: Path = _DMI) -> Cloud | None:
     """Return the server that `When(preemption=asked)` reads; None if this machine is of none of the three clouds.
 
     Args:
@@ -154,15 +154,15 @@ def cloud(asked: bool | str, address: str | None = None, dmi: Path = _DMI) -> Cl
     Raises:
         ConfigError: the environment's address cannot be used.
     """
-    name = asked if isinstance(asked, str) else _detected(dmi) if asked else None
+    name = setting if isinstance(setting, str) else _detected(dmi) if setting else None
     address = address or os.environ.get(ADDRESS) or _LINK_LOCAL
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"{ADDRESS}={address!r} in the environment: HOST:PORT of the metadata server")
     if name is None:
         return None
-    made: Cloud = _CLOUDS[name](address)
-    return made
+    server: Cloud = _CLOUDS[name](address)
+    return server
 
 
 def _detected(dmi: Path) -> str | None:

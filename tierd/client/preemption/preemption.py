@@ -36,20 +36,20 @@ class Preemption:
     """The notices of one `Checkpointer`. Handlers and threads begin with `begin`.
 
     Args:
-        asked: the value of `When(preemption=...)`.
+        setting: the value of `When(preemption=...)`.
 
     Raises:
         ConfigError: the ranks cannot talk to each other; or the environment's address of a metadata server is wrong.
     """
 
-    def __init__(self, asked: bool | str, ranks: Ranks) -> None:
+    def __init__(self, setting: bool | str, ranks: Ranks) -> None:
         if not ranks.talk:
             raise ConfigError(
-                f"When(preemption={asked!r}): {ranks.world} ranks have no way to agree on the step of a notice: "
+                f"When(preemption={setting!r}): {ranks.world} ranks have no way to agree on the step of a notice: "
                 "initialise torch.distributed first"
             )
         self._ranks, self._rank, self._world = ranks, ranks.rank, ranks.world
-        self._cloud = _cloud(asked) if asked else None
+        self._cloud = _cloud(setting) if setting else None
         self._notes: Notes | None = None
         board, name = ranks.notes()
         if board is not None:
@@ -59,7 +59,7 @@ class Preemption:
         else:
             self._agreement = Agreement(0, 1)
         self._arrived: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         self._signals: Signals | None = None
         self._agreeing: threading.Thread | None = None
         self._logged = ""  # the last failure that was logged
@@ -110,7 +110,7 @@ class Preemption:
         atexit.unregister(self.close)
         if self._signals is not None:
             self._signals.close()
-        self._ended.set()
+        self._closed.set()
         self._arrived.put(None)
         if self._agreeing is not None:
             self._agreeing.join(_END_S)
@@ -125,15 +125,15 @@ class Preemption:
 
     def _read_cloud(self) -> None:
         assert self._cloud is not None
-        while not self._ended.is_set():
+        while not self._closed.is_set():
             begun_s = time.monotonic()
             try:
-                for found in self._cloud.read():
-                    self._arrived.put(Notice(found.key, f"{found.why} (node {_HOST})", begun_s))
+                for cloud_notice in self._cloud.read():
+                    self._arrived.put(Notice(cloud_notice.key, f"{cloud_notice.why} (node {_HOST})", begun_s))
                 self._logged = ""
             except OSError as error:
                 self._warn(f"{self._cloud.name}'s metadata server: {error or repr(error)}")
-            self._ended.wait(max(0.0, CLOUD_S - (time.monotonic() - begun_s)))
+            self._closed.wait(max(0.0, CLOUD_S - (time.monotonic() - begun_s)))
 
     def _warn(self, why: str) -> None:
         if why != self._logged:
@@ -155,9 +155,9 @@ class Preemption:
 
     def _agree(self) -> None:
         assert self._notes is not None
-        while not self._ended.is_set():
+        while not self._closed.is_set():
             self._drain(self._pause_s if self._agreement.is_idle else self._quick_s)
-            if self._ended.is_set():
+            if self._closed.is_set():
                 return
             idle = self._agreement.is_idle
             try:
@@ -165,10 +165,10 @@ class Preemption:
             except (RuntimeError, OSError, ValueError, TierdError, msgspec.MsgspecError) as error:
                 if not idle:  # otherwise nobody waits, and the ranks that have a notice say so
                     log.warning("notice: the other ranks cannot be told yet: %s", str(error).partition("\n")[0])
-                self._ended.wait(self._pause_s)
+                self._closed.wait(self._pause_s)
 
 
-def _cloud(asked: bool | str) -> Cloud | None:
+def _cloud(setting: bool | str) -> Cloud | None:
     from tierd.client.preemption.clouds import cloud  # loads an HTTP client
 
-    return cloud(asked)
+    return cloud(setting)

@@ -51,9 +51,9 @@ class Signals:
         """Listen no more, and put the handlers of before back. Where another handler was set since, or in another
         thread than the main one, this one passes signals on.
         """
-        asked = self in _asking
+        was_listening = self in _asking
         _asking.discard(self)
-        if not asked or threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid:
+        if not was_listening or threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid:
             return
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
@@ -65,7 +65,7 @@ class Signals:
         before: Any = self._before.get(number, signal.SIG_DFL)
         if callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL and not any(one._pid == os.getpid() for one in _asking):
+        elif before == signal.SIG_DFL and not any(listener._pid == os.getpid() for listener in _asking):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -51,17 +51,17 @@ def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
         ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)
 
 
-def clock(seen: Iterable[str]) -> Clock:
+def clock(attempts: Iterable[str]) -> Clock:
     """Make this process's `Clock`, given the attempts that it has seen."""
-    return Clock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(seen, default=None))
+    return Clock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(attempts, default=None))
 
 
-def agreed(seen: Iterable[str], clocks: Sequence[Clock]) -> str:
+def agreed(attempts: Iterable[str], clocks: Sequence[Clock]) -> str:
     """Name the attempt that all ranks share: rank 0's clock and token, pushed past every attempt that a
     rank has seen.
     """
-    latest = [one.latest for one in clocks if one.latest]
-    return check_attempt(next_attempt(clocks[0].now_ms, [*seen, *latest], clocks[0].token))
+    latest = [clock.latest for clock in clocks if clock.latest]
+    return check_attempt(next_attempt(clocks[0].now_ms, [*attempts, *latest], clocks[0].token))
 
 
 def new_attempt(seen: Iterable[str] = ()) -> str:

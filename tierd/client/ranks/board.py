@@ -80,8 +80,8 @@ class StoreBoard(Board):
 
     poll_s, beat_s = 0.05, 2.0
 
-    def __init__(self, store: Any, prefix: str, what: str, exclusive: bool = False) -> None:
-        self._weak, self._prefix, self.what, self.exclusive = weakref.ref(store), prefix, what, exclusive
+    def __init__(self, store: Any, prefix: str, label: str, exclusive: bool = False) -> None:
+        self._weak, self._prefix, self.what, self.exclusive = weakref.ref(store), prefix, label, exclusive
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(f"{self._prefix}/{key}", value)
@@ -138,13 +138,13 @@ class DirectoryBoard(Board):
             raise
 
     def read(self, keys: Collection[str]) -> dict[str, bytes]:
-        found = {}
+        notes = {}
         for key in keys:
             with suppress(FileNotFoundError):
                 fd = os.open(self._file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 with os.fdopen(fd, "rb") as file:
-                    found[key] = file.read()
-        return found
+                    notes[key] = file.read()
+        return notes
 
     def remove(self, keys: Collection[str]) -> None:
         for key in keys:

@@ -36,9 +36,9 @@ class CurrentAttempt:
 
     def renamed(self, name: str | None) -> CurrentAttempt:
         """Return an attempt of another name that has the same claims."""
-        other = CurrentAttempt(name)
-        other.claims = self.claims
-        return other
+        attempt = CurrentAttempt(name)
+        attempt.claims = self.claims
+        return attempt
 
     def claim(self, part: PartId) -> bool:
         """Claim the step of `part`, unless another object has claimed it; return whether it is this one's."""

@@ -58,7 +58,7 @@ class Launch:
 
     Args:
         attempt: the launch's name, if it was given one.
-        seen: returns every attempt that existed before.
+        list_attempts: returns every attempt that existed before.
         options: the arguments of a `Checkpointer` that have to be the same on every rank, as text.
         saving: called with each part that is about to be written.
 
@@ -75,18 +75,18 @@ class Launch:
         run: str,
         ranks: Ranks,
         attempt: str | None,
-        seen: Callable[[], set[str]],
+        list_attempts: Callable[[], set[str]],
         options: Mapping[str, str] = MappingProxyType({}),
         saving: Callable[[PartId], None] = lambda part: None,
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
         self._shared = False  # whether another process may save for this launch
-        self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
-        self._derived = False  # whether `_given` comes from SLURM's environment
+        self._spool, self._fixed_attempt, self._list_attempts, self._saving = spool, attempt, list_attempts, saving
+        self._derived = False  # whether `_fixed_attempt` comes from SLURM's environment
         self._restores: set[object] = set()  # the `restoring` blocks that run now
         self._refused = ""  # why nothing may be saved after them
-        self._begun = False  # whether a restore has succeeded, or a save has begun
+        self._has_started = False  # whether a restore has succeeded, or a save has begun
         self._changing = False  # whether one of them has come to load the state
         self._later = ""  # why the state is still to be loaded after them
         self._origins: dict[str, CheckpointId] = {}  # by attempt, because a save may end after the next restore
@@ -98,9 +98,9 @@ class Launch:
         if ranks.talk:
             self._begin(ranks, dict(options))
         elif attempt is None:
-            self._given = slurm_attempt(self.rank, self.world)
-            self._derived = self._given is not None
-            if self._given is None:
+            self._fixed_attempt = slurm_attempt(self.rank, self.world)
+            self._derived = self._fixed_attempt is not None
+            if self._fixed_attempt is None:
                 raise ConfigError(
                     f"{self.world} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
                     "(tierd.new_attempt() makes one; give every rank the same)"
@@ -110,39 +110,40 @@ class Launch:
 
     def _begin(self, ranks: Ranks, options: dict[str, str]) -> None:
         try:
-            seen = self._seen()
+            attempts = self._list_attempts()
         except Exception as error:  # raised later, because the other ranks wait and must be notified first
             report_failure(ranks, self.run, error)
             raise
         me = Beginning(
             run=self.run,
             world=self.world,
-            given=self._given,
+            given=self._fixed_attempt,
             options=options,
-            clock=clock(seen),
-            used=self._given in seen,
-            saved=self._given is not None and self._saved_here(self._given),
+            clock=clock(attempts),
+            used=self._fixed_attempt in attempts,
+            saved=self._fixed_attempt is not None and self._saved_here(self._fixed_attempt),
         )
         beginnings = ranks.gather(me, first=True)
-        for rank, other in enumerate(beginnings):
-            if other.error:
-                raise StoreUnavailable(f"rank {rank} cannot begin: {other.error}")
-            for what, theirs, own in (
-                ("run", repr(other.run), repr(self.run)),
-                ("world_size", str(other.world), str(self.world)),
-                ("attempt", repr(other.given), repr(self._given)),
-                *((name, other.options.get(name, "not known"), value) for name, value in options.items()),
+        for rank, beginning in enumerate(beginnings):
+            if beginning.error:
+                raise StoreUnavailable(f"rank {rank} cannot begin: {beginning.error}")
+            for option, their_value, own_value in (
+                ("run", repr(beginning.run), repr(self.run)),
+                ("world_size", str(beginning.world), str(self.world)),
+                ("attempt", repr(beginning.given), repr(self._fixed_attempt)),
+                *((name, beginning.options.get(name, "not known"), value) for name, value in options.items()),
             ):
-                if theirs != own:
+                if their_value != own_value:
                     raise ConfigError(
-                        f"{what}={own} on rank {self.rank}, and {what}={theirs} on rank {rank}: the ranks of a launch "
+                        f"{option}={own_value} on rank {self.rank}, and {option}={their_value} on rank {rank}: "
+                        "the ranks of a launch "
                         "are one run's, and share one attempt; give every rank the same"
                     )
-        if self._given is None:
-            self._current = CurrentAttempt(agreed((), [other.clock for other in beginnings if other.clock]))
+        if self._fixed_attempt is None:
+            self._current = CurrentAttempt(agreed((), [beginning.clock for beginning in beginnings if beginning.clock]))
         # No rank saves before all have begun, unless a process of this launch makes a second Checkpointer.
-        elif any(other.used for other in beginnings) and not any(other.saved for other in beginnings):
-            raise self._used(self._given)
+        elif any(beginning.used for beginning in beginnings) and not any(beginning.saved for beginning in beginnings):
+            raise self._attempt_used_error(self._fixed_attempt)
 
     def _check_unused(self, attempt: str) -> None:
         """Raise `ConfigError` if another process has saved this rank under the given attempt, in this spool."""
@@ -151,7 +152,7 @@ class Launch:
         with translated(f"spool {self._spool.root}", self._spool.root):
             parts = self._spool.parts(self.run)
         if any(part.rank == self.rank and part.checkpoint.attempt == attempt for part in parts):
-            raise self._used(attempt)
+            raise self._attempt_used_error(attempt)
 
     def _saved_here(self, attempt: str) -> bool:
         return has_saved(self._spool.control, self.run, attempt, self.rank)
@@ -171,7 +172,7 @@ class Launch:
         return self._current.claims
 
     def _new_name(self) -> str:
-        return self._given or new_attempt(self._seen())
+        return self._fixed_attempt or new_attempt(self._list_attempts())
 
     def part(self, step: int) -> PartId:
         """Return the id of the part that this rank writes at `step`. A save that begins claims it next (`claim`).
@@ -185,13 +186,13 @@ class Launch:
         self._check_not_refused()
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # No other process uses a name that this launch made. A given name may have been used before.
-        if number in self.steps or ((self._shared or self._given is not None) and self._spool.has(part)):
-            raise self._taken(part)
+        if number in self.steps or ((self._shared or self._fixed_attempt is not None) and self._spool.has(part)):
+            raise self._step_taken_error(part)
         self._saving(part)
         if not self._talks and not self._derived:  # the process that held the lease may have saved since `__init__`
             self._check_unused(part.checkpoint.attempt)
         record_saved(self._spool.control, self.run, part.checkpoint.attempt, self.rank)
-        self._begun = True
+        self._has_started = True
         self._warn_of_twin(part.checkpoint)
         return part
 
@@ -204,7 +205,7 @@ class Launch:
         """
         current = self._current
         if not current.claim(part):
-            raise self._taken(part)
+            raise self._step_taken_error(part)
         try:  # after the claim, so that a restore that begins later counts this save as an earlier one
             self._check_not_refused()
             if self._current is not current or current.name != part.checkpoint.attempt:
@@ -228,7 +229,7 @@ class Launch:
         if refused:
             raise ConfigError(f"nothing is saved, because {refused}")
 
-    def _taken(self, part: PartId) -> StepRefused:
+    def _step_taken_error(self, part: PartId) -> StepRefused:
         return StepRefused(
             f"{part} is already committed by this attempt, or being saved; a checkpoint is never overwritten"
         )
@@ -269,37 +270,39 @@ class Launch:
             raise ConfigError(
                 f"start_from(source): what tierd.open(…).restore(…) returns, with run, step and attempt: {error}"
             ) from None
-        found = Ancestor(run=check_run(run), step=check_step(step), attempt=check_attempt(attempt))
+        ancestor = Ancestor(run=check_run(run), step=check_step(step), attempt=check_attempt(attempt))
         if run == self.run:
-            raise ConfigError(f"start_from: {found} is of this run; restore() resumes from it")
+            raise ConfigError(f"start_from: {ancestor} is of this run; restore() resumes from it")
         if self.origin is not None:
-            raise ConfigError(f"start_from: this launch resumed from {self.origin}, so it did not start from {found}")
-        self.started_from = found
+            raise ConfigError(
+                f"start_from: this launch resumed from {self.origin}, so it did not start from {ancestor}"
+            )
+        self.started_from = ancestor
 
     def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
         """Raise `ConfigError` if a given attempt cannot continue from `origin`, or cannot be the run's latest."""
-        given = self._given_for(origin)
-        if given is None:
+        attempt = self._attempt_for(origin)
+        if attempt is None:
             return
         # Ranks that can talk restore together, so none of them has saved before this launch's first restore.
-        if self._talks and not self._begun and given in attempts:
-            raise self._used(given)
+        if self._talks and not self._has_started and attempt in attempts:
+            raise self._attempt_used_error(attempt)
         latest = max(attempts, default="")
-        if given < latest or (origin and (self.steps or self._given == origin.attempt)):
+        if attempt < latest or (origin and (self.steps or self._fixed_attempt == origin.attempt)):
             raise ConfigError(
-                f"attempt {given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
+                f"attempt {attempt} cannot go on from attempt {latest}: an attempt has one origin, and is later "
                 "than what it resumes from; make a new Checkpointer with a new attempt="
             )
 
-    def _used(self, attempt: str) -> ConfigError:
+    def _attempt_used_error(self, attempt: str) -> ConfigError:
         return ConfigError(
             f"attempt {attempt} of run {self.run} is an earlier launch's, and a checkpoint could be made of parts of "
             "both. Each launch, also a restarted one, needs an attempt of its own (tierd.new_attempt() makes one)"
         )
 
-    def _given_for(self, origin: CheckpointId | None) -> str | None:
+    def _attempt_for(self, origin: CheckpointId | None) -> str | None:
         # Another rank that restored earlier may already have saved under this name.
-        return slurm_attempt(self.rank, self.world, str(origin or "")) if self._derived else self._given
+        return slurm_attempt(self.rank, self.world, str(origin or "")) if self._derived else self._fixed_attempt
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
@@ -311,20 +314,20 @@ class Launch:
 
         Blocks may overlap: a signal's handler restores, or another thread. The last one that ends decides.
         """
-        mine = object()
-        self._restores.add(mine)
+        token = object()
+        self._restores.add(token)
         try:
             yield
-            self._refused, self._begun = self._later, True
+            self._refused, self._has_started = self._later, True
         except BaseException as error:
-            if self._changing or not self._begun:
+            if self._changing or not self._has_started:
                 self._refused = (
                     f"the last restore failed ({str(error) or type(error).__name__}): restore again on every rank, or "
                     "end; for a fresh start on purpose make another Checkpointer and do not call restore"
                 )
             raise
         finally:
-            self._restores.discard(mine)
+            self._restores.discard(token)
             if not self._restores:
                 self._changing, self._later = False, ""
 
@@ -338,7 +341,7 @@ class Launch:
 
     def clock(self) -> Clock:
         """Return this rank's contribution to the next attempt's name."""
-        return clock([name for name in (self._current.name, self._given) if name])
+        return clock([name for name in (self._current.name, self._fixed_attempt) if name])
 
     def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[Clock]) -> None:
         """Begin another attempt after a restore, because an attempt has one origin.
@@ -355,13 +358,13 @@ class Launch:
             ConfigError: as `check_given`.
         """
         self.check_given(origin, attempts)
-        current, given = self._current, self._given_for(origin)
-        if origin is None and (given or current.name is None or max(attempts, default="") <= current.name):
+        current, attempt = self._current, self._attempt_for(origin)
+        if origin is None and (attempt or current.name is None or max(attempts, default="") <= current.name):
             if self._derived:
-                self._current = current.renamed(given)
+                self._current = current.renamed(attempt)
         else:  # an attempt that has no name yet is named at its first use, after another listing
-            name = given or agreed(attempts, clocks)
+            name = attempt or agreed(attempts, clocks)
             if origin is not None:
                 self._origins[name] = origin  # before the attempt, because a save may read both at once
             self._current = CurrentAttempt(name)
-        self._given = given
+        self._fixed_attempt = attempt

@@ -25,17 +25,17 @@ class LaunchClock:
     def now(self) -> datetime:
         """Return the time by which a checkpoint that is made now is dated, in UTC."""
         wall, elapsed = time.time(), _elapsed_s()
-        due = self._base[0] + elapsed - self._base[1]
-        if wall - due > _FOLLOWED_S:
+        expected = self._base[0] + elapsed - self._base[1]
+        if wall - expected > _FOLLOWED_S:
             if not self._warned:
                 self._warned = True
                 log.warning(
                     "this node's clock was set %.0f s forward during this launch: its checkpoints are dated by the "
                     "time that passes, because keep_within would delete earlier ones; the next launch follows the "
                     "clock",
-                    wall - due,
+                    wall - expected,
                 )
-            wall = due
+            wall = expected
         self._base = wall, elapsed
         return datetime.fromtimestamp(wall, UTC)
 

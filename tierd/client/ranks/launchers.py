@@ -68,12 +68,12 @@ class Launcher(NamedTuple):
         """
         if self.world is None or self.rank not in os.environ or self.world not in os.environ:
             return None
-        mine, size = environ_number(self.rank, MAX_WORLD), environ_number(self.world, MAX_WORLD)
-        if mine >= size:
+        rank, size = environ_number(self.rank, MAX_WORLD), environ_number(self.world, MAX_WORLD)
+        if rank >= size:
             raise ConfigError(
-                f"{self.rank}={mine} and {self.world}={size} in the environment: ranks count from 0 to {self.world} - 1"
+                f"{self.rank}={rank} and {self.world}={size} in the environment: ranks count from 0 to {self.world} - 1"
             )
-        return mine, size
+        return rank, size
 
 
 _TORCHRUN = Launcher(
@@ -154,10 +154,10 @@ def environment_ranks() -> tuple[int, int] | None:
     Raises:
         ConfigError: the numbers are impossible, or launchers set only one of the two.
     """
-    found = _found()
-    if found is None:
+    detected = _detect()
+    if detected is None:
         _check_halves()
-    return found[1] if found else None
+    return detected[1] if detected else None
 
 
 def torchrun_ranks() -> tuple[int, int] | None:
@@ -208,10 +208,10 @@ def launch_name() -> str | None:
     Raises:
         ConfigError: as `environment_ranks`.
     """
-    found = _found()
-    if found is None:
+    detected = _detect()
+    if detected is None:
         return None
-    launcher, numbers = found
+    launcher, numbers = detected
     naming = [launcher]
     if launcher is _TORCHRUN:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -223,9 +223,9 @@ def launch_name() -> str | None:
         return None
     elif launcher is not _SLURM and _SLURM.numbers() == numbers:
         naming.append(_SLURM)  # srun itself started these ranks, and a PMIx namespace does not change with a requeue
-    if not any(name in os.environ for one in naming for name in one.launch):
+    if not any(name in os.environ for source in naming for name in source.launch):
         return None
-    names = [f"{name}={os.environ.get(name)}" for one in naming for name in one.launch + one.restart]
+    names = [f"{name}={os.environ.get(name)}" for source in naming for name in source.launch + source.restart]
     return f"{launcher.name}-{hashlib.blake2b(chr(10).join(names).encode(), digest_size=12).hexdigest()}"
 
 
@@ -249,20 +249,20 @@ def launch_variables() -> tuple[str, tuple[str, ...]] | None:
     """Return the name of the variable of this process's rank, and the names of those that are set and have one value on
     all ranks of this launch on this node; None without a launcher. Raises as `environment_ranks`.
     """
-    found = _found()
-    if found is None:
+    detected = _detect()
+    if detected is None:
         return None
-    launcher = found[0]
+    launcher = detected[0]
     shared = (launcher.world, *launcher.launch, *launcher.restart)
     return launcher.rank, tuple(name for name in shared if name is not None and name in os.environ)
 
 
 def all_here() -> bool:
     """Whether the environment says that all ranks of this launch are on this node. Raises as `environment_ranks`."""
-    found = _found()
-    if found is None:
+    detected = _detect()
+    if detected is None:
         return False
-    launcher, numbers = found
+    launcher, numbers = detected
     by_srun = launcher is not _TORCHRUN and _SLURM.numbers() == numbers
     return (_local(launcher) or (_local(_SLURM) if by_srun else None)) == numbers[1]
 
@@ -275,30 +275,31 @@ def environ_number(name: str, limit: int) -> int:
     return int(value)
 
 
-def _found() -> tuple[Launcher, tuple[int, int]] | None:
-    return next(((one, numbers) for one in LAUNCHERS if (numbers := one.numbers())), None)
+def _detect() -> tuple[Launcher, tuple[int, int]] | None:
+    return next(((launcher, numbers) for launcher in LAUNCHERS if (numbers := launcher.numbers())), None)
 
 
 def _check_halves() -> None:
     """Raise `ConfigError` if a variable sets a rank or a size, and no launcher sets both."""
-    for one in LAUNCHERS:
-        if one.rank in os.environ and not one.alone:
-            seen, lacks = f"{one.rank}={environ_number(one.rank, MAX_WORLD)}", "how many ranks there are"
-            missing, way = f"no {one.world}", f"set {one.world}"
-            if one.world is None:
-                missing, way = f"{one.name} tells no world size", "set RANK and WORLD_SIZE"
+    for launcher in LAUNCHERS:
+        if launcher.rank in os.environ and not launcher.alone:
+            present, lacks = f"{launcher.rank}={environ_number(launcher.rank, MAX_WORLD)}", "how many ranks there are"
+            missing, remedy = f"no {launcher.world}", f"set {launcher.world}"
+            if launcher.world is None:
+                missing, remedy = f"{launcher.name} tells no world size", "set RANK and WORLD_SIZE"
         elif (
-            one.world is not None
-            and one.world in os.environ
-            and one.rank not in os.environ
-            and environ_number(one.world, MAX_WORLD) > 1
+            launcher.world is not None
+            and launcher.world in os.environ
+            and launcher.rank not in os.environ
+            and environ_number(launcher.world, MAX_WORLD) > 1
         ):
-            seen, lacks = f"{one.world}={os.environ[one.world]}", "which of the ranks this process is"
-            missing, way = f"no {one.rank}", f"set {one.rank}"
+            present, lacks = f"{launcher.world}={os.environ[launcher.world]}", "which of the ranks this process is"
+            missing, remedy = f"no {launcher.rank}", f"set {launcher.rank}"
         else:
             continue
         raise ConfigError(
-            f"{seen} in the environment, and {missing}: {lacks} is not known; {way}, or initialise torch.distributed "
+            f"{present} in the environment, and {missing}: {lacks} is not known; {remedy}, or initialise "
+            "torch.distributed "
             "before the Checkpointer is made, or pass rank= and world_size= (for a process that trains alone: rank=0, "
             "world_size=1)"
         )
@@ -308,9 +309,9 @@ def _local(launcher: Launcher) -> int | None:
     if launcher is _SLURM:
         return _slurm_local()
     for name in launcher.local:
-        found = os.environ.get(name, "")
-        if found.isascii() and found.isdecimal() and len(found) < 6 and int(found):
-            return int(found)
+        value = os.environ.get(name, "")
+        if value.isascii() and value.isdecimal() and len(value) < 6 and int(value):
+            return int(value)
     return None
 
 
@@ -319,12 +320,12 @@ def _slurm_local() -> int | None:
     node = os.environ.get("SLURM_NODEID", "")
     if not node.isascii() or not node.isdecimal() or len(node) > 5:
         return None
-    left = int(node)
+    remaining = int(node)
     for item in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = _TASKS.fullmatch(item)
         if match is None:
             return None
-        left -= int(match[2] or 1)
-        if left < 0:
+        remaining -= int(match[2] or 1)
+        if remaining < 0:
             return int(match[1]) or None
     return None

@@ -44,7 +44,7 @@ from tierd.core.errors import StoreUnavailable, TierdError
 
 log = logging.getLogger("tierd")
 
-_SAID = b"+"  # prefix of a rank's message, because an empty note means that the message was taken back
+_MESSAGE_PREFIX = b"+"  # prefix of a rank's message, because an empty note means that the message was taken back
 _IDLE_S = 5.0  # how long the thread may be idle before it ends
 _LEAVE_S = 5.0  # the longest time that leaving takes
 _LIMIT = 1 << 28  # bytes of all messages in one exchange
@@ -73,7 +73,7 @@ class NoteExchange:
         self._board, self._rank, self._world, self.silent_s = board, rank, world, silent_s
         self._me = this_process()
         self._mates: list[Mate] = []
-        self._name, self._number, self._beats, self._said_count, self._ended = "", 0, 0, 0, 0
+        self._name, self._number, self._beats, self._said_count, self._ended_count = "", 0, 0, 0, 0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # reentrant, because a signal handler that closes may interrupt its holder
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class NoteExchange:
         """
         self._run(lambda: self._begin(late_s))
 
-    def exchange(self, said: bytes, late_s: float) -> list[bytes]:
+    def exchange(self, message: bytes, late_s: float) -> list[bytes]:
         """Return every rank's message, in order of rank.
 
         Args:
@@ -100,20 +100,20 @@ class NoteExchange:
                 answer.
         """
         with self.attending():
-            found: list[bytes] = self._run(lambda: self._exchange(said, late_s))
-            return found
+            messages: list[bytes] = self._run(lambda: self._exchange(message, late_s))
+            return messages
 
-    def tell(self, said: bytes, why: str) -> None:
+    def tell(self, message: bytes, why: str) -> None:
         """Take part in the next exchange without waiting for its end: a caller that is interrupted must not block.
 
         Args:
-            said: this rank's message.
+            message: this rank's message.
             why: what this rank does, for the others if this is rank 0, without which no exchange succeeds.
         """
-        done = threading.Event()
-        self._submit(lambda: self._tell(said, why))
-        self._submit(done.set)
-        done.wait(self._last_s)
+        handled = threading.Event()
+        self._submit(lambda: self._tell(message, why))
+        self._submit(handled.set)
+        handled.wait(self._last_s)
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -126,10 +126,10 @@ class NoteExchange:
         finally:
             self._inside -= 1
             if not self._inside:
-                done = threading.Event()
+                handled = threading.Event()
                 self._submit(self._beat)
-                self._submit(done.set)
-                done.wait(self._last_s)
+                self._submit(handled.set)
+                handled.wait(self._last_s)
 
     @property
     def turn(self) -> int:
@@ -146,10 +146,10 @@ class NoteExchange:
         If rank 0 hosts the board, rank 0 waits briefly until the others have read its last message.
         """
         if self._name:
-            left = threading.Event()
+            departed = threading.Event()
             self._submit(self._leave)
-            self._submit(left.set)
-            left.wait(_LEAVE_S)
+            self._submit(departed.set)
+            departed.wait(_LEAVE_S)
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -180,7 +180,7 @@ class NoteExchange:
 
     def _run(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the thread and return or raise its result; raises if the board hangs."""
-        ended = threading.Event()
+        finished = threading.Event()
         result: list[tuple[Any, BaseException | None]] = []
 
         def job() -> None:
@@ -188,12 +188,12 @@ class NoteExchange:
                 result.append((work(), None))
             except BaseException as error:
                 result.append((None, error))
-            ended.set()
+            finished.set()
 
         self._submit(job)
         # Seconds are counted, not measured, because this process itself may have been stopped.
         quiet, moved = 0, self._moved
-        while not ended.wait(1.0):
+        while not finished.wait(1.0):
             quiet, moved = (quiet + 1 if moved == self._moved else 0), self._moved
             if quiet > self.silent_s:
                 raise StoreUnavailable(f"{self._board.what} does not answer")
@@ -226,8 +226,8 @@ class NoteExchange:
         """On rank 0, if the board ends with it: wait until the others have read the end of the last exchange."""
         end_s, pause_s = time.monotonic() + self._last_s, QUICK_S
         while self._rank == 0 and time.monotonic() < end_s:
-            seen = self._read(f"seen/{rank}" for rank in ranks)
-            if len(seen) == len(ranks) and all(int(number) >= self._number - 1 for number in seen.values()):
+            progress = self._read(f"seen/{rank}" for rank in ranks)
+            if len(progress) == len(ranks) and all(int(number) >= self._number - 1 for number in progress.values()):
                 return
             pause_s = self._pause(pause_s)
 
@@ -237,7 +237,7 @@ class NoteExchange:
             return
         self._beats += 1
         with suppress(RuntimeError, OSError, TierdError):  # the other ranks notice the missing sign of life
-            sign = Sign(self._beats, bool(self._inside), self._said_count, self._ended)
+            sign = Sign(self._beats, bool(self._inside), self._said_count, self._ended_count)
             self._put(f"beat/{self._rank}", msgspec.json.encode(sign))
 
     def _put(self, key: str, value: bytes) -> None:
@@ -250,9 +250,9 @@ class NoteExchange:
     def _read(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Read this meeting's notes, as `Board.read`."""
         names = {f"{self._name}/{key}": key for key in keys}
-        found = self._board.read(names.keys())
+        notes = self._board.read(names.keys())
         self._moved = time.monotonic()
-        return {names[name]: value for name, value in found.items()}
+        return {names[name]: value for name, value in notes.items()}
 
     def _pause(self, pause_s: float) -> float:
         """Sleep, give a sign of life if one is due, and return the length of the next pause."""
@@ -270,52 +270,54 @@ class NoteExchange:
 
     # -- exchanging messages ----------------------------------------------------------------------------------------
 
-    def _exchange(self, said: bytes, late_s: float) -> list[bytes]:
-        number = self._say(said)
+    def _exchange(self, message: bytes, late_s: float) -> list[bytes]:
+        number = self._say(message)
         answer = self._answer(number, late_s) if self._rank else self._collect(number, late_s)
         if answer.why:
             raise Absent(answer.why)
         return list(answer.heard)
 
-    def _say(self, said: bytes) -> int:
+    def _say(self, message: bytes) -> int:
         """Put this rank's message of the next exchange, and return the number of that exchange."""
         number, self._number = self._number, self._number + 1
-        self._put(f"{number}/{self._rank}", _SAID + said)
+        self._put(f"{number}/{self._rank}", _MESSAGE_PREFIX + message)
         self._said_count = number + 1
         return number
 
-    def _tell(self, said: bytes, why: str) -> None:
+    def _tell(self, message: bytes, why: str) -> None:
         with suppress(RuntimeError, OSError, TierdError):  # the others then wait for this rank as for one that died
-            number = self._say(said)
+            number = self._say(message)
             if self._rank == 0:
                 self._publish(number, _All(why=f"{self.name(0)} {why}"))
 
     def _publish(self, number: int, answer: _All) -> None:
         # Ranks' messages resemble each other, so all of them together compress to hardly more than one.
         self._put(f"{number}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
-        self._ended = number + 1
+        self._ended_count = number + 1
 
     def _collect(self, number: int, late_s: float) -> _All:
         """On rank 0: collect all messages and publish them, or publish which ranks did not arrive. Return that."""
         heard: dict[int, bytes] = {}
         watch, pause_s, why = Watch(self, late_s, lambda sign: sign.said > number), QUICK_S, ""
         while not why and (absent := set(range(self._world)) - heard.keys()):
-            heard |= self._said(number, absent)
+            heard |= self._read_messages(number, absent)
             why = watch.given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
             pause_s = pause_s if why or len(heard) == self._world else self._pause(pause_s)
         if not why:
             closed = time.monotonic()
             self._put(f"{number}/closing", b"1")
-            said = self._said(number, heard)
-            why = self._gave_up({rank: said.get(rank, b"") for rank in heard})
+            messages = self._read_messages(number, heard)
+            why = self._gave_up({rank: messages.get(rank, b"") for rank in heard})
             if not why and time.monotonic() - closed > self.silent_s / 2:  # after `silent_s` the others give up
                 why = f"{self.name(0)} was stopped, or {self._board.what} is slow"
         answer = _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world)))
         self._publish(number, answer)
-        gone = [f"{self._name}/{number}/{what}" for what in (*heard, "closing")]
+        obsolete = [f"{self._name}/{number}/{suffix}" for suffix in (*heard, "closing")]
         if number and not why:
-            gone.append(f"{self._name}/{number - 1}/all")  # every rank in this turn has read the previous turn's end
-        self._afterwards(lambda: self._board.remove(gone))
+            obsolete.append(
+                f"{self._name}/{number - 1}/all"
+            )  # every rank in this turn has read the previous turn's end
+        self._afterwards(lambda: self._board.remove(obsolete))
         if why and not self._board.outlives:  # this process may end now, and the store with it
             self._await_readers(heard.keys() - {0})
         return answer
@@ -331,21 +333,23 @@ class NoteExchange:
 
         self._submit(job)
 
-    def _said(self, number: int, ranks: Iterable[int]) -> dict[int, bytes]:
+    def _read_messages(self, number: int, ranks: Iterable[int]) -> dict[int, bytes]:
         """Return the messages of `ranks` at a turn, by rank; a message is empty once its rank has taken it back."""
         keys = {f"{number}/{rank}": rank for rank in ranks}
-        return {keys[key]: said for key, said in self._read(keys).items()}
+        return {keys[key]: message for key, message in self._read(keys).items()}
 
     def _gave_up(self, heard: Mapping[int, bytes]) -> str:
         """Describe the ranks that gave up waiting for rank 0 and took back their messages; empty if none did."""
-        gone = "; ".join(f"{self.name(rank)} gave up waiting" for rank, said in sorted(heard.items()) if not said)
-        return gone and f"{gone} for {self.name(0)}"
+        withdrawn = "; ".join(
+            f"{self.name(rank)} gave up waiting" for rank, message in sorted(heard.items()) if not message
+        )
+        return withdrawn and f"{withdrawn} for {self.name(0)}"
 
     def _answer(self, number: int, late_s: float) -> _All:
         """On any other rank: wait for the end of the exchange that rank 0 publishes, and return it."""
         watch, pause_s = Watch(self, late_s, lambda sign: sign.ended > number), QUICK_S
         why = ""
-        while (found := self._get(f"{number}/all")) is None:
+        while (published := self._get(f"{number}/all")) is None:
             if not why and (why := watch.given_up({0})):
                 self._put(f"{number}/{self._rank}", b"")
                 if self._get(f"{number}/closing") is None and self._get(f"{number}/all") is None:
@@ -358,13 +362,13 @@ class NoteExchange:
             pause_s = self._pause(pause_s)
         if not self._board.outlives:
             self._afterwards(lambda: self._put(f"seen/{self._rank}", str(number).encode()))
-        return msgspec.msgpack.decode(zlib.decompressobj().decompress(found, _LIMIT), type=_All)
+        return msgspec.msgpack.decode(zlib.decompressobj().decompress(published, _LIMIT), type=_All)
 
     def signs(self, ranks: Collection[int]) -> dict[int, Sign]:
         """Return each rank's last sign of life; one with number 0 if there is none."""
-        found = self._read(f"beat/{rank}" for rank in ranks)
-        signs = {rank: found.get(f"beat/{rank}") for rank in ranks}
-        return {rank: msgspec.json.decode(one, type=Sign) if one else Sign() for rank, one in signs.items()}
+        notes = self._read(f"beat/{rank}" for rank in ranks)
+        signs = {rank: notes.get(f"beat/{rank}") for rank in ranks}
+        return {rank: msgspec.json.decode(note, type=Sign) if note else Sign() for rank, note in signs.items()}
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self._mates[rank]})"

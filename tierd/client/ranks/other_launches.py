@@ -39,9 +39,9 @@ class Beside:
         self._spool, self._asks, self._ask_s = spool, asks, ask_s
         self._part: PartId | None = None  # a part of the launch that is shown as alive
         self._unseen: str | None = None  # the launch for which a failure to show it was logged
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._known: set[str] = set()  # launches that were already warned of
+        self._warned_launches: set[str] = set()  # launches that were already warned of
 
     def saving(self, part: PartId) -> None:
         """Show this launch as alive before it saves `part`. Acts at the first save of a launch, and if another
@@ -51,11 +51,11 @@ class Beside:
             ConfigError: another process saves this rank of this attempt, so both would write one timeline.
         """
         former, self._part = self._part, part
-        shown = former is not None and holds(self._spool.control, former, self)
-        if shown and former and former.checkpoint.attempt == part.checkpoint.attempt:
+        lease_held = former is not None and holds(self._spool.control, former, self)
+        if lease_held and former and former.checkpoint.attempt == part.checkpoint.attempt:
             return
         try:
-            twin = hold(self._spool.control, part, self, among=former is not None and not shown)
+            twin = hold(self._spool.control, part, self, among=former is not None and not lease_held)
         except (TierdError, OSError) as error:
             self._part = None  # the next save tries again
             if isinstance(error, ConfigError):
@@ -64,7 +64,7 @@ class Beside:
                 log.warning("other launches do not see yet that this one saves: %s", error)
             self._unseen = part.checkpoint.attempt
             return
-        if self._ended.is_set():  # closed by a signal handler, or by another thread, before the lease was taken
+        if self._closed.is_set():  # closed by a signal handler, or by another thread, before the lease was taken
             release(self._spool.control, part, self)
         if twin:
             log.warning(
@@ -84,13 +84,13 @@ class Beside:
 
     def close(self) -> None:
         """Stop showing this launch as alive."""
-        self._ended.set()
+        self._closed.set()
         if self._part:
             release(self._spool.control, self._part, self)
 
     def _run(self) -> None:
         ask_s = time.monotonic() + _EVERY_S
-        while not self._ended.wait(_EVERY_S):
+        while not self._closed.wait(_EVERY_S):
             part = self._part
             if part is None or not holds(self._spool.control, part, self):
                 return  # another Checkpointer of this process saves this rank
@@ -100,34 +100,38 @@ class Beside:
                 ask_s = time.monotonic() + self._ask_s
 
     def _list(self, part: PartId) -> None:
-        run, own = part.checkpoint.run, (part.checkpoint.attempt, part.world)
+        run, own_launch = part.checkpoint.run, (part.checkpoint.attempt, part.world)
         try:
-            found = trainers(self._spool.control, [run]).get(run, ())
+            running = trainers(self._spool.control, [run]).get(run, ())
         except OSError as error:
             log.debug("spool %s: %s", self._spool.root, error)
             return
-        for one in found:
-            if one.rank == part.rank and (one.attempt, one.world) != own and one.attempt not in self._known:
-                self._known.add(one.attempt)
-                who = f"process {one.pid}" if one.pid != os.getpid() else "another Checkpointer of this process"
-                if one.attempt == own[0]:
-                    who += f", as rank {one.rank} of {one.world}"
+        for trainer in running:
+            if (
+                trainer.rank == part.rank
+                and (trainer.attempt, trainer.world) != own_launch
+                and trainer.attempt not in self._warned_launches
+            ):
+                self._warned_launches.add(trainer.attempt)
+                who = f"process {trainer.pid}" if trainer.pid != os.getpid() else "another Checkpointer of this process"
+                if trainer.attempt == own_launch[0]:
+                    who += f", as rank {trainer.rank} of {trainer.world}"
                 log.warning(
                     "another launch of run %s saves at the same time on this node: attempt %s, %s; this one is "
                     "attempt %s. A resume goes on from the later one alone: stop the other",
                     run,
-                    one.attempt,
+                    trainer.attempt,
                     who,
-                    own[0],
+                    own_launch[0],
                 )
 
     def _ask(self, part: PartId) -> None:
         try:
             with Link(self._spool) as link:
-                found = read_member(link.ask(Launches(run=part.checkpoint.run), _ANSWER_S), "launches", list[Rival])
+                rivals = read_member(link.ask(Launches(run=part.checkpoint.run), _ANSWER_S), "launches", list[Rival])
         except (TierdError, TimeoutError, OSError) as error:
             log.debug("the daemon was not asked for other launches: %s", error)
             return
-        if fresh := {one.attempt for one in found if one.place != SPOOL} - self._known:
-            self._known |= fresh
-            log.warning("%s", warning(found))
+        if fresh := {rival.attempt for rival in rivals if rival.place != SPOOL} - self._warned_launches:
+            self._warned_launches |= fresh
+            log.warning("%s", warning(rivals))

@@ -41,7 +41,7 @@ _BEATS = 3  # missed signs of life on a tier after which a rank counts as gone
 SILENT_S = 30.0  # how long to wait for a rank that gives no sign of life, or does not call `restore`
 
 # Number of meetings over each default store.
-_made: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+_exchange_counts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 # Meetings over the agent's store and in the spool; every rank makes the same ones in the same order.
 _boards = count()
 
@@ -76,7 +76,7 @@ class Ranks:
         tier: Callable[[str, int], Board | None] | None = None,
         first_s: float = START_S,
     ) -> None:
-        self._given = rank is not None
+        self._is_explicit = rank is not None
         self.rank, self.world = rank_and_world(rank, world_size, _group_ranks)
         self._silent_s, self._first_s = silent_s, first_s
         board = self._board(spool, run, tier) if self.world > 1 else None
@@ -100,9 +100,9 @@ class Ranks:
             store = _default_store(group)
             self._first_s = min(self._first_s, store.timeout.total_seconds())
             self._silent_s = min(self._silent_s, self._first_s)
-            number = next(_made.setdefault(store, count()))
-            what = "the process group's store, which rank 0 hosts"
-            return StoreBoard(store, f"{_TAG}/{number}", what, exclusive=not _shares_agent_store())
+            number = next(_exchange_counts.setdefault(store, count()))
+            label = "the process group's store, which rank 0 hosts"
+            return StoreBoard(store, f"{_TAG}/{number}", label, exclusive=not _shares_agent_store())
         if _shares_agent_store() and torchrun_ranks() == me:
             return StoreBoard(_agent_store(), f"{_TAG}/{next(_boards)}", "the store of torchrun's agent")
         if spool is None or _launched() != me:
@@ -138,7 +138,7 @@ class Ranks:
                 raise
             except BaseException as error:
                 kind = f"an interrupt ({type(error).__name__})"
-                self._notes.tell(msgspec.json.encode(_Said(kind, msgspec.Raw(b"null"))), f"is at {kind}")
+                self._notes.tell(msgspec.json.encode(_TaggedValue(kind, msgspec.Raw(b"null"))), f"is at {kind}")
                 raise
 
     def gather(self, value: S, *, first: bool = False) -> list[S]:
@@ -153,14 +153,14 @@ class Ranks:
         if self._notes is None:
             return [value]
         kind = type(value).__name__
-        said = msgspec.json.encode(_Said(kind, msgspec.Raw(msgspec.json.encode(value))))
+        message = msgspec.json.encode(_TaggedValue(kind, msgspec.Raw(msgspec.json.encode(value))))
         try:
-            heard = self._notes.exchange(said, self._first_s if first else self._silent_s)
-            answers = [msgspec.json.decode(one, type=_Said) for one in heard]
-            others = [f"rank {rank} is at {one.kind}" for rank, one in enumerate(answers) if one.kind != kind]
-            if others:
-                raise StoreUnavailable(f"this rank is at {kind}, and {', '.join(others[:3])}: all make the same calls")
-            return [msgspec.json.decode(one.value, type=type(value)) for one in answers]
+            heard = self._notes.exchange(message, self._first_s if first else self._silent_s)
+            answers = [msgspec.json.decode(answer, type=_TaggedValue) for answer in heard]
+            strays = [f"rank {rank} is at {answer.kind}" for rank, answer in enumerate(answers) if answer.kind != kind]
+            if strays:
+                raise StoreUnavailable(f"this rank is at {kind}, and {', '.join(strays[:3])}: all make the same calls")
+            return [msgspec.json.decode(answer.value, type=type(value)) for answer in answers]
         except (StoreUnavailable, msgspec.MsgspecError) as error:  # the other rank runs another version of tierd
             raise StoreUnavailable(
                 f"rank {self.rank} of {self.world}: the other ranks cannot be heard: {error}"
@@ -185,11 +185,12 @@ class Ranks:
 
     def check_group(self) -> None:
         """Raise `ConfigError` if a process group that was initialised later gives this process another rank."""
-        if self._given or (found := _group_ranks()) in (None, (self.rank, self.world)):
+        if self._is_explicit or (group_ranks := _group_ranks()) in (None, (self.rank, self.world)):
             return
         raise ConfigError(
             f"this Checkpointer was made as rank {self.rank} of {self.world}, and the process group that exists now "
-            f"says rank {found[0]} of {found[1]}: make it after init_process_group, or give it rank= and world_size="
+            f"says rank {group_ranks[0]} of {group_ranks[1]}: make it after init_process_group, or give it rank= "
+            "and world_size="
         )
 
 
@@ -198,7 +199,7 @@ def _shares_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _TaggedValue(msgspec.Struct, frozen=True):
     """A rank's value and its type's name, so that ranks in different calls get an error that says so."""
 
     kind: str

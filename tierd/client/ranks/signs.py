@@ -58,16 +58,16 @@ class Watch:
     """Decide how long to wait for some ranks.
 
     Args:
-        done: whether a rank's sign shows that the rank has put the awaited note. If the note is missing then, another
-            process has removed it.
+        arrived: whether a rank's sign shows that the rank has put the awaited note. If the note is missing then,
+            another process has removed it.
     """
 
-    def __init__(self, exchange: Signs, late_s: float, done: Callable[[Sign], bool]) -> None:
-        self._exchange, self._late_s, self._done = exchange, late_s, done
-        self._begun = self._read = time.monotonic()
+    def __init__(self, exchange: Signs, late_s: float, arrived: Callable[[Sign], bool]) -> None:
+        self._exchange, self._late_s, self._has_arrived = exchange, late_s, arrived
+        self._start_s = self._read = time.monotonic()
         self._signs: dict[int, tuple[Sign, float]] = {}  # by rank: the last sign, and when it was first read
         # By rank: when its note was first seen to be missing although the rank had put it.
-        self._lost: dict[int, float] = {}
+        self._missing_since: dict[int, float] = {}
 
     def given_up(self, ranks: Collection[int]) -> str:
         """Describe which of `ranks` are not waited for any longer, and why; empty if all may still arrive."""
@@ -84,8 +84,8 @@ class Watch:
             return f"{exchange.name(rank)} has ended"
         if rank not in self._signs or self._signs[rank][0] != sign:
             self._signs[rank] = sign, now
-        silent_s, waited_s = now - self._signs[rank][1], now - self._begun
-        if self._done(sign) and now - self._lost.setdefault(rank, now) > exchange.silent_s:
+        silent_s, waited_s = now - self._signs[rank][1], now - self._start_s
+        if self._has_arrived(sign) and now - self._missing_since.setdefault(rank, now) > exchange.silent_s:
             return f"what {exchange.name(rank)} said is not there any more"
         if sign.inside:
             if silent_s > exchange.silent_s:

@@ -35,7 +35,7 @@ _PIECE = MAX_NOTE - _HEAD.size  # bytes
 _PIECES = 256  # pieces of one note
 _LARGEST = 1 << 28  # bytes of a decompressed note
 _BATCH = 256  # notes in one request
-_FEW = 4  # notes that are read without a listing first
+_UNLISTED_NOTES = 4  # notes that are read without a listing first
 
 
 class TierBoard(Board):
@@ -88,16 +88,16 @@ class TierBoard(Board):
 
     def read(self, keys: Collection[str]) -> dict[str, bytes]:
         names = {_name(key): key for key in keys}
-        wanted = list(names)
-        if len(wanted) > _FEW:  # most are not there yet, and one listing request shows which are
-            there = set(self._names(wanted[0].rpartition(".")[0] + "."))
-            wanted = [name for name in wanted if name in there]
-        found = {}
-        for name, head in self._get(wanted).items():
-            value = self._whole(name, head)
+        note_names = list(names)
+        if len(note_names) > _UNLISTED_NOTES:  # most are not there yet, and one listing request shows which are
+            existing = set(self._names(note_names[0].rpartition(".")[0] + "."))
+            note_names = [name for name in note_names if name in existing]
+        notes = {}
+        for name, head in self._get(note_names).items():
+            value = self._assemble(name, head)
             if value is not None:
-                found[names[name]] = value
-        return found
+                notes[names[name]] = value
+        return notes
 
     def remove(self, keys: Collection[str]) -> None:
         names = [_name(key) for key in keys]
@@ -111,24 +111,24 @@ class TierBoard(Board):
         return bool(self._names(_name(prefix)))
 
     def beside(self) -> TierBoard:
-        other = copy.copy(self)
-        other._link, other._pieces = None, {}
-        return other
+        board = copy.copy(self)
+        board._link, board._pieces = None, {}
+        return board
 
     def close(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.close()
 
-    def _whole(self, name: str, head: bytes) -> bytes | None:
+    def _assemble(self, name: str, head: bytes) -> bytes | None:
         count, checksum = _HEAD.unpack_from(head) if len(head) >= _HEAD.size else (0, 0)
         if not 1 <= count <= _PIECES:
             return None
         data = head[_HEAD.size :]
         if count > 1:
-            more = [f"{name}.p{number}" for number in range(1, count)]
-            found = self._get(more)
-            data += b"".join(found.get(one, b"") for one in more)
+            piece_names = [f"{name}.p{number}" for number in range(1, count)]
+            pieces = self._get(piece_names)
+            data += b"".join(pieces.get(piece_name, b"") for piece_name in piece_names)
             self._pieces[name] = count
         if zlib.crc32(data) != checksum:
             return None
@@ -138,22 +138,22 @@ class TierBoard(Board):
         return read_member(self._ask(under=under), "names", list[str])
 
     def _get(self, names: Sequence[str]) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        for some in _batches(names):
-            found |= read_member(self._ask(read=tuple(some)), "notes", dict[str, bytes])
-        return found
+        notes: dict[str, bytes] = {}
+        for batch in _batches(names):
+            notes |= read_member(self._ask(read=tuple(batch)), "notes", dict[str, bytes])
+        return notes
 
     def _remove(self, names: Sequence[str]) -> None:
-        for some in _batches(names):
-            self._ask(remove=tuple(some))
+        for batch in _batches(names):
+            self._ask(remove=tuple(batch))
 
-    def _ask(self, **said: Any) -> dict[str, Any]:
+    def _ask(self, **fields: Any) -> dict[str, Any]:
         """Ask the daemon. A request may be repeated, because doing it twice changes nothing.
 
         Raises:
             OSError: no daemon answered in time, or it is stopped or of another version; or the tier failed.
         """
-        request = Notes(run=self._run, launch=self._launch, **said)
+        request = Notes(run=self._run, launch=self._launch, **fields)
         end_s = time.monotonic() + self._answer_s
         while True:
             try:

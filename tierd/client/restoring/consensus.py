@@ -111,7 +111,7 @@ class Agreement:
             ConfigError: the ranks were asked for different checkpoints, or for the best and a step.
         """
         names = None if only is None else tuple(sorted(map(str, only)))
-        own = RankView(step=None, attempt=None, everything=everything, only=names, clock=self._clock())
+        own_view = RankView(step=None, attempt=None, everything=everything, only=names, clock=self._clock())
         failure: Exception | None = None
         try:  # also covers this rank's wrong arguments, because the others would wait for this rank
             step = step if step is None else check_step(step)
@@ -120,24 +120,25 @@ class Agreement:
                 raise ConfigError(f"best={best.metric!r} and step={step}: one of the two")
             best = best if best is None else check_goal(best)
             at_least = at_least if at_least is None else check_step(at_least)
-            own = msgspec.structs.replace(
-                own, step=step, attempt=attempt, best=best, at_least=at_least, sight=self._run_view()
+            own_view = msgspec.structs.replace(
+                own_view, step=step, attempt=attempt, best=best, at_least=at_least, sight=self._run_view()
             )
         except Exception as error:
-            failure, own = error, msgspec.structs.replace(own, error=_text(error))
-        rank_views = self._ranks.gather(own)
+            failure, own_view = error, msgspec.structs.replace(own_view, error=_text(error))
+        rank_views = self._ranks.gather(own_view)
         if failure is not None:
             raise failure
-        for rank, other in enumerate(rank_views):
-            if other.error:
-                raise StoreUnavailable(f"rank {rank} could not restore: {other.error}")
-            if _question(other) != _question(own):
+        for rank, rank_view in enumerate(rank_views):
+            if rank_view.error:
+                raise StoreUnavailable(f"rank {rank} could not restore: {rank_view.error}")
+            if _question(rank_view) != _question(own_view):
                 raise ConfigError(
-                    f"rank {self._ranks.rank} was asked for {_asked(own)}, and rank {rank} for {_asked(other)}: every "
+                    f"rank {self._ranks.rank} was asked for {_describe_question(own_view)}, and rank {rank} for "
+                    f"{_describe_question(rank_view)}: every "
                     "rank of a launch restores the same"
                 )
-        self.clocks = [other.clock for other in rank_views]
-        views = [other.sight for other in rank_views]
+        self.clocks = [view.clock for view in rank_views]
+        views = [view.sight for view in rank_views]
         return restore_order(views, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
 
     def loaded(self, checkpoint: CheckpointId, error: Exception | None) -> None:
@@ -169,7 +170,7 @@ class Agreement:
             StateMismatch: another rank's part does not fit.
         """
         outcomes = self._ranks.gather(_outcome(error, unfit=unfit))
-        found = {outcome.what for outcome in outcomes}
+        outcome_kinds = {outcome.what for outcome in outcomes}
         if error is not None and _outcome(error, unfit=unfit).what in ("unfit", "failed"):
             raise error
         for rank, outcome in enumerate(outcomes):
@@ -178,15 +179,15 @@ class Agreement:
             if outcome.what == "unfit":
                 raise StateMismatch(f"rank {rank}: {outcome.why}; nothing was loaded")
         # A rank that reads later finds a part gone that another rank has quarantined.
-        if "gone" in found and "corrupt" not in found:
+        if "gone" in outcome_kinds and "corrupt" not in outcome_kinds:
             return Settled(gone=True)
-        if "corrupt" in found and not self._ranks.talk:
+        if "corrupt" in outcome_kinds and not self._ranks.talk:
             raise StoreUnavailable(
                 f"rank {self._ranks.rank}: {error}. It is quarantined, and the other ranks cannot be told without "
                 "torch.distributed: launch again, and every rank finds the checkpoint before it"
             ) from error
         name = "rank {}: {}" if self._ranks.world > 1 else "{1}"
-        corrupt = [name.format(rank, one.why) for rank, one in enumerate(outcomes) if one.what == "corrupt"]
+        corrupt = [name.format(rank, outcome.why) for rank, outcome in enumerate(outcomes) if outcome.what == "corrupt"]
         return Settled(corrupt="; ".join(corrupt))
 
 
@@ -208,10 +209,10 @@ def _question(view: RankView) -> tuple[object, ...]:
     return view.step, view.attempt, view.everything, view.only, view.best, view.at_least
 
 
-def _asked(view: RankView) -> str:
+def _describe_question(view: RankView) -> str:
     newest = f"the best checkpoint ({view.best.mode} {view.best.metric})" if view.best else "the newest checkpoint"
-    what = newest if view.step is None else f"step {view.step}"
-    more = f" of attempt {view.attempt}" if view.attempt else ""
-    more += f", step {view.at_least} or later" if view.at_least is not None else ""
-    more += f", only {', '.join(view.only) or 'nothing'}" if view.only is not None else ""
-    return f"{what}{more}{' (DCP)' if view.everything else ''}"
+    subject = newest if view.step is None else f"step {view.step}"
+    suffix = f" of attempt {view.attempt}" if view.attempt else ""
+    suffix += f", step {view.at_least} or later" if view.at_least is not None else ""
+    suffix += f", only {', '.join(view.only) or 'nothing'}" if view.only is not None else ""
+    return f"{subject}{suffix}{' (DCP)' if view.everything else ''}"

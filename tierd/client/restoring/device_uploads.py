@@ -57,7 +57,7 @@ class Uploads:
         self._planned = False
         # Offset in the file, view of the file, target device.
         self._entries: list[tuple[int, torch.Tensor, torch.device]] = []
-        self._next, self._done = 0, 0  # the entry to copy next, and how many of its elements are copied
+        self._next, self._copied = 0, 0  # the entry to copy next, and how many of its elements are copied
         self._staged: dict[int, torch.Tensor] = {}  # by offset in the file
         self._events: dict[torch.device, torch.cuda.Event] = {}  # recorded after all copies that were begun
 
@@ -145,8 +145,8 @@ class Uploads:
         self._planned = True
         base = torch.frombuffer(self.arena.view, dtype=torch.uint8, count=1).data_ptr()
         try:
-            found = unflatten(self._tree, self.arena.view[: self._size], is_read=False)
-            places = {view.data_ptr() - base: (view, where) for view, where in destinations(self._state, found)}
+            saved = unflatten(self._tree, self.arena.view[: self._size], is_read=False)
+            places = {view.data_ptr() - base: (view, where) for view, where in destinations(self._state, saved)}
         except StateMismatch:  # reported when the whole file is there
             return
         self._entries = [(offset, *places[offset]) for offset in sorted(places)]
@@ -162,12 +162,16 @@ class Uploads:
             if offset not in self._staged:
                 self._staged[offset] = self._api.empty_like(view, where)
             upto = min(view.numel(), (end - offset) // view.element_size())
-            host, there = view.view(-1)[self._done : upto], self._staged[offset].view(-1)[self._done : upto]
-            batch += [(where, part, other) for part, other in cut(host, there)] if upto > self._done else []
-            self._done = upto
+            host, on_device = view.view(-1)[self._copied : upto], self._staged[offset].view(-1)[self._copied : upto]
+            batch += (
+                [(where, part, device_part) for part, device_part in cut(host, on_device)]
+                if upto > self._copied
+                else []
+            )
+            self._copied = upto
             if upto < view.numel():
                 break
-            self._next, self._done = self._next + 1, 0
+            self._next, self._copied = self._next + 1, 0
         for device in dict.fromkeys(where for where, _, _ in batch):
             # Earlier work of the current stream may still use the new tensors' memory.
             ready = self._api.record(self._api.current_stream(device))
@@ -175,9 +179,9 @@ class Uploads:
             with self._api.on(side):
                 side.wait_event(ready)
                 try:
-                    for where, host, there in batch:
+                    for where, host, on_device in batch:
                         if where == device:
-                            self._api.copy([there], [host])
+                            self._api.copy([on_device], [host])
                 finally:
                     self._events[device] = self._api.record(side)
 
@@ -189,18 +193,18 @@ class Uploads:
         if self.arena is None:
             return {}
         base = torch.frombuffer(self.arena.view, dtype=torch.uint8, count=1).data_ptr()
-        found = {}
+        by_id = {}
         for tensor in tensors_in(restored):
-            there = self._staged.get(tensor.data_ptr() - base) if tensor.numel() else None
-            if there is not None and (there.dtype, there.shape) == (tensor.dtype, tensor.shape):
-                found[id(tensor)] = there
-        return found
+            on_device = self._staged.get(tensor.data_ptr() - base) if tensor.numel() else None
+            if on_device is not None and (on_device.dtype, on_device.shape) == (tensor.dtype, tensor.shape):
+                by_id[id(tensor)] = on_device
+        return by_id
 
     def close(self) -> None:
         """Return when all copies that were begun have ended, and forget the tensors that were not taken."""
         self._wait()
         self._staged.clear()
-        self._entries, self._tree, self._next, self._done = [], None, 0, 0
+        self._entries, self._tree, self._next, self._copied = [], None, 0, 0
 
     def _wait(self) -> None:
         for event in self._events.values():
@@ -223,9 +227,9 @@ def destinations(target: Any, saved: Any) -> Iterator[tuple[torch.Tensor, torch.
         if where is not None and saved.numel() and (target.shape, target.dtype) == (saved.shape, saved.dtype):
             yield saved, where
     elif isinstance(target, nn.Module) and isinstance(saved, dict):
-        own = {**dict(target.named_parameters(remove_duplicate=False)), **dict(target.named_buffers())}
+        tensors = {**dict(target.named_parameters(remove_duplicate=False)), **dict(target.named_buffers())}
         for key, value in saved.items():
-            yield from destinations(own.get(key), value)
+            yield from destinations(tensors.get(key), value)
     elif isinstance(target, torch.optim.Optimizer):
         yield from _of_optimizer(target, saved)
     elif any(isinstance(target, kind) and isinstance(saved, kind) for kind in (dict, SEQUENCES)):
@@ -238,10 +242,10 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[tupl
     try:
         owners: dict[Any, tuple[torch.Tensor, dict[str, Any]]] = {}
         first = 0
-        for group, there in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             behind = first + len(group["params"])
             # Torch counts so; a long list is packed, and not read yet.
-            numbers = there["params"] or range(first, behind)
+            numbers = saved_group["params"] or range(first, behind)
             owners |= {number: (parameter, group) for parameter, number in zip(group["params"], numbers, strict=True)}
             first = behind
         for number, (parameter, group) in owners.items():

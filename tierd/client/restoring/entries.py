@@ -37,10 +37,10 @@ def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tup
     sizes = {file.path: file.size for file in manifest.files}
     if TREE not in sizes or TENSORS not in sizes:
         return manifest, {name: memoryview(b"") for name in sizes}
-    kept = _kept(read_tree(files, part), names, str(part))
+    tree = _select_entries(read_tree(files, part), names, str(part))
     memory, layout = read_header(files, part)
-    files.fill(memory, list(_spans(files, part, layout, kept)))
-    return manifest, {TREE: memoryview(kept), TENSORS: settle(memory, sizes[TENSORS])}
+    files.fill(memory, list(_spans(files, part, layout, tree)))
+    return manifest, {TREE: memoryview(tree), TENSORS: settle(memory, sizes[TENSORS])}
 
 
 def check_written_by_save(part: PartId, paths: Collection[str]) -> None:
@@ -118,16 +118,16 @@ def check_names(saved: Mapping[str, Any], names: Collection[str], where: str) ->
 
 def tensors_named(tree: bytes | str) -> set[str]:
     """Return the names of the tensors that a tree, or one entry of it, refers to."""
-    named: set[str] = set()
+    names: set[str] = set()
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         tag, payload = pairs[0] if len(pairs) == 1 else ("", None)
         if tag in NAMING:
-            named.update(name for name in (payload if type(payload) is list else [payload])[:1] if type(name) is str)
+            names.update(name for name in (payload if type(payload) is list else [payload])[:1] if type(name) is str)
         return dict(pairs)
 
     json.loads(tree, object_pairs_hook=note)
-    return named
+    return names
 
 
 def _bytes(files: PartRanges, span: Span) -> bytes:
@@ -137,7 +137,7 @@ def _bytes(files: PartRanges, span: Span) -> bytes:
     return bytes(memory)
 
 
-def _kept(tree: bytes, names: Collection[str], where: str) -> bytes:
+def _select_entries(tree: bytes, names: Collection[str], where: str) -> bytes:
     """Return the tree with only the entries in `names`."""
     saved = parse_entries(tree, where)
     check_names(saved, names, where)

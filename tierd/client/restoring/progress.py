@@ -17,7 +17,7 @@ from tierd.core.ids import PartId
 
 log = logging.getLogger("tierd")
 
-_EVERY = 60.0  # seconds between two lines of the log
+_LOG_INTERVAL_S = 60.0  # seconds between two lines of the log
 
 
 class Fetching:
@@ -38,29 +38,32 @@ class Fetching:
         self._stalled_s = stalled_s
         self._part, self._at, self._since = part, -1, time.monotonic()
         self._began: tuple[float, int] | None = None  # when the first size came, and what was there
-        self._logged = -_EVERY
+        self._logged = -_LOG_INTERVAL_S
         self._line = TerminalLine()
 
     def __call__(self, progress: dict[str, Any]) -> None:
-        done, total, now = int(progress.get("done", -1)), int(progress.get("total", 0)), time.monotonic()
-        if done != self._at:
-            self._at, self._since = done, now
+        done_bytes, total, now = int(progress.get("done", -1)), int(progress.get("total", 0)), time.monotonic()
+        if done_bytes != self._at:
+            self._at, self._since = done_bytes, now
         elif now - self._since >= self._stalled_s:
             raise StoreUnavailable(
                 f"{self._part}: no byte came from a tier for {self._stalled_s:.0f} s; restoring again goes on from "
-                f"{max(done, 0)} of {total} bytes"
+                f"{max(done_bytes, 0)} of {total} bytes"
             )
         if not total:
             return
-        began, before = self._began = self._began or (now, done)
+        began, before = self._began = self._began or (now, done_bytes)
         tiers = ", ".join(progress.get("tiers", ())) or "the tiers"
-        sizes = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB{pace(done - before, now - began, total - done)}"
-        what = f"fetching {self._part} from {tiers}"
-        if self._part.rank == 0 and self._line.draw(f"tierd: {sizes}: {what}"):  # ranks may share a terminal
+        sizes = (
+            f"{done_bytes / 1e9:.1f} of {total / 1e9:.1f} "
+            f"GB{pace(done_bytes - before, now - began, total - done_bytes)}"
+        )
+        activity = f"fetching {self._part} from {tiers}"
+        if self._part.rank == 0 and self._line.draw(f"tierd: {sizes}: {activity}"):  # ranks may share a terminal
             return
-        if now - self._logged >= _EVERY or done >= total:
+        if now - self._logged >= _LOG_INTERVAL_S or done_bytes >= total:
             self._logged = now
-            log.info("%s: %s", what, sizes)
+            log.info("%s: %s", activity, sizes)
 
     def __enter__(self) -> Self:
         return self

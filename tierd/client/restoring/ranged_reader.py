@@ -143,17 +143,17 @@ class Files(PartRanges):
     def manifest(self, part: PartId) -> Manifest:
         """Return the manifest of a part. Raises as `read`."""
         if part not in self._manifests:
-            found = self._find_manifest(part)
-            check_origin(found, self._origins)
-            self._manifests[part] = found
+            manifest = self._find_manifest(part)
+            check_origin(manifest, self._origins)
+            self._manifests[part] = manifest
         return self._manifests[part]
 
     def bring(self, spans: Iterable[Span]) -> None:
         """Have the daemon fetch the chunks of `spans` that the spool lacks. Raises as `read`."""
-        wanted: dict[PartId, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        chunks: dict[PartId, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for span in spans:
-            wanted[span.part][span.path].update(range(span.first, span.end))
-        for part, files in sorted(wanted.items()):
+            chunks[span.part][span.path].update(range(span.first, span.end))
+        for part, files in sorted(chunks.items()):
             if not self._spool.has(part):
                 self._ask(part, {path: _runs(numbers) for path, numbers in sorted(files.items())})
 
@@ -164,7 +164,7 @@ class Files(PartRanges):
             CorruptChunk, ManifestError: proven corrupt in every place.
             StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
         """
-        for batch in _batches(sorted(spans, key=lambda one: (one.part, one.path, one.offset))):
+        for batch in _batches(sorted(spans, key=lambda span: (span.part, span.path, span.offset))):
             head, last = batch[0], batch[-1]
             data = self._read(head.part, head.file, head.first, last.end, last.stop - head.start)
             for span in batch:
@@ -215,10 +215,12 @@ class Files(PartRanges):
         with os.fdopen(open_plain(self._spool.fetching(part) / DRAFT_NAME), "rb") as file:
             return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
 
-    def _put_right(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]] | None, why: Exception) -> None:
-        """Have the daemon repair or fetch `wanted`. Without a daemon, quarantine what is proven corrupt and raise."""
+    def _put_right(
+        self, part: PartId, chunk_runs: Mapping[str, Sequence[tuple[int, int]]] | None, why: Exception
+    ) -> None:
+        """Have the daemon repair or fetch `chunk_runs`. Without one, quarantine what is proven corrupt and raise."""
         if self._link is not None:
-            self._ask(part, wanted)
+            self._ask(part, chunk_runs)
             return
         if self._alone:
             raise DaemonUnavailable(
@@ -229,18 +231,18 @@ class Files(PartRanges):
             raise ObjectNotFound(f"{part} is not in the spool any more: {why}") from why
         if isinstance(why, OSError):
             raise StoreUnavailable(f"{part}: the spool cannot be read: {why}") from why
-        if self._is_right_on_disk(part, wanted or {}):
+        if self._is_right_on_disk(part, chunk_runs or {}):
             return  # the caller reads again
         self._spool.quarantine(part)
         raise CorruptChunk(f"local: {why}") from why
 
-    def _is_right_on_disk(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
+    def _is_right_on_disk(self, part: PartId, chunk_runs: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
         """Read the manifest and the wanted chunks once more, because one wrong read proves nothing about the disk."""
         home = self._spool.path(part)
         drop_cached(home)
         try:
             files = {file.path: file for file in self._spool.manifest(part).files}
-            for path, runs in wanted.items():
+            for path, runs in chunk_runs.items():
                 for index in (index for first, end in runs for index in range(first, end)):
                     read_chunk(home / path, files[path], index)
         except (CorruptChunk, ManifestError):
@@ -249,14 +251,14 @@ class Files(PartRanges):
             raise StoreUnavailable(f"{part}: the spool cannot be read: {error}") from error
         return True
 
-    def _ask(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]] | None) -> None:
+    def _ask(self, part: PartId, chunk_runs: Mapping[str, Sequence[tuple[int, int]]] | None) -> None:
         if self._link is None:
-            self._put_right(part, wanted, ObjectNotFound(f"{part} is not in the spool"))
+            self._put_right(part, chunk_runs, ObjectNotFound(f"{part} is not in the spool"))
             return
-        for portion in (None,) if wanted is None else _portions(wanted):
+        for portion in (None,) if chunk_runs is None else _portions(chunk_runs):
             with Fetching(part) as fetching:
-                found = self._link.ask(Fetch(part=part, wanted=portion), on_progress=fetching)["tiers"]
-            self.tiers += [name for name in found if name not in self.tiers]
+                tier_names = self._link.ask(Fetch(part=part, wanted=portion), on_progress=fetching)["tiers"]
+            self.tiers += [name for name in tier_names if name not in self.tiers]
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -269,30 +271,30 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _portions(wanted: Mapping[str, Sequence[tuple[int, int]]]) -> Iterator[dict[str, tuple[tuple[int, int], ...]]]:
-    """Split `wanted` into portions that fit one request each; yields at least one."""
+def _portions(chunk_runs: Mapping[str, Sequence[tuple[int, int]]]) -> Iterator[dict[str, tuple[tuple[int, int], ...]]]:
+    """Split `chunk_runs` into portions that fit one request each; yields at least one."""
     portion: dict[str, tuple[tuple[int, int], ...]] = {}
     size = 0
-    for path, runs in wanted.items():
+    for path, runs in chunk_runs.items():
         for begin in range(0, len(runs), _RUNS):
-            some = tuple(runs[begin : begin + _RUNS])
-            weight = len(msgspec.json.encode({path: some})) + len(path.encode())
+            batch = tuple(runs[begin : begin + _RUNS])
+            weight = len(msgspec.json.encode({path: batch})) + len(path.encode())
             if path in portion or (portion and size + weight > MAX_REQUEST // 2):
                 yield portion
                 portion, size = {}, 0
-            portion[path] = some
+            portion[path] = batch
             size += weight
     yield portion
 
 
-def _batches(spans: Iterable[Span], most: int = _BATCH) -> Iterator[list[Span]]:
-    """Group spans that are read at once: neighbours without an unneeded chunk between them, `most` bytes in all."""
+def _batches(spans: Iterable[Span], limit: int = _BATCH) -> Iterator[list[Span]]:
+    """Group spans that are read at once: neighbours without an unneeded chunk between them, `limit` bytes in all."""
     batch: list[Span] = []
     for span in spans:
         if batch:
             head, last = batch[0], batch[-1]
             near = (span.part, span.path) == (head.part, head.path) and span.first <= last.end
-            if not near or span.stop - head.start > most or span.end < last.end:
+            if not near or span.stop - head.start > limit or span.end < last.end:
                 yield batch
                 batch = []
         batch.append(span)

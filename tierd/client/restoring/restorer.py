@@ -124,7 +124,7 @@ class Restorer(Search):
         self,
         step: int | None,
         attempt: str | None,
-        fits: Callable[[Found], dict[str, Any]] = lambda found: {},
+        build_tree: Callable[[Found], dict[str, Any]] = lambda verified: {},
         best: Goal | None = None,
         at_least: int | None = None,
     ) -> Found | None:
@@ -134,7 +134,7 @@ class Restorer(Search):
         tiers.
 
         Args:
-            fits: makes `Found.tree`, and raises if the checkpoint does not fit its target; then no rank gets it.
+            build_tree: makes `Found.tree`, and raises if the checkpoint does not fit its target; then no rank gets it.
             best: try the best checkpoint first, by the metrics in rank 0's manifests, which then have to be read.
 
         Raises:
@@ -150,13 +150,13 @@ class Restorer(Search):
                 step, attempt, everything=False, best=best, at_least=at_least, only=self._only
             ):
                 self._check_world(candidate)
-                found, error, unfit = self._try(candidate, fits)
+                verified, error, unfit = self._try(candidate, build_tree)
                 if self.settle(candidate, error, unfit=unfit).load:
-                    assert found is not None
-                    took = time.monotonic() - began
-                    self._report(ReportRestored(part=found.part, place=found.tier[:64], seconds=took))
-                    return found if self._keep else replace(found, hold=self.source.hand_over())
-                del found, error  # release this memory before the next candidate is read
+                    assert verified is not None
+                    elapsed_s = time.monotonic() - began
+                    self._report(ReportRestored(part=verified.part, place=verified.tier[:64], seconds=elapsed_s))
+                    return verified if self._keep else replace(verified, hold=self.source.hand_over())
+                del verified, error  # release this memory before the next candidate is read
             return None
         finally:
             self.source.close()
@@ -171,13 +171,15 @@ class Restorer(Search):
             )
 
     def _try(
-        self, candidate: Candidate, fits: Callable[[Found], dict[str, Any]]
+        self, candidate: Candidate, build_tree: Callable[[Found], dict[str, Any]]
     ) -> tuple[Found | None, Exception | None, bool]:
         part = own_part(candidate, self._ranks.rank)
         try:
-            manifest, files, tier = self.source.obtain(part) if self._only is None else self._some(part, self._only)
+            manifest, files, tier = (
+                self.source.obtain(part) if self._only is None else self._obtain_entries(part, self._only)
+            )
             self.check_origin(manifest)
-            found = Found(
+            verified = Found(
                 part,
                 manifest,
                 files,
@@ -192,19 +194,19 @@ class Restorer(Search):
         except Exception as error:  # raised later, because the other ranks must be notified first
             return None, error, isinstance(error, StateMismatch)
         try:
-            return replace(found, tree=fits(found)), None, False
+            return replace(verified, tree=build_tree(verified)), None, False
         except Exception as error:
             return None, error, True
 
-    def _some(self, part: PartId, names: Collection[str]) -> LoadedPart:
+    def _obtain_entries(self, part: PartId, names: Collection[str]) -> LoadedPart:
         files = Files(self._spool, part.checkpoint, part.world, self.source.link, self.source.alone)
         try:
-            manifest, found = read_entries(files, part, names)
+            manifest, entries = read_entries(files, part, names)
         finally:
             files.close()
-        return manifest, found, next(iter(files.tiers), SPOOL)
+        return manifest, entries, next(iter(files.tiers), SPOOL)
 
     def _check_nothing(self, step: int | None, attempt: str | None) -> None:
         super()._check_nothing(step, attempt)
-        for one in self.skipped():
-            log.warning("run %s: starting anew, past %s", self._run, one)
+        for skip in self.skipped():
+            log.warning("run %s: starting anew, past %s", self._run, skip)

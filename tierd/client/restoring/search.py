@@ -95,10 +95,10 @@ class Search:
         self._run, self._ranks, self._report, self.source = run, ranks, report, source
         self.agreement = Agreement(ranks, run, source.run_view, clock)
         self._passed: dict[CheckpointId, str] = {}
-        self._bad: Counter[CheckpointId] = Counter()  # how often a copy of a part was proven corrupt
+        self._corruptions: Counter[CheckpointId] = Counter()  # how often a copy of a part was proven corrupt
         # Checkpoints that other nodes were asked to flush, and that were not tried since.
-        self._asked_for: set[CheckpointId] = set()
-        self._gone = False  # whether the last candidate's parts had vanished
+        self._flush_requested: set[CheckpointId] = set()
+        self._has_vanished = False  # whether the last candidate's parts had vanished
         self._pruned: list[CheckpointId] = []  # candidates whose parts had vanished
         self.resume = RestoreOrder((), (), (), None, (), ())  # as of the last listing
 
@@ -129,13 +129,13 @@ class Search:
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Report this rank's result for `candidate` to all ranks. Raises as `Agreement.settle`."""
         settled = self.agreement.settle(error, unfit=unfit)
-        self._gone = settled.gone
+        self._has_vanished = settled.gone
         if settled.corrupt:
-            self._bad[candidate.checkpoint] += 1
+            self._corruptions[candidate.checkpoint] += 1
             log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
             self._passed[candidate.checkpoint] = settled.corrupt
         if settled.load and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
-            reasons = tuple(str(one)[:MAX_REASON] for one in skipped[:MOST_REASONS])
+            reasons = tuple(str(skip)[:MAX_REASON] for skip in skipped[:MOST_REASONS])
             self._report(FellBack(checkpoint=candidate.checkpoint, skipped=reasons))
         return settled
 
@@ -150,12 +150,14 @@ class Search:
         passed = {} if resume.goal else dict.fromkeys(resume.incomplete, INCOMPLETE)
         unusable |= dict.fromkeys(resume.gone, GONE)
         unusable |= dict.fromkeys(resume.unvouched, UNVOUCHED)
-        passed |= {one: why for one, why in unusable.items() if until is None or order(one) > order(until)}
+        passed |= {
+            checkpoint: why for checkpoint, why in unusable.items() if until is None or order(checkpoint) > order(until)
+        }
         passed |= dict.fromkeys(resume.corrupt, UNKNOWN_METRIC) | self._passed
         for checkpoint in passed.keys() & self.source.odd.keys():
             passed[checkpoint] += f"; {self.source.odd[checkpoint]}"
         newest = sorted(passed, key=order, reverse=True)
-        return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
+        return tuple(Skipped(checkpoint.step, checkpoint.attempt, passed[checkpoint]) for checkpoint in newest)
 
     def because(self) -> str:
         """Say where and why places did not answer the last listing, to follow their names in a message."""
@@ -195,28 +197,28 @@ class Search:
                 self._check_incomplete(step is None and attempt is None)
             else:
                 self._check_metric(best)
-            again, old = False, None
+            relist, old = False, None
             for candidate in (*resume.candidates, *(resume.same_step if other_launches else ())):
-                one = candidate.checkpoint
-                if again := self._is_cut(one):
+                checkpoint = candidate.checkpoint
+                if relist := self._is_cut(checkpoint):
                     break
-                if self._bad[one] >= tries:
+                if self._corruptions[checkpoint] >= tries:
                     continue
-                if at_least is not None and one.step < at_least:
-                    old = old or one
+                if at_least is not None and checkpoint.step < at_least:
+                    old = old or checkpoint
                     continue
-                if again := self._scattered(candidate):
+                if relist := self._scattered(candidate):
                     break
-                self._asked_for.discard(one)
-                self._passed.pop(one, None)
-                before = self._bad[one]
-                self._gone = False
+                self._flush_requested.discard(checkpoint)
+                self._passed.pop(checkpoint, None)
+                before = self._corruptions[checkpoint]
+                self._has_vanished = False
                 yield candidate
-                vanished += self._gone
-                self._pruned += [one] if self._gone else []
-                if again := self._gone or before < self._bad[one] < tries:
+                vanished += self._has_vanished
+                self._pruned += [checkpoint] if self._has_vanished else []
+                if relist := self._has_vanished or before < self._corruptions[checkpoint] < tries:
                     break
-            if not again and not self._is_cut(None):
+            if not relist and not self._is_cut(None):
                 if old is None:
                     self._check_nothing(step, attempt)
                 if at_least is not None:
@@ -235,10 +237,10 @@ class Search:
         self.source.deep |= cut
         return cut
 
-    def _too_old(self, at_least: int, found: CheckpointId | None) -> CheckpointNotFound:
-        what = f"what is left begins at {found}" if found else "there is none at all"
-        skipped = "".join(f"\n  skipped {one}" for one in self.skipped(found))
-        return CheckpointNotFound(f"run {self._run!r}: no checkpoint of step {at_least} or later: {what}{skipped}")
+    def _too_old(self, min_step: int, oldest: CheckpointId | None) -> CheckpointNotFound:
+        existing = f"what is left begins at {oldest}" if oldest else "there is none at all"
+        skipped = "".join(f"\n  skipped {skip}" for skip in self.skipped(oldest))
+        return CheckpointNotFound(f"run {self._run!r}: no checkpoint of step {min_step} or later: {existing}{skipped}")
 
     def _scattered(self, candidate: Candidate) -> bool:
         """Whether to list again, because the checkpoint is complete but not every rank can read its parts until they
@@ -247,7 +249,7 @@ class Search:
         if not candidate.lacking:
             return False
         checkpoint = candidate.checkpoint
-        if checkpoint in self._asked_for:
+        if checkpoint in self._flush_requested:
             silent = ", ".join((*self.resume.unreached, *self.resume.alone))
             where = f", or where nobody answers: {silent}{self.because()}" if silent else ""
             raise StoreUnavailable(
@@ -255,7 +257,7 @@ class Search:
                 f"a node's spool alone{where}; restore again once it is flushed. Restoring an older "
                 "step is your decision: restore(state, step=…)"
             )
-        self._asked_for.add(checkpoint)
+        self._flush_requested.add(checkpoint)
         self.source.flush(checkpoint)
         self.agreement.settle(None)  # no rank may list before the others have flushed
         return True
@@ -263,9 +265,11 @@ class Search:
     def _check_incomplete(self, newest: bool) -> None:
         resume = self.resume
         first = resume.candidates[0].checkpoint if resume.candidates else None
-        lost = (one for one in (*resume.quarantined, *resume.gone) if first is None or one > first)
-        unusable = (*resume.incomplete, *lost, *resume.unvouched)
-        newer = [one for one in unusable if one not in self._passed]
+        unavailable = (
+            checkpoint for checkpoint in (*resume.quarantined, *resume.gone) if first is None or checkpoint > first
+        )
+        unusable = (*resume.incomplete, *unavailable, *resume.unvouched)
+        newer = [checkpoint for checkpoint in unusable if checkpoint not in self._passed]
         silent = (*resume.unreached, *resume.alone)
         if newer and silent and newest:
             # It is known to exist, and may be complete: the missing or quarantined parts may lie in a place that did
@@ -307,7 +311,7 @@ class Search:
                 f"{self.because()}"
             )
         skipped = self.skipped()
-        skipped += tuple(Skipped(one.step, one.attempt, PRUNED) for one in self._pruned)
-        asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
-        if asked or resume.branches or resume.lost or any(one.reason != INCOMPLETE for one in skipped):
-            raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)
+        skipped += tuple(Skipped(checkpoint.step, checkpoint.attempt, PRUNED) for checkpoint in self._pruned)
+        is_specific = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
+        if is_specific or resume.branches or resume.lost or any(skip.reason != INCOMPLETE for skip in skipped):
+            raise not_found(resume, self._run, step, [str(skip) for skip in skipped], attempt)

@@ -49,7 +49,7 @@ log = logging.getLogger("tierd")
 
 MEMORY = "memory"  # stands in place of a tier's name
 _WAIT_S = 2.0  # seconds to wait for one part and one tier at a time
-_REST = 0.2  # seconds between two rounds
+_POLL_S = 0.2  # seconds between two rounds
 
 LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
 
@@ -170,15 +170,17 @@ class NodeSource:
             return
         end = time.monotonic() + self._timings.flushed_s
         try:
-            left = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
+            unflushed = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
             status = self.link.ask(Status())["status"]
             tiers = [] if status["paused"] else [tier["name"] for tier in status["tiers"]]
-            while left and tiers and time.monotonic() < end:
-                log.info("%s: other nodes find it only on a tier; %d parts are flushed first", checkpoint, len(left))
-                left = [part for part in left if not any(self._is_on(part, tier) for tier in tiers)]
+            while unflushed and tiers and time.monotonic() < end:
+                log.info(
+                    "%s: other nodes find it only on a tier; %d parts are flushed first", checkpoint, len(unflushed)
+                )
+                unflushed = [part for part in unflushed if not any(self._is_on(part, tier) for tier in tiers)]
                 # A part that proved corrupt was quarantined, and is not waited for.
-                left = [part for part in left if self._spool.has(part)]
-                time.sleep(_REST if left else 0.0)  # a tier that refuses answers at once
+                unflushed = [part for part in unflushed if self._spool.has(part)]
+                time.sleep(_POLL_S if unflushed else 0.0)  # a tier that refuses answers at once
         except (TierdError, OSError) as error:
             log.warning("%s: %s", checkpoint, error)
 
@@ -226,8 +228,8 @@ class NodeSource:
             with arriving, Fetching(part, self._timings.stalled_s) as fetching:
                 tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
         except CorruptChunk as error:
-            is_known = local is None or SPOOL in str(error)
-            raise CorruptChunk(str(error) if is_known else f"local: {local}; {error}") from error
+            covers_spool = local is None or SPOOL in str(error)
+            raise CorruptChunk(str(error) if covers_spool else f"local: {local}; {error}") from error
         try:
             return *self._read(part, arriving), tiers[0] if tiers else SPOOL
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
@@ -237,24 +239,24 @@ class NodeSource:
 
     def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
         """Read the part from a predecessor's memory, with every byte compared with its manifest in the spool."""
-        found = self._line.recall(part) if self._line else None
-        if found is None:
+        recalled = self._line.recall(part) if self._line else None
+        if recalled is None:
             return None
         try:
             manifest = self._spool.manifest(part)
-            if {file.path for file in manifest.files} != found.files.keys():
+            if {file.path for file in manifest.files} != recalled.files.keys():
                 return None
             if self._uploads:
-                self._uploads.check(found.arena, found.files, manifest)
+                self._uploads.check(recalled.arena, recalled.files, manifest)
             else:
                 for file in manifest.files:
-                    check_bytes(found.files[file.path], file)
+                    check_bytes(recalled.files[file.path], file)
         except (TierdError, OSError) as error:  # for example, the predecessor died while it overwrote that memory
             log.info("%s is not whole in memory, and read from the spool: %s", part, error)
             self._forget()
             return None
-        self.arena = found.arena
-        return manifest, found.files
+        self.arena = recalled.arena
+        return manifest, recalled.files
 
     def _forget(self) -> None:
         """Release the memory of another copy or another part, once nothing is copied from it any more."""
@@ -296,6 +298,6 @@ class NodeSource:
             self.arena = uploads.arena if uploads else None
             return manifest, files
         for file in manifest.files:
-            for _, _, bad in bad_chunks(self._spool.path(part) / file.path, file):
-                raise bad
+            for _, _, defect in bad_chunks(self._spool.path(part) / file.path, file):
+                raise defect
         return manifest, {}

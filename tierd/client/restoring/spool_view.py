@@ -32,18 +32,24 @@ def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, Checkpo
     with translated(f"spool {spool.root}", spool.root):
         before = committed(spool.control)
         newest = [] if deep else spool.newest(run, _NEWEST + 1)
-        few = newest[:_NEWEST] if len(newest) > _NEWEST else None
+        listed = newest[:_NEWEST] if len(newest) > _NEWEST else None
         spool.check_way(run)
-        odd = spool.odd_places(run, few)
-        for part in spool.parts(run) if few is None else [one for some in few for one in spool.parts_of(some)]:
+        odd = spool.odd_places(run, listed)
+        for part in (
+            spool.parts(run)
+            if listed is None
+            else [part for checkpoint in listed for part in spool.parts_of(checkpoint)]
+        ):
             try:
                 parts[part] = ManifestFacts.of(spool.manifest(part))
             except ObjectNotFound:
                 continue
             except (TierdError, OSError) as error:  # the error is found again, and reported, when the part is read
-                bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
-                parts[part], defects[part] = None, bad
-        quarantined = {part: ManifestFacts.of(found) if found else None for part, found in spool.quarantined().items()}
+                defect = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
+                parts[part], defects[part] = None, defect
+        quarantined = {
+            part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
+        }
         remembered = heads(spool.control)
     place = replace(Place.of(parts, defects, quarantined=quarantined), committed=before, heads=remembered)
-    return place, few[-1] if few else None, odd
+    return place, listed[-1] if listed else None, odd

@@ -81,12 +81,12 @@ class StateRestorer:
 
         fitting: list[Fitting] = []  # that of the candidate which was tried last
 
-        def fits(found: Found) -> dict[str, Any]:
-            self._launch.check_given(found.part.checkpoint, found.attempts)
+        def build_tree(verified: Found) -> dict[str, Any]:
+            self._launch.check_given(verified.part.checkpoint, verified.attempts)
             into = chosen({} if state is None else state, names)
             if state is None:
                 return {}
-            tree = with_names_of(into, _tree(found)) if ignore_prefixes else _tree(found)
+            tree = with_names_of(into, _tree(verified)) if ignore_prefixes else _tree(verified)
             fitting[:] = [check_fit(into, tree)]
             return tree
 
@@ -94,29 +94,29 @@ class StateRestorer:
         with self._ranks.attending(), contextlib.ExitStack() as ending:
             if uploads:
                 ending.callback(uploads.close)
-            found = restorer.restore(step, attempt, fits, goal, at_least)
-            if found is not None:
-                self._hold = found.hold
-                self._launch.started_from = found.manifest.started_from
-                self._load(found, state, names, fitting, restorer, uploads)
+            verified = restorer.restore(step, attempt, build_tree, goal, at_least)
+            if verified is not None:
+                self._hold = verified.hold
+                self._launch.started_from = verified.manifest.started_from
+                self._load(verified, state, names, fitting, restorer, uploads)
                 if state is not None and names is None:
                     self._gate.forget_interrupted()  # because no parameter of such a step is left
-        self._schedule.resume(found.part.checkpoint if found else None, restorer.resume)
-        if found is None:
+        self._schedule.resume(verified.part.checkpoint if verified else None, restorer.resume)
+        if verified is None:
             self._start_anew(state, restorer)
             return None
-        self._go_on_from(found, state)
-        if found.unreached:
-            silent = ", ".join(found.unreached) + restorer.because()
-            log.warning("restored step %d; not asked for newer ones: %s", found.manifest.step, silent)
+        self._go_on_from(verified, state)
+        if verified.unreached:
+            silent = ", ".join(verified.unreached) + restorer.because()
+            log.warning("restored step %d; not asked for newer ones: %s", verified.manifest.step, silent)
         return Restored(
-            step=found.manifest.step,
-            attempt=found.manifest.attempt,
-            tier=found.tier,
-            metrics=found.manifest.numbers,
-            skipped=found.skipped,
-            unreached=found.unreached,
-            directory=found.directory,
+            step=verified.manifest.step,
+            attempt=verified.manifest.attempt,
+            tier=verified.tier,
+            metrics=verified.manifest.numbers,
+            skipped=verified.skipped,
+            unreached=verified.unreached,
+            directory=verified.directory,
         )
 
     def restorer(
@@ -155,7 +155,7 @@ class StateRestorer:
 
     def _load(
         self,
-        found: Found,
+        verified: Found,
         state: MutableMapping[str, Any] | None,
         names: Collection[str] | None,
         fitting: Sequence[Fitting],
@@ -168,21 +168,21 @@ class StateRestorer:
         try:
             if state is not None:
                 into = chosen(state, names)
-                staged = uploads.staged(found.tree) if uploads else {}
+                staged = uploads.staged(verified.tree) if uploads else {}
                 load(
                     into,
-                    found.tree,
-                    handed_over=found.arena is not None,
-                    file=found.files[TENSORS],
+                    verified.tree,
+                    handed_over=verified.arena is not None,
+                    file=verified.files[TENSORS],
                     staged=staged,
                     fitting=fitting[0],
                 )
-                # Any other mapping has no plain values to replace: `fits` has checked that.
+                # Any other mapping has no plain values to replace: `build_tree` has checked that.
                 if into is not state and isinstance(state, MutableMapping):
                     state.update(into)
         except Exception as error:
             failure = error
-        restorer.agreement.loaded(found.part.checkpoint, failure)
+        restorer.agreement.loaded(verified.part.checkpoint, failure)
 
     def _start_anew(self, state: MutableMapping[str, Any] | None, restorer: Restorer) -> None:
         """Prepare the first save of a run that has no checkpoint."""
@@ -191,16 +191,16 @@ class StateRestorer:
             self._pipeline.reserve(estimate(state), device_of(state))
             self._space.check(estimate(state))
 
-    def _go_on_from(self, found: Found, state: MutableMapping[str, Any] | None) -> None:
-        """Begin an attempt that continues from `found`, and prepare its first save."""
-        self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
+    def _go_on_from(self, verified: Found, state: MutableMapping[str, Any] | None) -> None:
+        """Begin an attempt that continues from `verified`, and prepare its first save."""
+        self._launch.go_on_from(verified.part.checkpoint, verified.attempts, verified.clocks)
         if state is not None:
-            size_bytes = len(found.files[TENSORS])
-            self._pipeline.adopt(found.arena)
+            size_bytes = len(verified.files[TENSORS])
+            self._pipeline.adopt(verified.arena)
             self._pipeline.reserve(size_bytes, device_of(state))
             self._space.check(size_bytes)
 
 
-def _tree(found: Found) -> dict[str, Any]:
-    check_written_by_save(found.part, found.files)
-    return unflatten(found.files[TREE], found.files[TENSORS])
+def _tree(verified: Found) -> dict[str, Any]:
+    check_written_by_save(verified.part, verified.files)
+    return unflatten(verified.files[TREE], verified.files[TENSORS])

@@ -81,12 +81,12 @@ class StreamedPart:
     def read(self, home: Path, manifest: Manifest) -> dict[str, memoryview]:
         """Return every file of the part, which now lies in `home`, verified. Raises as `read_file` does."""
         self.stop()
-        found = {}
+        files = {}
         for file in manifest.files:
             image = self._images.pop(file.path, None)
             same = image is not None and _content(image.file) == _content(file)
-            found[file.path] = image.whole(home / file.path) if image and same else read_file(home / file.path, file)
-        return found
+            files[file.path] = image.whole(home / file.path) if image and same else read_file(home / file.path, file)
+        return files
 
     def _follow(self) -> None:
         try:
@@ -118,7 +118,7 @@ class _Image:
     """One file in memory, with the chunks that have arrived."""
 
     def __init__(self, file: File, memory: memoryview | None = None) -> None:
-        self.file, self._own = file, memory is None
+        self.file, self._owns_memory = file, memory is None
         self._memory = memory_for(file.size) if memory is None else memory
         self.missing: dict[int, int] = {}  # offset of a chunk -> its index
         offset = 0
@@ -166,7 +166,7 @@ class _Image:
 
         with ThreadPoolExecutor(_READERS, "tierd-arrived") as pool:
             list(pool.map(bring, self.missing, self.missing.values()))
-        return settle(self._memory, self.file.size) if self._own else self._memory[: self.file.size]
+        return settle(self._memory, self.file.size) if self._owns_memory else self._memory[: self.file.size]
 
     def _read(self, plain: int, direct: int, offset: int, chunk: Chunk) -> bool:
         """Read exactly one chunk, because its neighbours may already be verified."""

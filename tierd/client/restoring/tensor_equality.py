@@ -29,21 +29,29 @@ class ComparedPart:
     digests: dict[tuple[int, int], str] = field(default_factory=dict)  # of ranges that were already read
 
 
-def are_equal(files: PartRanges, one: ComparedPart, here: TensorEntry, other: ComparedPart, there: TensorEntry) -> bool:
+def are_equal(
+    files: PartRanges,
+    first_part: ComparedPart,
+    first_entry: TensorEntry,
+    second_part: ComparedPart,
+    second_entry: TensorEntry,
+) -> bool:
     """Whether a tensor of one part equals one of another part: dtype, shape and bytes. Raises as `PartRanges.fill`."""
-    if (here.dtype, here.shape) != (there.dtype, there.shape):
+    if (first_entry.dtype, first_entry.shape) != (second_entry.dtype, second_entry.shape):
         return False
-    if not here.nbytes:
+    if not first_entry.nbytes:
         return True
-    mine, theirs = _pieces(files, one, here), _pieces(files, other, there)
-    if [piece[:2] for piece in mine] != [piece[:2] for piece in theirs]:
-        return _bytes_are_equal(files, one, here, other, there, 0, here.nbytes)
-    unlike = [a for a, b in zip(mine, theirs, strict=True) if a[2] != b[2]]
-    if any(begin >= 0 and end <= here.nbytes for begin, end, _ in unlike):
+    first_pieces, second_pieces = _pieces(files, first_part, first_entry), _pieces(files, second_part, second_entry)
+    if [piece[:2] for piece in first_pieces] != [piece[:2] for piece in second_pieces]:
+        return _bytes_are_equal(files, first_part, first_entry, second_part, second_entry, 0, first_entry.nbytes)
+    unlike = [a for a, b in zip(first_pieces, second_pieces, strict=True) if a[2] != b[2]]
+    if any(begin >= 0 and end <= first_entry.nbytes for begin, end, _ in unlike):
         return False  # this chunk holds only this tensor
     # The other unequal chunks also hold neighbouring tensors, which may be the cause.
     return all(
-        _bytes_are_equal(files, one, here, other, there, max(begin, 0), min(end, here.nbytes))
+        _bytes_are_equal(
+            files, first_part, first_entry, second_part, second_entry, max(begin, 0), min(end, first_entry.nbytes)
+        )
         for begin, end, _ in unlike
     )
 
@@ -51,24 +59,25 @@ def are_equal(files: PartRanges, one: ComparedPart, here: TensorEntry, other: Co
 def _pieces(files: PartRanges, part: ComparedPart, entry: TensorEntry) -> list[_Piece]:
     """Return the chunks that hold a tensor."""
     span = files.span(part.part, TENSORS, entry.offset, entry.nbytes)
-    found, offset = list[_Piece](), span.start - entry.offset
+    pieces, offset = list[_Piece](), span.start - entry.offset
     for chunk in span.file.chunks[span.first : span.end]:
-        found.append((offset, offset + chunk.size, chunk.xxh3_128))
+        pieces.append((offset, offset + chunk.size, chunk.xxh3_128))
         offset += chunk.size
-    return found
+    return pieces
 
 
 def _bytes_are_equal(
     files: PartRanges,
-    one: ComparedPart,
-    here: TensorEntry,
-    other: ComparedPart,
-    there: TensorEntry,
+    first_part: ComparedPart,
+    first_entry: TensorEntry,
+    second_part: ComparedPart,
+    second_entry: TensorEntry,
     begin: int,
     end: int,
 ) -> bool:
     return all(
-        _digest(files, one, here.offset + at, size) == _digest(files, other, there.offset + at, size)
+        _digest(files, first_part, first_entry.offset + at, size)
+        == _digest(files, second_part, second_entry.offset + at, size)
         for at, size in ((at, min(_PIECE, end - at)) for at in range(begin, end, _PIECE))
     )
 

@@ -84,34 +84,34 @@ class _Room:
         if self._layout is capture.layout and self._arena is self.slot.arena and _same(specs, self._specs):
             return self._tensors
         memory, places = self.slot.arena.view, _places(capture, tensors)
-        found = []
+        copies = []
         for tensor, name in zip(tensors, places, strict=True):
             stored = view(memory, capture.layout.entries[name])
             dtype = tensor.dtype
             if dtype in STORED_AS:
                 stored = torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
             # `DTensor.from_local` would move its tensor to the mesh's device.
-            found.append(type(tensor)(stored, tensor._spec, requires_grad=False) if is_dtensor(tensor) else stored)
-        self._layout, self._arena, self._specs, self._tensors = capture.layout, self.slot.arena, specs, found
-        return found
+            copies.append(type(tensor)(stored, tensor._spec, requires_grad=False) if is_dtensor(tensor) else stored)
+        self._layout, self._arena, self._specs, self._tensors = capture.layout, self.slot.arena, specs, copies
+        return copies
 
 
-def _same(some: list[object], others: list[object]) -> bool:
-    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+def _same(specs: list[object], previous: list[object]) -> bool:
+    return len(specs) == len(previous) and all(spec is older for spec, older in zip(specs, previous, strict=True))
 
 
 def _places(capture: Capture, tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return each tensor's name in the capture; tensors that share one memory share one name."""
     first: dict[object, str] = {}
-    found = []
+    names = []
     for index, tensor in enumerate(map(local_of, tensors)):
         name = f"{_ROOT}/{index}"
         if name not in capture.tensors:
             name = first[tensor.data_ptr(), form_of(tensor)]
         elif tensor.numel():
             first.setdefault((tensor.data_ptr(), form_of(tensor)), name)
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 class Staging:
@@ -139,8 +139,8 @@ class Staging:
         dtensors = [(f"{_ROOT}/{index}", tensor) for index, tensor in enumerate(tensors) if is_dtensor(tensor)]
         capture = dataclasses.replace(capture, dtensors=dtensors)
         self._gate.report_interrupted(save.part)
-        late = self._gate.late(capture)
-        staged = Staged(self, Snapshot(save, capture, lambda: manifest, late, self._gate.distrust))
+        deferred = self._gate.late(capture)
+        staged = Staged(self, Snapshot(save, capture, lambda: manifest, deferred, self._gate.distrust))
         snapshot = staged.snapshot
         try:
             self._pipeline.behind(lambda: self._copy(staged, tensors))
@@ -192,10 +192,10 @@ class Staging:
                 room = self._idle.pop()
                 try:
                     cuda.api.enter(device)
-                    left = room.slot.pin(device)
+                    unpinned = room.slot.pin(device)
                 finally:
                     self._idle.append(room)
-                if left:
+                if unpinned:
                     self._pin(device)
 
         with suppress(ConfigError):  # the pipeline is closing

@@ -24,7 +24,7 @@ from tierd.state.capture import Capture
 
 GRAIN = 16 << 20  # bytes, and a power of two
 _SMALL = 64 << 10  # bytes; starting a copy of less takes longer than the copy
-_FEW = 4  # so few small tensors are not worth joining
+_SMALL_RUN = 4  # so few small tensors are not worth joining
 _UNDER_WAY = 4  # batches of `GRAIN` bytes that are enqueued ahead of the device, so that it is never idle
 _GLANCE_S = 0.5e-3  # between two queries of the device; a batch takes longer
 
@@ -46,7 +46,9 @@ class DeviceCopies:
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []  # recorded after all copies that were begun
         self._first: list[tuple[torch.device, torch.cuda.Event]] | None = None  # the events that `save` waits for
         self._compared: list[tuple[torch.device, torch.cuda.Event]] = []  # recorded after the reads that confirm
-        self._held: set[tuple[int, torch.cuda.Stream]] = set()  # ids of events, and the streams that wait for them
+        self._awaited_events: set[tuple[int, torch.cuda.Stream]] = (
+            set()
+        )  # ids of events, and the streams that wait for them
         self._hurried: dict[None, object] = {}
         self._hurry = Latch()
         self._over = Latch()
@@ -85,18 +87,18 @@ class DeviceCopies:
         """Make `hold_current` wait for the reads that this thread's current streams were just given. Otherwise another
         optimizer, on a stream of its own, could write before those reads, which would take its step for a mixture.
         """
-        self._compared = [(one, self._api.record(self._api.current_stream(one))) for one in self.devices]
+        self._compared = [(device, self._api.record(self._api.current_stream(device))) for device in self.devices]
 
     def _hold(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         key = id(event), stream  # the event lives as long as this object, so its id is unique
-        if key not in self._held:
+        if key not in self._awaited_events:
             stream.wait_event(event)
-            self._held.add(key)
+            self._awaited_events.add(key)
 
     def hurry(self) -> None:
         """Stop leaving gaps on the bus, because training waits until the host has enqueued all copies."""
-        mine = object()
-        if self._hurried.setdefault(None, mine) is mine:  # atomic, because a signal handler may be here as well
+        token = object()
+        if self._hurried.setdefault(None, token) is token:  # atomic, because a signal handler may be here as well
             self._hurry.open()
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ class DeviceCopies:
         """Yield the copies to make. Small sources are joined on request, in the order of the side stream."""
         base = torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr()
         for run in _runs(pairs):
-            if len(run) <= _FEW:
+            if len(run) <= _SMALL_RUN:
                 yield from chain.from_iterable(cut(*pair) for pair in run)
             else:
                 first, joined = run[0][0], self._api.join([source for _, source in run])
@@ -194,21 +196,21 @@ def cut(into: torch.Tensor, source: torch.Tensor) -> Iterator[Pair]:
     if into.nbytes <= room:
         yield into, source
     elif source.is_contiguous():
-        into, source, done = into.view(-1), source.detach().view(-1), 0
-        while done < into.numel():
-            count = min(into.numel() - done, room // into.element_size())
-            yield into[done : done + count], source[done : done + count]
-            done, room = done + count, GRAIN
+        into, source, copied = into.view(-1), source.detach().view(-1), 0
+        while copied < into.numel():
+            count = min(into.numel() - copied, room // into.element_size())
+            yield into[copied : copied + count], source[copied : copied + count]
+            copied, room = copied + count, GRAIN
     else:
-        row, done = into[0].nbytes, 0
-        while done < len(into):
-            room = GRAIN - (begin + done * row) % GRAIN
-            count = min(len(into) - done, room // row)
+        row, copied = into[0].nbytes, 0
+        while copied < len(into):
+            room = GRAIN - (begin + copied * row) % GRAIN
+            count = min(len(into) - copied, room // row)
             if count:
-                yield into[done : done + count], source.detach()[done : done + count]
+                yield into[copied : copied + count], source.detach()[copied : copied + count]
             else:  # a single row crosses a multiple
-                yield from cut(into[done], source.detach()[done])
-            done += count or 1
+                yield from cut(into[copied], source.detach()[copied])
+            copied += count or 1
 
 
 def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:

@@ -99,13 +99,13 @@ class HandoffClient:
         try:
             # After one daemon ended, another one may listen by now. If both end at once, neither is contacted for a
             # while.
-            if self.line is None and self._has_gone(patience_s) and self._has_gone(patience_s):
+            if self.line is None and self._is_daemon_gone(patience_s) and self._is_daemon_gone(patience_s):
                 self.not_before = time.monotonic() + self.timings.alone_s
             return self.line is not None
         finally:
             self._renewing.release()
 
-    def _has_gone(self, patience_s: float) -> bool:
+    def _is_daemon_gone(self, patience_s: float) -> bool:
         """Whether the daemon ended before it greeted. After a greeting, `line` is set."""
         ungreeted = self._ungreeted = self._ungreeted or self._connect()
         if ungreeted is None:
@@ -193,14 +193,14 @@ class HandoffClient:
                 line.handed_over[slot] = arena
             send(line.connection, persist, box.fd)
         except OSError as error:
-            gone = isinstance(error, ConnectionError)
-            if not gone:  # the daemon does not read, so it counts as stopped
+            disconnected = isinstance(error, ConnectionError)
+            if not disconnected:  # the daemon does not read, so it counts as stopped
                 self._leave_alone()
-            self._drop(line.connection, gone=gone)
+            self._drop(line.connection, gone=disconnected)
             return False
         return True
 
-    def answer(self, given: PendingHandoff) -> CommittedPart:
+    def answer(self, pending: PendingHandoff) -> CommittedPart:
         """Wait until the daemon has committed the snapshot.
 
         Raises:
@@ -209,20 +209,20 @@ class HandoffClient:
             TierdError: the daemon could not commit it, and says why.
         """
         try:
-            reply, _ = receive(given.connection, given.silence_s)
+            reply, _ = receive(pending.connection, pending.silence_s)
         except DaemonUnavailable as error:
-            gone = isinstance(error, Ended)
-            if not gone:
+            disconnected = isinstance(error, Ended)
+            if not disconnected:
                 self._leave_alone()
-                self._let_go(given.connection)
-            self._drop(given.connection, gone=gone)
-            given.connection.close()
+                self._let_go(pending.connection)
+            self._drop(pending.connection, gone=disconnected)
+            pending.connection.close()
             raise
         except TierdError:  # an error is also an answer
             self.silences = 0
             raise
         self.silences = 0
-        return CommittedPart(size=given.size, direct=bool(reply["direct"]), recycled=bool(reply["recycled"]))
+        return CommittedPart(size=pending.size, direct=bool(reply["direct"]), recycled=bool(reply["recycled"]))
 
     def _leave_alone(self) -> None:
         """Do not contact the daemon for a while, longer the more often it fell silent since its last answer."""

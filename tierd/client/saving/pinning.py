@@ -41,7 +41,7 @@ class Pinning:
         self._pid = os.getpid()
         self._next = torch.frombuffer(arena.view, dtype=torch.uint8, count=1).data_ptr()
         self._end = self._next + -(-size // PAGE) * PAGE
-        self._known: list[int] = []
+        self._registered: list[int] = []
         arena.before_unmapping = self.undo
 
     @property
@@ -60,15 +60,15 @@ class Pinning:
                 "slower, and take the time of the thread that copies"
             )
             return
-        self._known.append(begin)
+        self._registered.append(begin)
         self.size += end - begin
         self._next = end
 
     def undo(self) -> None:
         """Undo all registrations. Any thread may call this, even during garbage collection."""
-        known, self._known, self.size, self._next = self._known, [], 0, self._end
+        registered, self._registered, self.size, self._next = self._registered, [], 0, self._end
         # CUDA does not work in a forked child or at the interpreter's end.
         if os.getpid() != self._pid or sys.is_finalizing():
             return
-        for address in known:
+        for address in registered:
             self._api.unregister(address, self.device)

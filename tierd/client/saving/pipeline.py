@@ -43,7 +43,7 @@ class Pipeline:
     Args:
         slots: how many snapshots may be in memory at a time.
         line: the connection to the daemon; None if there is to be no daemon.
-        ended: called with every save that ends, and with the error if it failed.
+        on_end: called with every save that ends, and with the error if it failed.
         room: called by the thread that persists if the disk is full, to make room.
 
     Attributes:
@@ -57,13 +57,13 @@ class Pipeline:
         slots: int,
         stats: Stats,
         line: HandoffClient | None,
-        ended: Callable[[Save, Exception | None], None],
+        on_end: Callable[[Save, Exception | None], None],
         room: Room | None = None,
     ) -> None:
         self._spool = spool
         self._stats = stats
         self._line = line
-        self._ended = ended
+        self._on_end = on_end
         self._room = room
         self.slots = [Slot(number) for number in range(slots)]
         self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
@@ -131,7 +131,7 @@ class Pipeline:
     def _reserve(self, size: int, device: torch.device | None) -> None:
         idle = [self.free.get() for _ in self.slots]
         for slot in idle:
-            _fit(slot, size, device)
+            _prefault(slot, size, device)
         for slot in idle:
             self.free.put(slot)
 
@@ -145,11 +145,11 @@ class Pipeline:
             try:
                 cuda.api.enter(device)
                 before = slot.pinned
-                left = slot.pin(device)
-                self._stats.pinned_bytes = sum(other.pinned for other in self.slots)
+                unpinned = slot.pin(device)
+                self._stats.pinned_bytes = sum(any_slot.pinned for any_slot in self.slots)
             finally:
                 self.free.put(slot)
-            if left or slot.pinned > before:
+            if unpinned or slot.pinned > before:
                 with suppress(ConfigError):  # the pipeline is closing
                     self._copier.give(lambda: self._pin(device))
                 return
@@ -201,14 +201,14 @@ class Pipeline:
             if not snapshot.capture.is_checked_soon(snapshot.tree):
                 snapshot.done()  # training need not wait: the check reads nothing that training changes
             snapshot.capture.check(snapshot.tree)
-        given = None
+        pending = None
         if self._line is not None:
-            given = self._line.give(
+            pending = self._line.give(
                 slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree, snapshot.save
             )
         snapshot.done()
         files = {TENSORS: slot.image(layout), TREE: memoryview(snapshot.tree)}
-        self._persister.give(lambda: self._persist(snapshot, slot, given, files))
+        self._persister.give(lambda: self._persist(snapshot, slot, pending, files))
         return True
 
     def _stream(self, snapshot: Snapshot, slot: Slot) -> None:
@@ -225,27 +225,27 @@ class Pipeline:
     # -- the thread that persists -------------------------------------------------------------------------------------
 
     def _persist(
-        self, snapshot: Snapshot, slot: Slot, given: PendingHandoff | None, files: dict[str, memoryview]
+        self, snapshot: Snapshot, slot: Slot, pending: PendingHandoff | None, files: dict[str, memoryview]
     ) -> None:
         try:
             try:
-                written = self._answer(snapshot.manifest, slot, given, files)
+                committed = self._answer(snapshot.manifest, slot, pending, files)
             finally:
                 self._free_again(snapshot, slot)  # before the save ends, so that the next one finds it free
         except Exception as error:
             self._failed(snapshot.save, error)
         else:
-            self._committed(snapshot.save, written)
+            self._committed(snapshot.save, committed)
 
     def _answer(
-        self, manifest: Manifest, slot: Slot, given: PendingHandoff | None, files: dict[str, memoryview]
+        self, manifest: Manifest, slot: Slot, pending: PendingHandoff | None, files: dict[str, memoryview]
     ) -> CommittedPart:
-        if given is None or self._line is None:
+        if pending is None or self._line is None:
             return self._write(manifest, files)
         try:
-            written = self._line.answer(given)
+            committed = self._line.answer(pending)
             self._stats.handed_over += 1
-            return written
+            return committed
         except SpoolUnusable as error:
             log.warning("%s: the daemon says %s; it is tried here", manifest.part, error)
             try:
@@ -257,15 +257,15 @@ class Pipeline:
             unanswered = error
         # A daemon that fell silent may still be reading this arena, so its content must not change.
         slot.drop()
-        anew = self._anew(slot, len(files[TENSORS]))
+        prefaulting = self._prefault_spare_arena(slot, len(files[TENSORS]))
         try:
-            return self._write_beside(manifest, given, files, unanswered)
+            return self._write_beside(manifest, pending, files, unanswered)
         finally:
-            if anew.ident:
-                anew.join()
+            if prefaulting.ident:
+                prefaulting.join()
 
     def _write_beside(
-        self, manifest: Manifest, given: PendingHandoff, files: dict[str, memoryview], unanswered: DaemonUnavailable
+        self, manifest: Manifest, pending: PendingHandoff, files: dict[str, memoryview], unanswered: DaemonUnavailable
     ) -> CommittedPart:
         """Write what a silent daemon may be writing, too; the first rename wins.
 
@@ -280,11 +280,11 @@ class Pipeline:
                 log.debug("%s: the daemon has renamed it into place, and has not answered", manifest.part)
             try:
                 if is_settled(self._spool.path(manifest.part), settled_s):
-                    return CommittedPart(size=given.size, direct=False, recycled=False)
+                    return CommittedPart(size=pending.size, direct=False, recycled=False)
             except TimeoutError:
                 raise unanswered from None
 
-    def _anew(self, slot: Slot, size: int) -> threading.Thread:
+    def _prefault_spare_arena(self, slot: Slot, size: int) -> threading.Thread:
         """Touch other memory for `slot` concurrently with the write, because otherwise the next save, and training,
         would wait for it.
 
@@ -292,19 +292,19 @@ class Pipeline:
         does it, because it may find more.
         """
 
-        def fit() -> None:
+        def prefault() -> None:
             if available() > size:
-                _fit(slot, size)
+                _prefault(slot, size)
             for _ in self.slots:
                 with suppress(queue.Empty):
                     idle = self.free.get_nowait()
                     try:
                         if idle.arena is not None and idle.arena.shared and available() > size:
-                            _fit(idle, size)
+                            _prefault(idle, size)
                     finally:
                         self.free.put(idle)
 
-        thread = threading.Thread(target=fit, name="tierd-anew", daemon=True)
+        thread = threading.Thread(target=prefault, name="tierd-anew", daemon=True)
         with suppress(RuntimeError):  # the interpreter is ending, or no thread could be started: the next save does it
             thread.start()
         return thread
@@ -313,16 +313,16 @@ class Pipeline:
         room = None if self._line is not None and self._line.stopped else self._room  # a stopped daemon makes no room
         return write_with_room(lambda: write_part(self._spool, manifest, files), manifest.part, files, room)
 
-    def _committed(self, save: Save, written: CommittedPart) -> None:
-        self._log_indirect(written)
-        self._ended(save, None)
+    def _committed(self, save: Save, committed: CommittedPart) -> None:
+        self._log_indirect(committed)
+        self._on_end(save, None)
 
-    def _log_indirect(self, written: CommittedPart) -> None:
+    def _log_indirect(self, committed: CommittedPart) -> None:
         stats = self._stats
-        stats.persisted_bytes += written.size
-        stats.direct += written.direct
-        stats.recycled += written.recycled
-        if not written.direct and not self._logged and written.size >= LARGE:
+        stats.persisted_bytes += committed.size
+        stats.direct += committed.direct
+        stats.recycled += committed.recycled
+        if not committed.direct and not self._logged and committed.size >= LARGE:
             self._logged = True
             log.info("spool %s: its file system takes no direct I/O; saves go through the page cache", self._spool.root)
 
@@ -331,10 +331,10 @@ class Pipeline:
         if isinstance(error, OSError):
             error = condition(error, f"spool {self._spool.root}", self._spool.root)
         log.error("save failed, training goes on: %s: %s", save.part, error)
-        self._ended(save, error)
+        self._on_end(save, error)
 
 
-def _fit(slot: Slot, size: int, device: torch.device | None = None) -> None:
+def _prefault(slot: Slot, size: int, device: torch.device | None = None) -> None:
     try:
         slot.fit(size, device)
     except Exception as error:  # a save reports it, if it still matters then

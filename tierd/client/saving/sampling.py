@@ -33,7 +33,10 @@ _POINTS = 16  # elements of a tensor that is read element by element
 # Item size -> the dtype that shows a value's bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_FEW, _LITTLE = 256, 1 << 20  # tensors and their bytes: so little is copied before another thread has started
+_FEW_TENSORS, _FEW_BYTES = (
+    256,
+    1 << 20,
+)  # tensors and their bytes: so little is copied before another thread has started
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 _WORD = 8  # bytes
@@ -52,7 +55,7 @@ class Late:
 
     Args:
         tensors: by name, of any device and strides, in the order of their capture.
-        others: tensors of the capture that are copied before `save` returns, except copies that the capture made
+        early: tensors of the capture that are copied before `save` returns, except copies that the capture made
             itself.
 
     Attributes:
@@ -62,12 +65,12 @@ class Late:
         before: names of the others if they are small and on the host; otherwise None.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor] = _NONE) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], early: Mapping[str, torch.Tensor] = _NONE) -> None:
         self.names, self.order = frozenset(tensors), list(tensors)
         self.addresses = list(map(_address, tensors.values()))
-        is_little = len(others) <= _FEW and sum(map(_nbytes, others.values())) <= _LITTLE
-        on_host = all(one.is_cpu and cuda.api.device_of(one) is None for one in others.values())
-        self.before = list(others) if is_little and on_host else None
+        is_little = len(early) <= _FEW_TENSORS and sum(map(_nbytes, early.values())) <= _FEW_BYTES
+        on_host = all(tensor.is_cpu and cuda.api.device_of(tensor) is None for tensor in early.values())
+        self.before = list(early) if is_little and on_host else None
         self.small, self.large, self.others = list[str](), list[str](), list[str]()
         first, last = array("q"), array("q")
         for (name, tensor), address in zip(tensors.items(), self.addresses, strict=True):
@@ -86,8 +89,8 @@ class Late:
 
     def of(self, live: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the late tensors in order; `live` has them in this order, perhaps with others between."""
-        found = live.values() if len(live) == len(self.order) else map(live.__getitem__, self.order)
-        return list(found)
+        tensors = live.values() if len(live) == len(self.order) else map(live.__getitem__, self.order)
+        return list(tensors)
 
     def draw(self) -> None:
         """Draw the next sample's positions ahead of time. Any thread may call this."""
@@ -116,16 +119,16 @@ class TensorSample:
     reaches the read.
 
     Args:
-        late: the tensors to sample; their addresses must not have changed since it was made.
+        deferred: the tensors to sample; their addresses must not have changed since it was made.
         live: these tensors, perhaps with others.
     """
 
-    def __init__(self, late: Late, live: Mapping[str, torch.Tensor]) -> None:
-        self._late = late
+    def __init__(self, deferred: Late, live: Mapping[str, torch.Tensor]) -> None:
+        self._deferred = deferred
         self._at: dict[int, torch.Tensor] = {}  # number of elements -> the sampled positions
-        self._places = late.drawn()
+        self._places = deferred.drawn()
         self._words = _read(self._places)
-        self._noted = {name: self._picked(live[name]) for name in late.others}
+        self._noted = {name: self._sample(live[name]) for name in deferred.others}
 
     def compare(
         self,
@@ -141,15 +144,15 @@ class TensorSample:
             stream: returns the CUDA stream on which a device is read.
         """
         # The loop runs in C, because there may be 50,000 small tensors.
-        small = self._late.small
-        mine, copied = [live[name] for name in small], [copies[name] for name in small]
-        pairs = map(_address, mine), map(_address, copied), map(_nbytes, copied)
+        small = self._deferred.small
+        current, copied = [live[name] for name in small], [copies[name] for name in small]
+        pairs = map(_address, current), map(_address, copied), map(_nbytes, copied)
         changed = list(compress(small, map(_memcmp, *pairs)))
         differ = (_read(self._places) != self._words).view(-1, _LINES * _NEIGHBOURS)
-        changed += compress(self._late.large, differ.any(dim=1).tolist())
+        changed += compress(self._deferred.large, differ.any(dim=1).tolist())
         devices = sorted((str(live[name].device), name) for name in self._noted if live[name].is_cuda)
         for name in self._noted.keys() - {name for _, name in devices}:
-            if not torch.equal(self._picked(live[name]), self._noted[name]):
+            if not torch.equal(self._sample(live[name]), self._noted[name]):
                 changed.append(name)
         reads = [
             _Read(self, [name for _, name in group], live, stream)
@@ -157,7 +160,7 @@ class TensorSample:
         ]
         return lambda: [*changed, *(name for read in reads for name in read.changed())]
 
-    def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sampled elements' bits, on the tensor's device."""
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)  # no integer dtype has 16 bytes
@@ -174,7 +177,7 @@ class TensorSample:
 
     def differ(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Compare a tensor's sampled elements with the recorded ones: a flag on its device, true if they differ."""
-        return (self._picked(tensor) != self._noted[name]).any()
+        return (self._sample(tensor) != self._noted[name]).any()
 
 
 def _read(places: torch.Tensor) -> torch.Tensor:

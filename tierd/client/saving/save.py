@@ -116,10 +116,10 @@ class Save:
             raise SaveFailed(f"{self.part}: {self._error}") from self._error
         if tier == SPOOL:
             return
-        left = None if end is None else max(0.0, end - time.monotonic())
+        left_s = None if end is None else max(0.0, end - time.monotonic())
         try:
             with Link(self._spool) as link:
-                link.ask(Wait(part=self.part, tier=tier, timeout_s=left), None if left is None else left + 10)
+                link.ask(Wait(part=self.part, tier=tier, timeout_s=left_s), None if left_s is None else left_s + 10)
         except TimeoutError as error:
             raise TimeoutError(f"not within {timeout:g} s: {error}") from error
 

@@ -95,8 +95,8 @@ class SaveRecords:
 
     def has_saved(self, part: PartId) -> bool:
         """Return whether this launch made `part` durable."""
-        one = part.checkpoint
-        return (one.run, part.rank) == (self._launch.run, self._launch.rank) and one.attempt in self.saved
+        checkpoint = part.checkpoint
+        return (checkpoint.run, part.rank) == (self._launch.run, self._launch.rank) and checkpoint.attempt in self.saved
 
     def _durable(self, saved: CheckpointId) -> None:
         self._stats.durable += 1

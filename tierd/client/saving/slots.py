@@ -70,7 +70,7 @@ class Slot:
                 # A state that grew once may grow at every save, and touching all memory again takes longer than the
                 # copy.
                 roomy = size + size // _GROWTH
-                self.arena = self.arena or self._made(roomy if grows and roomy <= spare + self._backed else size)
+                self.arena = self.arena or self._new_arena(roomy if grows and roomy <= spare + self._backed else size)
                 self.arena.prefault()
                 self._backed = self.arena.size
                 self._streams = False
@@ -89,17 +89,17 @@ class Slot:
         self._streams = True
         return False
 
-    def _small(self, most: int) -> Arena:
-        size = min(_BOUND, max(_SMALLEST, most))
+    def _small(self, limit: int) -> Arena:
+        size = min(_BOUND, max(_SMALLEST, limit))
         while True:
             try:
-                return self._made(size)
+                return self._new_arena(size)
             except MemoryError:
                 if size <= _SMALLEST:
                     raise
                 size = max(_SMALLEST, size // 2)
 
-    def _made(self, size: int) -> Arena:
+    def _new_arena(self, size: int) -> Arena:
         arena = Arena(size)
         if self._device is not None:
             numa.place(arena, self._device)
@@ -161,7 +161,7 @@ def estimate(state: Mapping[str, object]) -> int:
     """Estimate the bytes of a state's tensor file without asking any object for its state: an optimizer before its
     first step has none, and a data loader's `state_dict` may start workers.
     """
-    seen: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     extra = 0
     for value in leaves(state):
         tensors: Iterable[torch.Tensor] = ()
@@ -170,14 +170,14 @@ def estimate(state: Mapping[str, object]) -> int:
         elif isinstance(value, torch.optim.Optimizer):
             tensors = tensors_in(value.state)
             if not value.state:
-                own = sum(
+                trainable_bytes = sum(
                     local_of(p).nbytes for group in value.param_groups for p in group["params"] if p.requires_grad
                 )
-                extra += _moments(value.defaults) * own
+                extra += _moments(value.defaults) * trainable_bytes
         elif isinstance(value, torch.Tensor):
             tensors = held_by(value)
-        seen |= {tensor.data_ptr() if not tensor.is_meta else id(tensor): tensor.nbytes for tensor in tensors}
-    return sum(seen.values()) + extra + _HEADER
+        sizes |= {tensor.data_ptr() if not tensor.is_meta else id(tensor): tensor.nbytes for tensor in tensors}
+    return sum(sizes.values()) + extra + _HEADER
 
 
 def device_of(state: Mapping[str, object]) -> torch.device | None:

@@ -42,7 +42,7 @@ class Snapshot:
 
     Args:
         manifest: makes the part's manifest, without files.
-        late: the tensors that are copied behind training; none for a save that blocks until everything is copied.
+        deferred: the tensors that are copied behind training; none for a save that blocks until everything is copied.
         torn: called with the names of late tensors that something other than an attached optimizer changed.
         timings: how long it waits.
 
@@ -55,17 +55,17 @@ class Snapshot:
         save: Save,
         capture: Capture,
         manifest: Callable[[], Manifest],
-        late: Late,
+        deferred: Late,
         torn: Callable[[list[str]], None] = lambda names: None,
         timings: ClientTimings = USUAL,
     ) -> None:
         self.save, self._timings = save, timings
         self._make_manifest = manifest
         self.capture = capture
-        self.late, self._late = late.names, late
+        self.late, self._deferred = deferred.names, deferred
         self.tree = b""
         self.asked = time.perf_counter()
-        self._witness: _Witness | None = _Witness(capture, late)
+        self._witness: _Witness | None = _Witness(capture, deferred)
         self._thread = threading.get_ident()
         self._torn = torn
         self.copies = DeviceCopies(capture)
@@ -78,7 +78,7 @@ class Snapshot:
         self._error: Exception | None = None
         self._encoder: dict[None, object] = {}
         self._encoded = Latch()
-        self._is_soon = False  # whether the work after the copy takes at most a few milliseconds
+        self._is_encoded_soon = False  # whether the work after the copy takes at most a few milliseconds
         self._returns = Latch()
         self._copied = Latch()
         self._confirmed = Latch()
@@ -106,7 +106,7 @@ class Snapshot:
         """If the tensors to copy before `save` returns are few, copy them here and now; return whether. `save` then
         waits for no other thread.
         """
-        if (names := self._late.before) is None:
+        if (names := self._deferred.before) is None:
             return False
         tensors = self.capture.tensors
         for name in names:
@@ -153,7 +153,7 @@ class Snapshot:
             changed = witness.compare(into, cuda.api.current_stream)
             self.copies.note_reads()  # before the verdict, after which the thread that copies may end the snapshot
             self._judge(changed)
-        if not self.copies and self._is_soon:  # a crash in the next step must not lose the copy
+        if not self.copies and self._is_encoded_soon:  # a crash in the next step must not lose the copy
             self._passed_on.wait()
 
     def reached(self, timeout: float | None) -> None:
@@ -186,11 +186,11 @@ class Snapshot:
                 time.sleep(_YIELD)  # otherwise the training thread would wait for the interpreter's lock
             if self.late:  # late tensors before the encoding, because a step waits for them
                 self._begin(into, [name for name in into if name in self.late])
-                self._is_soon = self.capture.is_encoded_soon()
+                self._is_encoded_soon = self.capture.is_encoded_soon()
                 self._copied.open()  # a device's next work waits by itself
             self.encode()
             if self.late:
-                self._late.draw()
+                self._deferred.draw()
         finally:  # refused or not, a device may still write into the slot
             self.copies.synchronize()
 
@@ -205,8 +205,8 @@ class Snapshot:
         assert self._into is not None
         end = time.monotonic() + self._timings.overlapped_s
         while not self._verdict:  # polled, because a signal may arrive between the verdict and the latch
-            if (left := end - time.monotonic()) > 0:
-                self._confirmed.wait(min(left, _WAIT_S))
+            if (left_s := end - time.monotonic()) > 0:
+                self._confirmed.wait(min(left_s, _WAIT_S))
                 continue
             assert self._witness is not None
             later = self._witness.compare(self._into, _side_stream)
@@ -258,13 +258,13 @@ class Snapshot:
 class _Witness:
     """The state of the late tensors when `save` was called."""
 
-    def __init__(self, capture: Capture, late: Late) -> None:
-        self._late, self._tensors = late, late.of(capture.tensors)
+    def __init__(self, capture: Capture, deferred: Late) -> None:
+        self._deferred, self._tensors = deferred, deferred.of(capture.tensors)
         self._versions = _versions(self._tensors)
         # An in-place write to a DTensor raises its own counter, not its local shard's.
-        self._dtensors = [(name, tensor) for name, tensor in capture.dtensors if name in late.names]
+        self._dtensors = [(name, tensor) for name, tensor in capture.dtensors if name in deferred.names]
         self._their_versions = _versions([tensor for _, tensor in self._dtensors])
-        self._sample = TensorSample(late, capture.tensors)
+        self._sample = TensorSample(deferred, capture.tensors)
 
     def compare(
         self, into: Mapping[str, torch.Tensor], stream: Callable[[torch.device], torch.cuda.Stream]
@@ -272,12 +272,14 @@ class _Witness:
         """Compare the late tensors with the copy; return a function that gives the names of those that differ. Host
         tensors are read now, device tensors when `stream` reaches the read.
         """
-        tensors, names = self._tensors, self._late.order
+        tensors, names = self._tensors, self._deferred.order
         now = zip(_versions(tensors), map(torch.Tensor.data_ptr, tensors), strict=True)
-        was = zip(self._versions, self._late.addresses, strict=True)
+        was = zip(self._versions, self._deferred.addresses, strict=True)
         moved = [name for name, before, after in zip(names, was, now, strict=True) if before != after]
-        theirs = zip(self._dtensors, self._their_versions, _versions([one for _, one in self._dtensors]), strict=True)
-        moved += [name for (name, _), before, after in theirs if before != after]
+        dtensor_versions = zip(
+            self._dtensors, self._their_versions, _versions([dtensor for _, dtensor in self._dtensors]), strict=True
+        )
+        moved += [name for (name, _), before, after in dtensor_versions if before != after]
         if moved:
             return lambda: moved
         try:

@@ -50,7 +50,7 @@ class StateSaver:
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
         """Take a snapshot of `state` and return, as `Checkpointer.save` does."""
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         part, numbers = self._records.begin(step, metrics)
         save = Save(part, self._spool)
         skips = self._when_busy != "wait" and self._pipeline.busy and not self._schedule.is_urgent(save.step)
@@ -73,7 +73,7 @@ class StateSaver:
         self._schedule.took(save.step)
         self._space.check(snapshot.capture.layout.size)
         self._stats.saves += 1
-        blocked = time.perf_counter() - begun
+        blocked = time.perf_counter() - start_s
         self._stats.blocked_s += blocked
         save.blocked_s = blocked
         self._stats.first_blocked_s = self._stats.first_blocked_s or blocked
@@ -81,9 +81,9 @@ class StateSaver:
 
     def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float]) -> Snapshot:
         self._gate.report_interrupted(save.part)
-        late = self._gate.late(capture)
+        deferred = self._gate.late(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers)
-        return Snapshot(save, capture, manifest, late, self._gate.distrust, timings.given())
+        return Snapshot(save, capture, manifest, deferred, self._gate.distrust, timings.given())
 
     def _take(self, snapshot: Snapshot) -> None:
         if snapshot.late and self._pipeline.is_ready(snapshot.capture.layout.size):

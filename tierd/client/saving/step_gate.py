@@ -53,8 +53,8 @@ class Gate:
         self._pending: list[Snapshot] = []
         self._on_devices: list[DeviceCopies] = []  # copies that may still run; each optimizer may have its own streams
         # The late tensors, and what they depend on: one pair, because threads that save at once replace it.
-        self._late: tuple[tuple[object, ...], Late] = (), NONE
-        self._others: frozenset[str] = frozenset()  # names of tensors that something else changes as well
+        self._cached_deferred: tuple[tuple[object, ...], Late] = (), NONE
+        self._shared_names: frozenset[str] = frozenset()  # names of tensors that something else changes as well
         _gates.add(self)
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
@@ -64,29 +64,29 @@ class Gate:
             if optimizer not in self._optimizers:
                 before = optimizer.register_step_pre_hook(self._before_step)
                 self._optimizers[optimizer] = [before, optimizer.register_step_post_hook(self._after_step)]
-        self._late = (), NONE
+        self._cached_deferred = (), NONE
 
     def detach(self) -> None:
         """Detach every optimizer, after waiting for a running copy."""
         self.confirm()
         for handle in itertools.chain.from_iterable(self._optimizers.values()):
             handle.remove()
-        self._optimizers, self._late = {}, ((), NONE)
+        self._optimizers, self._cached_deferred = {}, ((), NONE)
 
     def late(self, capture: Capture) -> Late:
         """Return the tensors in `capture` that only attached optimizers change."""
         if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
             return NONE
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
-        known = (capture.steady, tuple(sizes), self._others)
-        before, found = self._late
-        if known != before:
-            own = self._governed(capture)
-            late = {name: tensor for name, tensor in capture.tensors.items() if name in own}
-            names = capture.tensors.keys() - own - capture.copies
-            found = Late(late, {name: capture.tensors[name] for name in names})
-            self._late = known, found
-        return found
+        signature = (capture.steady, tuple(sizes), self._shared_names)
+        before, deferred = self._cached_deferred
+        if signature != before:
+            governed = self._governed(capture)
+            late_tensors = {name: tensor for name, tensor in capture.tensors.items() if name in governed}
+            names = capture.tensors.keys() - governed - capture.copies
+            deferred = Late(late_tensors, {name: capture.tensors[name] for name in names})
+            self._cached_deferred = signature, deferred
+        return deferred
 
     def report_interrupted(self, part: PartId) -> None:
         """Warn, before `part` is saved, of steps of this thread that an exception has ended. Each is reported once."""
@@ -103,24 +103,29 @@ class Gate:
 
         A step that is still at work is not one of them, because its hooks and its closure may save.
         """
-        every = list(self._stepping.items())  # a copy, because other threads make steps meanwhile
-        mine = [optimizer for optimizer, thread in every if thread == threading.get_ident()]
-        ended = [optimizer for optimizer in mine if not _is_at_work(optimizer)]
-        for optimizer in ended:
+        stepping = list(self._stepping.items())  # a copy, because other threads make steps meanwhile
+        own_optimizers = [optimizer for optimizer, thread in stepping if thread == threading.get_ident()]
+        interrupted = [optimizer for optimizer in own_optimizers if not _is_at_work(optimizer)]
+        for optimizer in interrupted:
             self._stepping.pop(optimizer, None)
-        return ended
+        return interrupted
 
     def _governed(self, capture: Capture) -> frozenset[str]:
-        own = {place(tensor) for optimizer in self._optimizers for tensor in owned(optimizer)}
-        late, shared = {}, set()
+        owned_places = {place(tensor) for optimizer in self._optimizers for tensor in owned(optimizer)}
+        candidates, shared = {}, set()
         for name, tensor in capture.tensors.items():
             memory = tensor.untyped_storage().data_ptr()
-            if name not in capture.restless and name not in self._others and tensor.nbytes and place(tensor) in own:
-                late[name] = memory
+            if (
+                name not in capture.restless
+                and name not in self._shared_names
+                and tensor.nbytes
+                and place(tensor) in owned_places
+            ):
+                candidates[name] = memory
             else:
                 shared.add(memory)
         # A tensor that shares its storage with another one would share its version counter, too.
-        return frozenset(name for name, memory in late.items() if memory not in shared)
+        return frozenset(name for name, memory in candidates.items() if memory not in shared)
 
     def watch(self, snapshot: Snapshot) -> None:
         """Make the next step wait for this snapshot."""
@@ -130,7 +135,7 @@ class Gate:
 
     def distrust(self, names: Iterable[str]) -> None:
         """Record that something else changes these tensors as well. Any thread may call this."""
-        self._others |= frozenset(names)
+        self._shared_names |= frozenset(names)
 
     def confirm(self, wait: bool = True) -> None:
         """Confirm copies. Called by the training thread at a point where none of its calls is still at work.
@@ -154,9 +159,9 @@ class Gate:
             self._stepping[optimizer] = threading.get_ident()
             try:
                 if self._pending:
-                    begun = time.perf_counter()
+                    start_s = time.perf_counter()
                     self.confirm()
-                    self._stats.step_waited_s += time.perf_counter() - begun
+                    self._stats.step_waited_s += time.perf_counter() - start_s
                 self._hold()
             except BaseException:
                 self._stepping.pop(optimizer, None)  # it has changed nothing yet

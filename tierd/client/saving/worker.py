@@ -49,10 +49,10 @@ class Latch:
         while not self._open:
             # Waits in intervals, because an exception right after `acquire` would leave the other threads waiting for
             # ever.
-            left = _WAIT_S if end is None else end - time.monotonic()
-            if self._lock.acquire(timeout=max(0.0, min(left, _WAIT_S))):
+            left_s = _WAIT_S if end is None else end - time.monotonic()
+            if self._lock.acquire(timeout=max(0.0, min(left_s, _WAIT_S))):
                 self._lock.release()
-            elif end is not None and left <= _WAIT_S:
+            elif end is not None and left_s <= _WAIT_S:
                 break
         return self._open
 
@@ -71,23 +71,23 @@ class Worker:
 
     def give(self, job: Callable[[], None]) -> None:
         """Queue a job. Raises `ConfigError` after `close`, or when the interpreter ends."""
-        given = [job]
-        self._jobs.put(given)
+        job_box = [job]
+        self._jobs.put(job_box)
         # After the put, because `close` in another thread or in a signal handler may come at any moment, and a job
         # behind its None is run by nobody.
-        if self._thread not in _working and _take(given):
+        if self._thread not in _working and _take(job_box):
             raise ConfigError("closed, or the interpreter is ending: nothing more runs here; save and restore before")
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Return when all queued jobs have run, or after `timeout_s`; return whether all have."""
         if self._thread not in _working:
             return True
-        done = Latch()
+        drained = Latch()
         try:
-            self.give(done.open)
+            self.give(drained.open)
         except ConfigError:  # closed meanwhile
             return True
-        return done.wait(timeout_s)
+        return drained.wait(timeout_s)
 
     def close(self) -> None:
         """Run the jobs that are left, and end the thread."""
@@ -106,9 +106,9 @@ _working: set[threading.Thread] = set()  # that take jobs
 _running: dict[threading.Thread, _Running] = {}  # that have not ended
 
 
-def _work(jobs: _Jobs, ended: Latch) -> None:
-    while (given := jobs.get()) is not None:
-        job = _take(given)
+def _work(jobs: _Jobs, exit_latch: Latch) -> None:
+    while (job_box := jobs.get()) is not None:
+        job = _take(job_box)
         try:
             if job is not None:
                 job()
@@ -117,13 +117,13 @@ def _work(jobs: _Jobs, ended: Latch) -> None:
         del job  # releases what the job holds
     _working.discard(threading.current_thread())
     _running.pop(threading.current_thread(), None)
-    ended.open()
+    exit_latch.open()
 
 
-def _take(given: list[Callable[[], None]]) -> Callable[[], None] | None:
+def _take(job_box: list[Callable[[], None]]) -> Callable[[], None] | None:
     """Take the job out; None if another thread has taken it."""
     try:
-        return given.pop()
+        return job_box.pop()
     except IndexError:
         return None
 

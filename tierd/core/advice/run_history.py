@@ -61,35 +61,37 @@ def past(inventory: Inventory, run: str) -> Past:
     pairs = [(a, b) for a, b in pairwise(saved) if a.attempt == b.attempt and b.created_s > a.created_s]
     if not pairs:
         raise ConfigError(f"run {run}: no launch has two checkpoints left, so nothing tells how often it saved")
-    every = min(b.step - a.step for a, b in pairs)
+    every_steps = min(b.step - a.step for a, b in pairs)
     step = median((b.created_s - a.created_s) / (b.step - a.step) for a, b in pairs)
     resumed = {attempt: origin for attempt, origin in inventory.origins(run).items() if origin is not None}
     gaps = []
     for attempt, origin in resumed.items():
-        last = [one.created_s for one in saved if one.attempt == origin.attempt]
+        last = [save.created_s for save in saved if save.attempt == origin.attempt]
         if last:  # the time since that launch is last known to have trained
-            gaps.append(max(0.0, _begun_s(attempt) - max(last) - every * step / 2))
-    first = min(_begun_s(one) for one in {saved[0].attempt, *inventory.origins(run)})
+            gaps.append(max(0.0, _begun_s(attempt) - max(last) - every_steps * step / 2))
+    first = min(_begun_s(attempt) for attempt in {saved[0].attempt, *inventory.origins(run)})
     return Past(
         run,
-        span_s=max(one.created_s for one in saved) - first,
+        span_s=max(save.created_s for save in saved) - first,
         failures=len(resumed),
-        every_steps=every,
+        every_steps=every_steps,
         step_s=step,
-        state_bytes=max(one.size for one in saved),
+        state_bytes=max(save.size for save in saved),
         away_s=mean(gaps) if gaps else math.nan,
     )
 
 
 def _saved(inventory: Inventory, run: str) -> set[_Saved]:
-    found = {}
+    by_checkpoint = {}
     for checkpoint, copies in inventory.copies(run).items():
-        for seen in copies.values():
-            if seen.facts and (ranks := complete_world_sizes(seen.ranks)):
-                facts = list(seen.facts.values())
-                size = round(mean(one.size for one in facts) * max(ranks))
-                found[checkpoint] = _Saved(checkpoint.attempt, checkpoint.step, facts[0].created.timestamp(), size)
-    return set(found.values())
+        for copy in copies.values():
+            if copy.facts and (ranks := complete_world_sizes(copy.ranks)):
+                facts = list(copy.facts.values())
+                size = round(mean(part_facts.size for part_facts in facts) * max(ranks))
+                by_checkpoint[checkpoint] = _Saved(
+                    checkpoint.attempt, checkpoint.step, facts[0].created.timestamp(), size
+                )
+    return set(by_checkpoint.values())
 
 
 def _begun_s(attempt: str) -> float:

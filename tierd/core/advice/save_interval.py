@@ -150,10 +150,10 @@ def goodput(interval: float, costs: Costs, *, smooth: bool = False) -> float:
     """
     mtbf, period = costs.mtbf_s, _period(interval, costs)
     first = math.exp(-(interval + costs.durable_s + costs.restart_s) / mtbf)
-    kept = 1 / -math.expm1(-period / mtbf)
+    intervals_kept = 1 / -math.expm1(-period / mtbf)
     if costs.node_loss:
-        kept += costs.node_loss * (_copied(period, costs, smooth) - kept)
-    return interval / mtbf * first * kept
+        intervals_kept += costs.node_loss * (_copied(period, costs, smooth) - intervals_kept)
+    return interval / mtbf * first * intervals_kept
 
 
 def _copied(period: float, costs: Costs, smooth: bool) -> float:
@@ -163,13 +163,13 @@ def _copied(period: float, costs: Costs, smooth: bool) -> float:
         return math.exp(-flush / mtbf) / -math.expm1(-period / mtbf)
     ratio, fades = flush / period, math.exp(-flush / mtbf)
     copies = 1 if smooth else min(_COPIES, math.ceil(50 * mtbf / flush))  # e^-50 is negligible
-    found, weight, newest = 0.0, 1.0, 0
+    total, weight, newest = 0.0, 1.0, 0
     for copy in range(copies):
         weight *= fades
-        taken = math.floor(copy * ratio) + 1
-        found, newest = found + weight * (taken - newest), taken
+        saved = math.floor(copy * ratio) + 1
+        total, newest = total + weight * (saved - newest), saved
     # The remaining terms, with 1/2 for the mean of the fraction that the floor removes.
-    return found + weight * fades * (copies * ratio + 0.5 - newest + ratio * fades / -math.expm1(-flush / mtbf))
+    return total + weight * fades * (copies * ratio + 0.5 - newest + ratio * fades / -math.expm1(-flush / mtbf))
 
 
 def choice(interval: float, costs: Costs, steps: int | None = None) -> IntervalChoice:
@@ -177,8 +177,10 @@ def choice(interval: float, costs: Costs, steps: int | None = None) -> IntervalC
     period = _period(interval, costs)
     up = math.exp(-costs.restart_s / costs.mtbf_s)
     training = up * math.expm1(-interval / costs.mtbf_s) / math.expm1(-period / costs.mtbf_s)
-    good = max(0.0, goodput(interval, costs) - backlog(interval, period, costs))
-    return IntervalChoice(interval, steps, period - interval, good, up - training, max(0.0, training - good), 1 - up)
+    goodput_share = max(0.0, goodput(interval, costs) - backlog(interval, period, costs))
+    return IntervalChoice(
+        interval, steps, period - interval, goodput_share, up - training, max(0.0, training - goodput_share), 1 - up
+    )
 
 
 def optimum(costs: Costs) -> float:
@@ -203,8 +205,8 @@ def optimum(costs: Costs) -> float:
         else:
             right -= third
     corner = costs.flush_s - costs.blocked_s if costs.node_loss else 0.0
-    found = [(left + right) / 2, *([corner * (1 + 1e-12)] if low < corner <= costs.mtbf_s else [])]
-    return max(found, key=worth)
+    peaks = [(left + right) / 2, *([corner * (1 + 1e-12)] if low < corner <= costs.mtbf_s else [])]
+    return max(peaks, key=worth)
 
 
 def advise(costs: Costs, step_time: float | None = None, every: int | None = None) -> Advice:
@@ -221,18 +223,20 @@ def advise(costs: Costs, step_time: float | None = None, every: int | None = Non
     best = optimum(costs)
     if step_time is None:
         recommended = choice(best, costs)
-        others = [choice(best * factor, costs) for factor in FACTORS]
+        alternatives = [choice(best * factor, costs) for factor in FACTORS]
     else:
         around = {max(1, math.floor(best / step_time)), max(1, math.ceil(best / step_time))}
         count = max(around, key=lambda steps: goodput(steps * step_time, costs, smooth=True))
         recommended = choice(count * step_time, costs, count)
         counts = [round(count * factor) for factor in FACTORS]
-        others = [choice(steps * step_time, costs, steps) for steps in counts if steps]
+        alternatives = [choice(steps * step_time, costs, steps) for steps in counts if steps]
     if recommended.goodput < _NOTHING:
         raise ConfigError(_hopeless(costs, step_time))
     yours = choice(every * step_time, costs, every) if every is not None and step_time is not None else None
     classic = young(costs.blocked_s, costs.mtbf_s), daly(costs.blocked_s, costs.mtbf_s)
-    return Advice(recommended, tuple(others), yours, *classic, best + costs.blocked_s <= costs.durable_s * (1 + 1e-6))
+    return Advice(
+        recommended, tuple(alternatives), yours, *classic, best + costs.blocked_s <= costs.durable_s * (1 + 1e-6)
+    )
 
 
 def _period(interval: float, costs: Costs) -> float:
@@ -240,14 +244,14 @@ def _period(interval: float, costs: Costs) -> float:
 
 
 def _hopeless(costs: Costs, step_time: float | None) -> str:
-    what, time, way_out = max(
+    cause, time, way_out = max(
         ("coming back from a failure", costs.restart_s, "a faster restart"),
         ("a save until it is durable", costs.durable_s, "more bandwidth"),
         ("a copy to the tier", costs.flush_s * (costs.node_loss > 0), "more bandwidth to the tier"),
         ("one step", step_time or 0.0, "shorter steps"),
-        key=lambda one: one[1],
+        key=lambda cost: cost[1],
     )
     return (
-        f"no interval helps: {what} takes {time:g} s, and the job fails every {costs.mtbf_s:g} s, so less than "
+        f"no interval helps: {cause} takes {time:g} s, and the job fails every {costs.mtbf_s:g} s, so less than "
         f"{_NOTHING:.2%} of the time is kept; it needs {way_out} or fewer failures"
     )

@@ -88,15 +88,15 @@ def _ways(job: Job, interval: float, bandwidth: float | None) -> tuple[SaveMode,
     sync = write if job.sync_s is None else job.sync_s
     flush = 0.0 if bandwidth is None else write
     return (
-        _way(job, interval, max(sync, 1e-9), max(sync, 1e-9), 0.0),
-        _way(job, interval, job.blocked_s, job.durable_s, flush),
+        _save_mode(job, interval, max(sync, 1e-9), max(sync, 1e-9), 0.0),
+        _save_mode(job, interval, job.blocked_s, job.durable_s, flush),
     )
 
 
-def _way(job: Job, interval: float, blocked: float, durable: float, flush: float) -> SaveMode:
+def _save_mode(job: Job, interval: float, blocked: float, durable: float, flush: float) -> SaveMode:
     period = max(interval + blocked, durable)
-    good = None
+    goodput = None
     if job.mtbf_s is not None:
         share = job.node_loss if flush else 0.0
-        good = choice(interval, Costs(blocked, durable, job.restart_s, job.mtbf_s, flush, share)).goodput
-    return SaveMode(period - interval, interval / period, good)
+        goodput = choice(interval, Costs(blocked, durable, job.restart_s, job.mtbf_s, flush, share)).goodput
+    return SaveMode(period - interval, interval / period, goodput)

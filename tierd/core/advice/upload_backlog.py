@@ -62,15 +62,15 @@ def backlog(interval: float, period: float, costs: Times) -> float:
         return 0.0
     life = _Life(interval + costs.durable_s, period, costs.flush_s)
     chance = _numbers()
-    tier, more = _Tier(), 0.0
+    tier, lag = _Tier(), 0.0
     for _ in range(_LIVES):
         end = -costs.mtbf_s * math.log(next(chance))
-        away, lost = _away(costs, chance), next(chance) < costs.node_loss
+        away_s, spool_lost = _sample_away_s(costs, chance), next(chance) < costs.node_loss
         saved, after = life.saved(end), life.at(end, tier)
-        more += life.at(end, _Tier()).newest - after.newest
-        tier = _Tier() if lost else _came_back(after, saved, end, away, costs.flush_s)
+        lag += life.at(end, _Tier()).newest - after.newest
+        tier = _Tier() if spool_lost else _came_back(after, saved, end, away_s, costs.flush_s)
     length = costs.mtbf_s * math.exp(min(700.0, costs.restart_s / costs.mtbf_s))
-    return costs.node_loss * interval * more / _LIVES / length
+    return costs.node_loss * interval * lag / _LIVES / length
 
 
 class _Life:
@@ -100,30 +100,30 @@ class _Life:
             if copies:
                 newest = self.saved(begins + (copies - 1) * flush)
             return _Tier(newest, self.saved(begins + copies * flush), begins + (copies + 1) * flush)
-        done = min(save - 1 + copies, math.floor((time - self._first - flush) / period) + 1)
-        if done >= save:
-            newest = done
+        copied = min(save - 1 + copies, math.floor((time - self._first - flush) / period) + 1)
+        if copied >= save:
+            newest = copied
         else:
-            done = save - 1
-        next_begins = max(self._first + done * period, begins + (done + 1 - save) * flush)
+            copied = save - 1
+        next_begins = max(self._first + copied * period, begins + (copied + 1 - save) * flush)
         if next_begins > time:
             return _Tier(newest, newest)
-        return _Tier(newest, done + 1, next_begins + flush)
+        return _Tier(newest, copied + 1, next_begins + flush)
 
 
-def _came_back(tier: _Tier, saved: int, end: float, away: float, flush: float) -> _Tier:
+def _came_back(tier: _Tier, saved: int, end: float, away_s: float, flush: float) -> _Tier:
     """The tier's state when training resumes, with times and saves counted from that moment."""
     newest, copying, ends = tier.newest, tier.copying, tier.ends
-    while copying > newest and ends <= end + away:
+    while copying > newest and ends <= end + away_s:
         newest = copying
         if saved > newest:
             copying, ends = saved, ends + flush
     if newest == copying:
         return _Tier()  # the tier has all saves of the spool
-    return _Tier(newest - saved, copying - saved, ends - end - away)
+    return _Tier(newest - saved, copying - saved, ends - end - away_s)
 
 
-def _away(costs: Times, chance: Iterator[float]) -> float:
+def _sample_away_s(costs: Times, chance: Iterator[float]) -> float:
     """The time of a restart in seconds, including failed restarts before it."""
     ratio = costs.restart_s / costs.mtbf_s
     fails = -math.expm1(-ratio)

@@ -25,16 +25,16 @@ def span_s(text: str) -> float | None:
 
 def kill_wait_s(config: str) -> float | None:
     """Find KillWait in the output of ``scontrol show config``, ``KillWait  = 30 sec``, in seconds."""
-    found = re.search(r"^KillWait\s*=\s*(\d{1,9}) sec", config, re.MULTILINE)
-    return float(found[1]) if found else None
+    match = re.search(r"^KillWait\s*=\s*(\d{1,9}) sec", config, re.MULTILINE)
+    return float(match[1]) if match else None
 
 
 def unit(name: str, stop_s: float | None, drain_s: float) -> Finding:
     """Judge a unit's TimeoutStopSec; None: there is no such unit, or nobody could be asked."""
     if stop_s is None:
         return finding(SYSTEM, "no unit", f"no {name} was found")
-    shown = "infinity" if math.isinf(stop_s) else f"{stop_s:g} s"
-    text = f"{name}: TimeoutStopSec is {shown}, drain {drain_s:g} s"
+    stop_text = "infinity" if math.isinf(stop_s) else f"{stop_s:g} s"
+    text = f"{name}: TimeoutStopSec is {stop_text}, drain {drain_s:g} s"
     return finding(SYSTEM, "stops in time" if stop_s > drain_s else "stopped too soon", text)
 
 

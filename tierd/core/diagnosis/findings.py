@@ -68,7 +68,7 @@ class Kind:
 _LOCAL_DISK = "Put the spool on a local disk: ext4, XFS or Btrfs on NVMe."
 _CHAIN = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role."
 _DRAIN = "Set it to more than `drain`, or lower `drain` in tierd.toml."
-_WAY = "and the way there: a firewall, HTTPS_PROXY, NO_PROXY"
+_NETWORK_PATH = "and the way there: a firewall, HTTPS_PROXY, NO_PROXY"
 _ALLOW = "To have it checked, allow the credentials {}; or look at the bucket yourself."
 
 FINDINGS: dict[str, Kind] = {
@@ -138,9 +138,11 @@ FINDINGS: dict[str, Kind] = {
     ),
     "by proxy": Kind("DNS", "unknown", "Nothing: the proxy resolves the name and connects. `operations` tries it."),
     "connects": Kind("connection", "ok"),
-    "no connection": Kind("connection", "error", f"Check that the server runs, host and port of the endpoint, {_WAY}."),
+    "no connection": Kind(
+        "connection", "error", f"Check that the server runs, host and port of the endpoint, {_NETWORK_PATH}."
+    ),
     "silent server": Kind(
-        "connection", "error", f"Check that the server works, the port and scheme of the endpoint, {_WAY}."
+        "connection", "error", f"Check that the server works, the port and scheme of the endpoint, {_NETWORK_PATH}."
     ),
     "encrypted": Kind("TLS", "ok"),
     "not encrypted": Kind("TLS", "warning", "Write endpoint=https://... if the server speaks TLS."),
@@ -172,7 +174,9 @@ FINDINGS: dict[str, Kind] = {
     "refused": Kind(
         "operations", "error", "See the error: allow listing, puts and gets below the prefix, as docs/howto/s3.md does."
     ),
-    "no answer": Kind("operations", "error", f"Check that the server works, host and port of the endpoint, {_WAY}."),
+    "no answer": Kind(
+        "operations", "error", f"Check that the server works, host and port of the endpoint, {_NETWORK_PATH}."
+    ),
     "mount fails": Kind(
         "directory", "error", "Look at its mount (findmnt), at the server behind it, and at the kernel's log."
     ),
@@ -259,11 +263,11 @@ class Finding:
     do: str
 
 
-def finding(place: str, name: str, found: str, check: str = "") -> Finding:
+def finding(place: str, name: str, detail: str, check: str = "") -> Finding:
     """Make the finding called `name`; `check` is for a finding that any check may have."""
     kind = FINDINGS[name]
     check = check or kind.check
-    return Finding(place, check, name, kind.severity, found, CHECKS[check], kind.do)
+    return Finding(place, check, name, kind.severity, detail, CHECKS[check], kind.do)
 
 
 def in_units(count: float) -> str:
@@ -276,5 +280,5 @@ def in_units(count: float) -> str:
 
 def worst(findings: Iterable[Finding]) -> Severity:
     """The severity of a whole examination: `error`, `warning` or `ok`; notes and unknown findings count as `ok`."""
-    found = {one.severity for one in findings}
-    return "error" if "error" in found else "warning" if "warning" in found else "ok"
+    severities = {entry.severity for entry in findings}
+    return "error" if "error" in severities else "warning" if "warning" in severities else "ok"

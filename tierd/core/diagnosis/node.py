@@ -93,15 +93,15 @@ class Ownership:
     above: int
 
 
-def ownership(found: Ownership) -> Finding:
-    text = f"uid {found.owner}, mode {found.mode:03o}"
-    if found.owner != found.user:
-        return finding(NODE, "another's", f"{text}; this is uid {found.user}")
-    if found.mode & stat.S_IWOTH and found.filled:
+def ownership(observed: Ownership) -> Finding:
+    text = f"uid {observed.owner}, mode {observed.mode:03o}"
+    if observed.owner != observed.user:
+        return finding(NODE, "another's", f"{text}; this is uid {observed.user}")
+    if observed.mode & stat.S_IWOTH and observed.filled:
         return finding(NODE, "writable by others", f"{text}: what lies there may be others'")
-    if found.above & stat.S_IWOTH and not found.above & stat.S_ISVTX:
+    if observed.above & stat.S_IWOTH and not observed.above & stat.S_ISVTX:
         return finding(NODE, "replaceable", f"{text}; everybody may rename what is in the directory above it")
-    return finding(NODE, "readable by others" if found.mode & 0o077 else "private", text)
+    return finding(NODE, "readable by others" if observed.mode & 0o077 else "private", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,17 @@ class Space:
     keep_last: int
 
 
-def space(found: Space) -> Finding:
-    free = f"{in_units(found.free)} of {in_units(found.total)} free"
-    if found.state is None:
+def space(disk: Space) -> Finding:
+    free = f"{in_units(disk.free)} of {in_units(disk.total)} free"
+    if disk.state is None:
         return finding(NODE, "state unknown", f"{free}; the spool has no checkpoint yet")
-    count = found.keep_last + 1
-    needed = count * found.state
-    text = f"{free}; {count} states of {in_units(found.state)} (run {found.run}) need {in_units(needed)}"
-    if found.total < needed:
+    count = disk.keep_last + 1
+    needed_bytes = count * disk.state
+    text = f"{free}; {count} states of {in_units(disk.state)} (run {disk.run}) need {in_units(needed_bytes)}"
+    if disk.total < needed_bytes:
         return finding(NODE, "room too small", text)
-    if found.free + found.used < needed:
-        return finding(NODE, "room short", f"{text}, and its checkpoints have {in_units(found.used)}")
+    if disk.free + disk.used < needed_bytes:
+        return finding(NODE, "room short", f"{text}, and its checkpoints have {in_units(disk.used)}")
     return finding(NODE, "room", text)
 
 
@@ -149,23 +149,23 @@ def memory(total: int, available: int, limit: int | None, state: int | None) -> 
     """
     text = f"{in_units(available)} of {in_units(total)} available"
     text += f"; the control group's limit is {in_units(limit)}" if limit is not None else "; no control group limits it"
-    most = min(total, limit) if limit is not None else total
-    if most < _DAEMON:
+    usable = min(total, limit) if limit is not None else total
+    if usable < _DAEMON:
         return finding(NODE, "memory too small", text)
-    if state is not None and most < 2 * state + _DAEMON:
+    if state is not None and usable < 2 * state + _DAEMON:
         return finding(NODE, "memory short", f"{text}; training and one snapshot need {in_units(2 * state)} together")
     return finding(NODE, "memory", text)
 
 
-def limits(found: Mapping[str, int | None]) -> Finding:
+def limits(soft_limits: Mapping[str, int | None]) -> Finding:
     """Judge the soft limits of this process, by name (`files`, `threads`, `address space`, `file size`); None: none."""
-    text = ", ".join(f"{name} {'unlimited' if most is None else most}" for name, most in found.items())
-    if found.get("file size") is not None:
+    text = ", ".join(f"{name} {'unlimited' if limit is None else limit}" for name, limit in soft_limits.items())
+    if soft_limits.get("file size") is not None:
         return finding(NODE, "file size limit", text)
-    return finding(NODE, "low limits" if any(_low(found)) else "limits", text)
+    return finding(NODE, "low limits" if any(_low(soft_limits)) else "limits", text)
 
 
-def _low(found: Mapping[str, int | None]) -> Iterator[bool]:
-    least = {"files": _FILES, "threads": _THREADS, "address space": 64 << 30}
-    for name, most in found.items():
-        yield most is not None and most < least.get(name, 0)
+def _low(soft_limits: Mapping[str, int | None]) -> Iterator[bool]:
+    minimums = {"files": _FILES, "threads": _THREADS, "address space": 64 << 30}
+    for name, limit in soft_limits.items():
+        yield limit is not None and limit < minimums.get(name, 0)

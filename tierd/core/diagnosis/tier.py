@@ -26,16 +26,16 @@ _UNREACHED = {
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # not GLACIER_IR, whose objects can be read at once
 
 
-def is_reached(found: Iterable[Finding]) -> bool:
+def is_reached(findings: Iterable[Finding]) -> bool:
     """Whether no finding about a tier means that it cannot be reached."""
-    return not any(one.finding in _UNREACHED for one in found)
+    return not any(entry.finding in _UNREACHED for entry in findings)
 
 
-def works(found: Sequence[Finding]) -> bool | None:
+def works(findings: Sequence[Finding]) -> bool | None:
     """Whether a tier's operations work, by all findings about it; None: they were not tried."""
-    if not is_reached(found):
+    if not is_reached(findings):
         return False
-    tried = next((one for one in found if one.check == "operations" and one.severity != "unknown"), None)
+    tried = next((entry for entry in findings if entry.check == "operations" and entry.severity != "unknown"), None)
     return tried.severity != "error" if tried else None
 
 
@@ -101,16 +101,16 @@ class Credentials:
     left_s: float | None = None
 
 
-def credentials(place: str, found: Credentials | None) -> Finding:
+def credentials(place: str, resolved: Credentials | None) -> Finding:
     """Judge the credentials that the chain gives; None: it gives none."""
-    if found is None:
+    if resolved is None:
         return finding(place, "no credentials", "no link of the AWS chain has any")
-    end = "no end is known" if found.left_s is None else f"{found.left_s / 60:.0f} minutes left"
-    if not found.temporary:
-        return finding(place, "credentials", f"from {found.source}; long-lived")
-    if found.renewed:
-        return finding(place, "credentials", f"from {found.source}; temporary, renewed by themselves; {end}")
-    return finding(place, "credentials expire", f"from {found.source}; temporary, and nothing renews them; {end}")
+    end = "no end is known" if resolved.left_s is None else f"{resolved.left_s / 60:.0f} minutes left"
+    if not resolved.temporary:
+        return finding(place, "credentials", f"from {resolved.source}; long-lived")
+    if resolved.renewed:
+        return finding(place, "credentials", f"from {resolved.source}; temporary, renewed by themselves; {end}")
+    return finding(place, "credentials expire", f"from {resolved.source}; temporary, and nothing renews them; {end}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,11 @@ def concerns(rule: LifecycleRule, base: str) -> bool:
 
 def lifecycle(place: str, rules: Sequence[LifecycleRule], base: str) -> Finding:
     """Judge the rules of the bucket of a tier whose keys begin with `base`."""
-    ours = [rule for rule in rules if concerns(rule, base)]
-    for rule in ours:
+    relevant = [rule for rule in rules if concerns(rule, base)]
+    for rule in relevant:
         if rule.expires:
             return finding(place, "expires", f"rule {rule.name!r} (prefix {rule.prefix!r}) deletes objects by age")
-        if archive := next((one for one in rule.moves_to if one in _ARCHIVES), None):
+        if archive := next((storage_class for storage_class in rule.moves_to if storage_class in _ARCHIVES), None):
             return finding(place, "archives", f"rule {rule.name!r} (prefix {rule.prefix!r}) moves objects to {archive}")
     return finding(place, "no rules", f"{len(rules)} rules, none deletes or archives what lies below {base!r}")
 

@@ -75,12 +75,12 @@ class CheckpointCopy:
         """Whether the part's manifest is listed and not known to be unusable."""
         return self.lists(part) and part not in self.defects
 
-    def covers(self, other: CheckpointCopy) -> bool:
-        """Whether this copy has every part that `other` lists."""
-        if not self.defects and self.ranks == other.ranks:
+    def covers(self, required: CheckpointCopy) -> bool:
+        """Whether this copy has every part that `required` lists."""
+        if not self.defects and self.ranks == required.ranks:
             return True
-        listed = all(ranks <= self.ranks.get(world, frozenset()) for world, ranks in other.ranks.items())
-        return listed and not any(other.lists(part) for part in self.defects)
+        listed = all(ranks <= self.ranks.get(world, frozenset()) for world, ranks in required.ranks.items())
+        return listed and not any(required.lists(part) for part in self.defects)
 
     def parts(self) -> Iterator[PartId]:
         """The parts in order of rank and world size."""
@@ -108,8 +108,8 @@ class CheckpointCopy:
         if not self.defects:
             return self.ranks
         return {
-            world: some - {part.rank for part in self.defects if part.world == world}
-            for world, some in self.ranks.items()
+            world: ranks - {part.rank for part in self.defects if part.world == world}
+            for world, ranks in self.ranks.items()
         }
 
     @cached_property
@@ -131,18 +131,18 @@ class CheckpointCopy:
 class RunCopies:
     """One place's copies of one run, with cached values that are derived from them."""
 
-    def __init__(self, seen: Mapping[CheckpointId, CheckpointCopy]) -> None:
-        self.seen = seen
+    def __init__(self, copies: Mapping[CheckpointId, CheckpointCopy]) -> None:
+        self.seen = copies
 
     @cached_property
     def whole(self) -> list[CheckpointId]:
         """The usable checkpoints, oldest first."""
-        return sorted((one for one, seen in self.seen.items() if seen.usable), key=in_order)
+        return sorted((checkpoint for checkpoint, copy in self.seen.items() if copy.usable), key=in_order)
 
     @cached_property
     def halves(self) -> list[CheckpointCopy]:
         """The copies that are not usable."""
-        return [seen for seen in self.seen.values() if not seen.usable]
+        return [copy for copy in self.seen.values() if not copy.usable]
 
     @cached_property
     def newest(self) -> CheckpointId | None:
@@ -152,59 +152,59 @@ class RunCopies:
     @cached_property
     def newest_of_each(self) -> list[CheckpointId]:
         """The newest checkpoint of each attempt, usable or not."""
-        found: dict[str, CheckpointId] = {}
-        for one in self.seen:
-            if one.attempt not in found or found[one.attempt].step < one.step:
-                found[one.attempt] = one
-        return list(found.values())
+        newest: dict[str, CheckpointId] = {}
+        for checkpoint in self.seen:
+            if checkpoint.attempt not in newest or newest[checkpoint.attempt].step < checkpoint.step:
+                newest[checkpoint.attempt] = checkpoint
+        return list(newest.values())
 
     @cached_property
     def newest_whole(self) -> list[CheckpointId]:
         """The newest usable checkpoint of each attempt."""
-        return list({one.attempt: one for one in self.whole}.values())
+        return list({checkpoint.attempt: checkpoint for checkpoint in self.whole}.values())
 
     @cached_property
     def ranks(self) -> frozenset[int]:
         """The ranks of which any checkpoint has a part."""
-        return frozenset[int]().union(*{some for seen in self.seen.values() for some in seen.ranks.values()})
+        return frozenset[int]().union(*{ranks for copy in self.seen.values() for ranks in copy.ranks.values()})
 
     @cached_property
     def attempts(self) -> frozenset[str]:
-        return frozenset(one.attempt for one in self.seen)
+        return frozenset(checkpoint.attempt for checkpoint in self.seen)
 
     @cached_property
     def led(self) -> frozenset[str]:
         """The attempts of which this place has a part of rank 0."""
-        found: set[str] = set()
-        for one, seen in self.seen.items():
-            if one.attempt not in found and any(0 in some for some in seen.ranks.values()):
-                found.add(one.attempt)
-        return frozenset(found)
+        attempts: set[str] = set()
+        for checkpoint, copy in self.seen.items():
+            if checkpoint.attempt not in attempts and any(0 in ranks for ranks in copy.ranks.values()):
+                attempts.add(checkpoint.attempt)
+        return frozenset(attempts)
 
     @cached_property
     def made(self) -> dict[str, float]:
         """By attempt, the time when its newest checkpoint was made; seconds since 1970 by the clock of its node."""
-        found: dict[str, datetime] = {}
-        for one, seen in self.seen.items():
-            if facts := seen.spoken:
-                latest = found.get(one.attempt)
-                found[one.attempt] = facts.created if latest is None or facts.created > latest else latest
-        return {attempt: max(created.timestamp(), 0.0) for attempt, created in found.items()}
+        newest_times: dict[str, datetime] = {}
+        for checkpoint, copy in self.seen.items():
+            if facts := copy.spoken:
+                latest = newest_times.get(checkpoint.attempt)
+                newest_times[checkpoint.attempt] = facts.created if latest is None or facts.created > latest else latest
+        return {attempt: max(created.timestamp(), 0.0) for attempt, created in newest_times.items()}
 
     @cached_property
     def bases(self) -> frozenset[CheckpointId]:
         """The other checkpoints whose chunks the manifests that were read name."""
-        return frozenset().union(*{facts.bases for seen in self.seen.values() for facts in seen.facts.values()})
+        return frozenset().union(*{facts.bases for copy in self.seen.values() for facts in copy.facts.values()})
 
     @cached_property
     def origins(self) -> dict[str, CheckpointId | None]:
         """The checkpoint that each attempt resumed from, if a manifest of it was read. All manifests of one attempt
         name the same origin."""
-        found: dict[str, CheckpointId | None] = {}
-        for one, seen in reversed(list(self.seen.items())):
-            if one.attempt not in found and seen.facts:
-                found[one.attempt] = seen.origin
-        return dict(reversed(found.items()))
+        origins: dict[str, CheckpointId | None] = {}
+        for checkpoint, copy in reversed(list(self.seen.items())):
+            if checkpoint.attempt not in origins and copy.facts:
+                origins[checkpoint.attempt] = copy.origin
+        return dict(reversed(origins.items()))
 
 
 NO_COPIES = RunCopies({})
@@ -221,29 +221,33 @@ def differing(
     if before is now:
         return set()
     # Most observations add or drop a few at either end, so all others are skipped without looking any up.
-    was, seen = list(before.values()), list(now.values())
-    first = next(itertools.compress(itertools.count(), map(operator.is_not, was, seen)), min(len(was), len(seen)))
-    was, seen = was[first:], seen[first:]
-    rest = map(operator.is_not, reversed(was), reversed(seen))
-    last = next(itertools.compress(itertools.count(), rest), min(len(was), len(seen)))
-    older = {one.id: one for one in was[: len(was) - last]}
-    newer = {one.id: one for one in seen[: len(seen) - last]}
-    return {one for one, copy in newer.items() if older.get(one) is not copy} | (older.keys() - newer.keys())
+    was, current = list(before.values()), list(now.values())
+    first = next(itertools.compress(itertools.count(), map(operator.is_not, was, current)), min(len(was), len(current)))
+    was, current = was[first:], current[first:]
+    differs_reversed = map(operator.is_not, reversed(was), reversed(current))
+    last = next(itertools.compress(itertools.count(), differs_reversed), min(len(was), len(current)))
+    older = {copy.id: copy for copy in was[: len(was) - last]}
+    newer = {copy.id: copy for copy in current[: len(current) - last]}
+    return {checkpoint for checkpoint, copy in newer.items() if older.get(checkpoint) is not copy} | (
+        older.keys() - newer.keys()
+    )
 
 
-def union(*seen: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
+def union(*rank_maps: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
     """By world size, the ranks that have a part in any of these places."""
-    found: dict[int, frozenset[int]] = {}
-    for ranks in seen:
-        for world, some in ranks.items():
-            have = found.get(world)
-            found[world] = some if have is None or have is some else have if have >= some else have | some
-    return found
+    merged: dict[int, frozenset[int]] = {}
+    for ranks in rank_maps:
+        for world, rank_set in ranks.items():
+            have = merged.get(world)
+            merged[world] = (
+                rank_set if have is None or have is rank_set else have if have >= rank_set else have | rank_set
+            )
+    return merged
 
 
 def complete_world_sizes(ranks: Mapping[int, Collection[int]]) -> list[int]:
     """The world sizes W of which ranks 0..W-1 are all present. Counting suffices, because each rank is less than W."""
-    return [world for world, found in ranks.items() if len(found) == world]
+    return [world for world, present in ranks.items() if len(present) == world]
 
 
 def is_complete(ranks: Mapping[int, Collection[int]]) -> bool:

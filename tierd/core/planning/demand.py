@@ -37,17 +37,17 @@ class Wanted:
     ids: frozenset[CheckpointId]
     is_for_good: Callable[[CheckpointId], bool]
 
-    def __or__(self, other: Wanted) -> Wanted:
-        """The checkpoints that either wants. Where both want one, `other` decides whether it is wanted for good."""
+    def __or__(self, preferred: Wanted) -> Wanted:
+        """The checkpoints that either wants. Where both want one, `preferred` decides whether it is wanted for good."""
 
-        def good(one: CheckpointId) -> bool:
-            return other.is_for_good(one) if one in other.ids else self.is_for_good(one)
+        def is_permanent(checkpoint: CheckpointId) -> bool:
+            return preferred.is_for_good(checkpoint) if checkpoint in preferred.ids else self.is_for_good(checkpoint)
 
-        return Wanted(self.ids | other.ids, good)
+        return Wanted(self.ids | preferred.ids, is_permanent)
 
-    def __and__(self, some: Collection[CheckpointId]) -> Wanted:
-        """The wanted checkpoints that are also in `some`."""
-        return Wanted(self.ids.intersection(some), self.is_for_good)
+    def __and__(self, checkpoints: Collection[CheckpointId]) -> Wanted:
+        """The wanted checkpoints that are also in `checkpoints`."""
+        return Wanted(self.ids.intersection(checkpoints), self.is_for_good)
 
 
 class Demand:
@@ -71,19 +71,19 @@ class Demand:
         self._infos: dict[CheckpointId, CheckpointInfo] = {}
         self._pending: dict[str, dict[CheckpointId, tuple[PartId, ...]]] = {}  # by tier; empty ones are left out
         changed = None if before is None else self._go_on_from(before)
-        known = before.whole if before and changed is not None else frozenset[CheckpointId]()
+        complete_before = before.whole if before and changed is not None else frozenset[CheckpointId]()
         if changed is None:
             self.copies = inventory.copies(run)
             changed = self.copies.keys()
-        for one in changed:
-            self.merged.pop(one, None)
-            self._infos.pop(one, None)
-            if one in self.copies:
-                self.merged[one] = seen = merged_of(tuple(self.copies[one].values()))
-                if seen.complete or any(seen.ranks.values()):
-                    self._infos[one] = info_of(seen, frozenset(), complete=seen.complete)
-        fresh = [one for one in changed if one in self.merged and self.merged[one].complete]
-        self.whole = known.difference(changed).union(fresh)
+        for checkpoint in changed:
+            self.merged.pop(checkpoint, None)
+            self._infos.pop(checkpoint, None)
+            if checkpoint in self.copies:
+                self.merged[checkpoint] = merged = merged_of(tuple(self.copies[checkpoint].values()))
+                if merged.complete or any(merged.ranks.values()):
+                    self._infos[checkpoint] = info_of(merged, frozenset(), complete=merged.complete)
+        fresh = [checkpoint for checkpoint in changed if checkpoint in self.merged and self.merged[checkpoint].complete]
+        self.whole = complete_before.difference(changed).union(fresh)
         for tier in self._pending:
             self._note_pending(tier, changed)
         self.origins = inventory.origins(run)
@@ -97,14 +97,18 @@ class Demand:
         places, old = self.inventory.places, before.inventory.places
         if list(old) != list(places):
             return None
-        seen = {name: place.run(self.run).seen for name, place in places.items()}
-        changed = set[CheckpointId]().union(*(differing(old[name].run(self.run).seen, seen[name]) for name in seen))
+        current = {name: place.run(self.run).seen for name, place in places.items()}
+        changed = set[CheckpointId]().union(
+            *(differing(old[name].run(self.run).seen, current[name]) for name in current)
+        )
         self.copies, self.merged, self._infos = dict(before.copies), dict(before.merged), dict(before._infos)
         self._pending = {tier: dict(parts) for tier, parts in before._pending.items()}
-        for one in changed:
-            self.copies.pop(one, None)
-            if copies := {name: some[one] for name, some in seen.items() if one in some}:
-                self.copies[one] = copies
+        for checkpoint in changed:
+            self.copies.pop(checkpoint, None)
+            if copies := {
+                name: run_copies[checkpoint] for name, run_copies in current.items() if checkpoint in run_copies
+            }:
+                self.copies[checkpoint] = copies
         return changed
 
     def pending(self, tier: str) -> dict[CheckpointId, tuple[PartId, ...]]:
@@ -115,12 +119,12 @@ class Demand:
         return self._pending[tier]
 
     def _note_pending(self, tier: str, changed: Iterable[CheckpointId]) -> None:
-        found = self._pending[tier]
-        for one in changed:
-            found.pop(one, None)
-            copies = self.copies.get(one, {})
+        pending = self._pending[tier]
+        for checkpoint in changed:
+            pending.pop(checkpoint, None)
+            copies = self.copies.get(checkpoint, {})
             if SPOOL in copies and (parts := pending_of(copies[SPOOL], copies.get(tier))):
-                found[one] = parts
+                pending[checkpoint] = parts
 
     def policy(self, place: str) -> RetentionPolicy:
         """The run's policy in a place."""
@@ -134,9 +138,9 @@ class Demand:
 
     def _wants(self, place: str) -> RetentionPolicy:
         """The policy by which a place wants checkpoints: a tier wants all while the run's policy cannot be read."""
-        here = self.inventory.tiers.get(place)
-        lost = here and (unknown(here, self.run) or unknown(self.inventory.spool, self.run))
-        return EVERYTHING if lost else self.policy(place)
+        tier = self.inventory.tiers.get(place)
+        policy_unknown = tier and (unknown(tier, self.run) or unknown(self.inventory.spool, self.run))
+        return EVERYTHING if policy_unknown else self.policy(place)
 
     def live(self, place: str) -> frozenset[str]:
         """The launches that keep in a place the checkpoints that they would keep if no later launch existed."""
@@ -173,28 +177,30 @@ class Demand:
         """
         infos, pinned = self._infos, pins & self._infos.keys()
         hopes = frozenset(hoped)
-        if halves := [one for one in self.halves if one in hopes]:
-            infos = infos | {one: replace(infos[one], complete=True) for one in halves}
+        if halves := [checkpoint for checkpoint in self.halves if checkpoint in hopes]:
+            infos = infos | {checkpoint: replace(infos[checkpoint], complete=True) for checkpoint in halves}
             ranking = Ranking(list(infos.values()), self._wants(place), self.origins, self.live(place))
         else:
             ranking = self.ranking(place)
-        return Wanted(ranking.kept | pinned, lambda one: one in pinned or ranking.is_for_good(infos[one]))
+        return Wanted(
+            ranking.kept | pinned, lambda checkpoint: checkpoint in pinned or ranking.is_for_good(infos[checkpoint])
+        )
 
     @cached_property
     def newest_attempt(self) -> str:
         """The newest launch of which any place shows a checkpoint."""
-        return max((one.attempt for one in self.merged), default="")
+        return max((checkpoint.attempt for checkpoint in self.merged), default="")
 
     @cached_property
     def ages(self) -> Ages:
         """The ages of all checkpoints, complete or not, whose manifest was read."""
-        made = ((one, seen.spoken.created) for one, seen in self.merged.items() if seen.spoken)
-        return Ages(((one.run, one.attempt, one.step), created) for one, created in made)
+        dated = ((checkpoint, copy.spoken.created) for checkpoint, copy in self.merged.items() if copy.spoken)
+        return Ages(((checkpoint.run, checkpoint.attempt, checkpoint.step), created) for checkpoint, created in dated)
 
     @cached_property
     def halves(self) -> tuple[CheckpointId, ...]:
         """The checkpoints of which some part is usable and which are incomplete."""
-        return tuple(one for one, info in self._infos.items() if not info.complete)
+        return tuple(checkpoint for checkpoint, info in self._infos.items() if not info.complete)
 
     def lacking(self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy | None = None) -> bool:
         """Whether a tier has no complete copy of a checkpoint.
@@ -203,12 +209,12 @@ class Demand:
         every checkpoint.
         """
         place = self.inventory.tiers[tier]
-        seen = place.checkpoints.get(checkpoint) if place else None
-        if seen is None:
+        tier_copy = place.checkpoints.get(checkpoint) if place else None
+        if tier_copy is None:
             return True
-        if any(isinstance(why, FormatTooNew) for why in seen.defects.values()):
+        if any(isinstance(why, FormatTooNew) for why in tier_copy.defects.values()):
             return False  # the copy is readable by a newer tierd or by one with another key
-        return not (seen.usable or (checkpoint not in self.whole and copy and seen.covers(copy)))
+        return not (tier_copy.usable or (checkpoint not in self.whole and copy and tier_copy.covers(copy)))
 
     def waiting(self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy, *, hoped: bool) -> tuple[str, ...]:
         """The other tiers that want a checkpoint and lack it. `copy` is the copy that `tier` has."""
@@ -220,27 +226,27 @@ class Demand:
 
     def is_last(self, place: str, checkpoint: CheckpointId) -> bool:
         """Whether a checkpoint is complete with the copy in `place` and incomplete without that copy."""
-        others = [readable(seen) for name, seen in self.copies.get(checkpoint, {}).items() if name != place]
-        return checkpoint in self.whole and not is_complete(union(*(seen.ranks for seen in others)))
+        other_copies = [readable(copy) for name, copy in self.copies.get(checkpoint, {}).items() if name != place]
+        return checkpoint in self.whole and not is_complete(union(*(copy.ranks for copy in other_copies)))
 
     def spread(self, checkpoint: CheckpointId, tier: str) -> tuple[int, bool]:
         """How many tiers other than `tier` have a complete copy, and whether one of them wants it by its policy."""
-        found = [
+        tiers = [
             name
-            for name, seen in self.copies[checkpoint].items()
-            if name in self.inventory.tiers and name != tier and seen.usable
+            for name, copy in self.copies[checkpoint].items()
+            if name in self.inventory.tiers and name != tier and copy.usable
         ]
-        return len(found), any(self.reasons(name, checkpoint) for name in found)
+        return len(tiers), any(self.reasons(name, checkpoint) for name in tiers)
 
 
 def merged_of(copies: tuple[CheckpointCopy, ...]) -> CheckpointCopy:
     """One checkpoint with the usable parts of all these copies. The result for the same copies is cached."""
     memo = copies[0].memo
-    known, found = memo.get(merged_of, ((), None))
-    if found is None or len(known) != len(copies) or any(map(operator.is_not, known, copies)):
-        found = merge([readable(seen) for seen in copies])
-        memo[merged_of] = copies, found
-    return cast(CheckpointCopy, found)
+    cached_copies, merged = memo.get(merged_of, ((), None))
+    if merged is None or len(cached_copies) != len(copies) or any(map(operator.is_not, cached_copies, copies)):
+        merged = merge([readable(copy) for copy in copies])
+        memo[merged_of] = copies, merged
+    return cast(CheckpointCopy, merged)
 
 
 def merge(copies: list[CheckpointCopy]) -> CheckpointCopy:
@@ -248,41 +254,44 @@ def merge(copies: list[CheckpointCopy]) -> CheckpointCopy:
     first = copies[0]
     if len(copies) == 1:
         return first
-    facts = {part: found for seen in reversed(copies) for part, found in seen.facts.items()}
-    return CheckpointCopy(first.id, union(*(seen.ranks for seen in copies)), facts)
+    facts = {part: part_facts for copy in reversed(copies) for part, part_facts in copy.facts.items()}
+    return CheckpointCopy(first.id, union(*(copy.ranks for copy in copies)), facts)
 
 
-def readable(seen: CheckpointCopy) -> CheckpointCopy:
+def readable(copy: CheckpointCopy) -> CheckpointCopy:
     """A copy without the parts that are known to be unusable."""
-    if not seen.defects:
-        return seen
-    bad = {(part.rank, part.world) for part in seen.defects}
-    ranks = {world: frozenset(rank for rank in some if (rank, world) not in bad) for world, some in seen.ranks.items()}
-    return CheckpointCopy(seen.id, {world: some for world, some in ranks.items() if some}, seen.facts)
+    if not copy.defects:
+        return copy
+    defective = {(part.rank, part.world) for part in copy.defects}
+    ranks = {
+        world: frozenset(rank for rank in listed if (rank, world) not in defective)
+        for world, listed in copy.ranks.items()
+    }
+    return CheckpointCopy(copy.id, {world: usable for world, usable in ranks.items() if usable}, copy.facts)
 
 
 def info_of(
-    seen: CheckpointCopy, pins: frozenset[CheckpointId], *, complete: bool, verified: bool = True
+    copy: CheckpointCopy, pins: frozenset[CheckpointId], *, complete: bool, verified: bool = True
 ) -> CheckpointInfo:
     """The input to retention for a copy.
 
     The lowest rank's manifest gives the metadata of the checkpoint. A part whose manifest is unusable makes the
     checkpoint incomplete.
     """
-    if pins and seen.id in pins:
-        return replace(info_of(seen, frozenset(), complete=complete, verified=verified), pinned=True)
+    if pins and copy.id in pins:
+        return replace(info_of(copy, frozenset(), complete=complete, verified=verified), pinned=True)
     kind = complete, verified
-    found: CheckpointInfo | None = seen.memo.get(kind)
-    if found is None:
-        found = seen.memo[kind] = _info_of(seen, complete=complete, verified=verified)
-    return found
+    info: CheckpointInfo | None = copy.memo.get(kind)
+    if info is None:
+        info = copy.memo[kind] = _info_of(copy, complete=complete, verified=verified)
+    return info
 
 
-def _info_of(seen: CheckpointCopy, *, complete: bool, verified: bool) -> CheckpointInfo:
-    facts = seen.spoken
+def _info_of(copy: CheckpointCopy, *, complete: bool, verified: bool) -> CheckpointInfo:
+    facts = copy.spoken
     return CheckpointInfo(
-        seen.id,
-        complete=complete and not seen.defects,
+        copy.id,
+        complete=complete and not copy.defects,
         verified=verified,
         created=facts.created if facts else None,
         metrics=facts.metrics if facts else None,
@@ -290,20 +299,20 @@ def _info_of(seen: CheckpointCopy, *, complete: bool, verified: bool) -> Checkpo
     )
 
 
-def pending_of(here: CheckpointCopy, there: CheckpointCopy | None) -> tuple[PartId, ...]:
-    """The parts with a readable manifest `here` and without a usable one `there`, by rank."""
-    if there and not there.defects and there.ranks == here.ranks:
+def pending_of(spool_copy: CheckpointCopy, tier_copy: CheckpointCopy | None) -> tuple[PartId, ...]:
+    """The parts with a readable manifest in the spool and without a usable one on the tier, by rank."""
+    if tier_copy and not tier_copy.defects and tier_copy.ranks == spool_copy.ranks:
         return ()
-    return tuple(part for part in sorted(here.facts) if there is None or not there.has(part))
+    return tuple(part for part in sorted(spool_copy.facts) if tier_copy is None or not tier_copy.has(part))
 
 
 def lacked(place: Place, merged: CheckpointCopy, ranks: Collection[int], beyond: float) -> list[PartId]:
     """The parts of a complete checkpoint that a place does not list, for `ranks` and for all ranks >= `beyond`."""
     return [
         part
-        for world, some in merged.ranks.items()
-        if len(some) == world
-        for rank in sorted(some if beyond < world else some.intersection(ranks))
+        for world, listed in merged.ranks.items()
+        if len(listed) == world
+        for rank in sorted(listed if beyond < world else listed.intersection(ranks))
         if rank in ranks or rank >= beyond
         for part in [PartId(merged.id, rank, world)]
         if not place.lists(part)

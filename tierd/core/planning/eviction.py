@@ -21,9 +21,13 @@ from tierd.core.retention.ranking import Ranking
 
 def evictable(inventory: Inventory, config: Config) -> tuple[CheckpointId, ...]:
     """The spool's copies that the daemon may evict when the disk is full, in the order of eviction."""
-    demands = [Demand(inventory, config, run) for run in sorted({one.run for one in inventory.spool.checkpoints})]
-    gone = frozenset[CheckpointId]().union(*(retired(one) | superseded(one) for one in demands))
-    return tuple(one for one in evictions(inventory, gone) if one.run not in inventory.spool.local_only)
+    demands = [
+        Demand(inventory, config, run) for run in sorted({checkpoint.run for checkpoint in inventory.spool.checkpoints})
+    ]
+    unneeded = frozenset[CheckpointId]().union(*(retired(demand) | superseded(demand) for demand in demands))
+    return tuple(
+        checkpoint for checkpoint in evictions(inventory, unneeded) if checkpoint.run not in inventory.spool.local_only
+    )
 
 
 def evictions(inventory: Inventory, retired: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:
@@ -37,17 +41,17 @@ def evictions(inventory: Inventory, retired: Collection[CheckpointId]) -> tuple[
         retired: the copies that no tier has and that will be sent to none (`retired`, `superseded`).
     """
     in_use = {part.checkpoint for part in inventory.busy} | inventory.held | inventory.local_pins
-    verified = [seen.id for seen in inventory.spool.checkpoints.values() if inventory.on_a_tier(seen)]
+    verified = [copy.id for copy in inventory.spool.checkpoints.values() if inventory.on_a_tier(copy)]
     newest: dict[str, CheckpointId] = {}
-    for one in verified:
-        newest[one.run] = max(one, newest.get(one.run, one))
+    for checkpoint in verified:
+        newest[checkpoint.run] = max(checkpoint, newest.get(checkpoint.run, checkpoint))
 
-    def rank(one: CheckpointId) -> tuple[int, str, int, str]:
-        trained = one.run not in inventory.trainerless and one not in retired
-        spared = trained and (one == newest[one.run] or one in inventory.pins)
-        return 2 if spared else 1 if trained else 0, one.attempt, one.step, one.run
+    def rank(checkpoint: CheckpointId) -> tuple[int, str, int, str]:
+        trained = checkpoint.run not in inventory.trainerless and checkpoint not in retired
+        spared = trained and (checkpoint == newest[checkpoint.run] or checkpoint in inventory.pins)
+        return 2 if spared else 1 if trained else 0, checkpoint.attempt, checkpoint.step, checkpoint.run
 
-    return tuple(sorted((one for one in {*verified, *retired} if one not in in_use), key=rank))
+    return tuple(sorted((checkpoint for checkpoint in {*verified, *retired} if checkpoint not in in_use), key=rank))
 
 
 def may_leave(inventory: Inventory, run: str, retired: Collection[CheckpointId]) -> bool:
@@ -58,7 +62,7 @@ def may_leave(inventory: Inventory, run: str, retired: Collection[CheckpointId])
     """
     return (
         all(place or name in inventory.silent for name, place in inventory.tiers.items())
-        and all(inventory.on_a_tier(seen) or seen.id in retired for seen in inventory.spool.copies(run))
+        and all(inventory.on_a_tier(copy) or copy.id in retired for copy in inventory.spool.copies(run))
         and not any(pin.run == run and pin in inventory.copies(run) for pin in inventory.local_pins)
     )
 
@@ -70,8 +74,8 @@ def retired(demand: Demand) -> frozenset[CheckpointId]:
     it there.
     """
     inventory = demand.inventory
-    found = [_retired(demand, name, place) for name, place in inventory.tiers.items() if name not in inventory.silent]
-    return frozenset.intersection(*found) if found else frozenset()
+    by_tier = [_retired(demand, name, place) for name, place in inventory.tiers.items() if name not in inventory.silent]
+    return frozenset.intersection(*by_tier) if by_tier else frozenset()
 
 
 def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[CheckpointId]:
@@ -79,14 +83,14 @@ def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[Checkpo
     if tier is None or unknown(tier, demand.run) or unknown(demand.inventory.spool, demand.run):
         return frozenset()
     inventory, run, policy = demand.inventory, demand.run, demand.policy(name)
-    waiting = {one for one in demand.pending(name) if not demand.keeps(name, one)}
+    waiting = {checkpoint for checkpoint in demand.pending(name) if not demand.keeps(name, checkpoint)}
     if not waiting:
         return frozenset()
     # Each checkpoint is judged as if it alone were added, because others that are merely pending must not retire it.
     live = demand.live(SPOOL)
     pins, over = inventory.pins | inventory.held, oldest_completable(tier, policy, run, live)
     ranking = Ranking(infos_on(tier, run, pins), policy, demand.origins, live)
-    gone = set()
+    pruned = set()
     for checkpoint in waiting:
         added, hoped = (
             _added(tier.checkpoints.get(checkpoint), readable(inventory.spool.checkpoints[checkpoint])),
@@ -94,23 +98,25 @@ def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[Checkpo
         )
         info = info_of(added, pins, complete=is_complete(added.ranks) or hoped)
         if not ranking.verdict(info).keep and not demand.reasons(name, checkpoint, hoped=hoped):
-            gone.add(checkpoint)
-    return frozenset(gone)
+            pruned.add(checkpoint)
+    return frozenset(pruned)
 
 
-def _added(own: CheckpointCopy | None, local: CheckpointCopy | None) -> CheckpointCopy:
+def _added(tier_copy: CheckpointCopy | None, local: CheckpointCopy | None) -> CheckpointCopy:
     """A tier's copy after a flush of the spool's parts, which adds missing parts and replaces unusable ones."""
-    if own is None or local is None:
-        found = own or local
-        assert found is not None
-        return found
-    bad = {part: why for part, why in own.defects.items() if part not in local.facts}
-    return CheckpointCopy(own.id, union(own.ranks, local.ranks), {**local.facts, **own.facts}, bad)
+    if tier_copy is None or local is None:
+        copy = tier_copy or local
+        assert copy is not None
+        return copy
+    defective = {part: why for part, why in tier_copy.defects.items() if part not in local.facts}
+    return CheckpointCopy(
+        tier_copy.id, union(tier_copy.ranks, local.ranks), {**local.facts, **tier_copy.facts}, defective
+    )
 
 
 def complete_here(inventory: Inventory, run: str) -> list[CheckpointCopy]:
     """The checkpoints of which the spool holds every rank's part, by their manifests."""
-    return [seen for seen in inventory.spool.copies(run) if seen.whole]
+    return [copy for copy in inventory.spool.copies(run) if copy.whole]
 
 
 def superseded(demand: Demand) -> frozenset[CheckpointId]:
@@ -121,25 +127,33 @@ def superseded(demand: Demand) -> frozenset[CheckpointId]:
     checkpoints are complete, and `retired` decides.
     """
     inventory = demand.inventory
-    there = [(name, place) for name, place in inventory.tiers.items() if name not in inventory.silent]
-    whole = complete_here(inventory, demand.run)
-    if not there or len(whole) < 2:
+    tiers = [(name, place) for name, place in inventory.tiers.items() if name not in inventory.silent]
+    complete = complete_here(inventory, demand.run)
+    if not tiers or len(complete) < 2:
         return frozenset()
-    found = [_superseded(demand, name, place, whole) for name, place in there]
-    return frozenset.intersection(*found) - inventory.needed
+    by_tier = [_superseded(demand, name, place, complete) for name, place in tiers]
+    return frozenset.intersection(*by_tier) - inventory.needed
 
 
-def _superseded(demand: Demand, name: str, tier: Place | None, whole: list[CheckpointCopy]) -> frozenset[CheckpointId]:
-    """The checkpoints complete in the spool that a tier has no part of, and would prune if it had all in `whole`."""
+def _superseded(
+    demand: Demand, name: str, tier: Place | None, complete: list[CheckpointCopy]
+) -> frozenset[CheckpointId]:
+    """The checkpoints complete in the spool that a tier has no part of, and would prune if it had all in `complete`."""
     inventory, run = demand.inventory, demand.run
     if tier is None or unknown(tier, run) or unknown(inventory.spool, run):
         return frozenset()
-    here, there = inventory.spool.run(run).seen, tier.run(run).seen
-    waiting = [one for one in demand.pending(name) if one not in there and here[one].whole]
-    if not (lacking := [one for one in waiting if not demand.keeps(name, one)]):
+    in_spool, on_tier = inventory.spool.run(run).seen, tier.run(run).seen
+    waiting = [
+        checkpoint for checkpoint in demand.pending(name) if checkpoint not in on_tier and in_spool[checkpoint].whole
+    ]
+    if not (lacking := [checkpoint for checkpoint in waiting if not demand.keeps(name, checkpoint)]):
         return frozenset()
     pins = inventory.pins | inventory.held
-    local = {seen.id: info_of(seen, pins, complete=True) for seen in whole}
+    local = {copy.id: info_of(copy, pins, complete=True) for copy in complete}
     infos = [info for info in infos_on(tier, run, pins) if info.id not in local] + list(local.values())
     ranking = Ranking(infos, demand.policy(name), demand.origins, demand.live(SPOOL))
-    return frozenset(one for one in lacking if not ranking.verdict(local[one]).keep and not demand.reasons(name, one))
+    return frozenset(
+        checkpoint
+        for checkpoint in lacking
+        if not ranking.verdict(local[checkpoint]).keep and not demand.reasons(name, checkpoint)
+    )

@@ -22,16 +22,21 @@ from tierd.core.planning.tier_verdicts import oldest_completable
 def candidates_of(demand: Demand, name: str, tier: Place) -> Iterator[tuple[FlushCandidate, list[Flush]]]:
     """The checkpoints that a tier wants and of which this daemon has parts to send, with those parts."""
     inventory, run = demand.inventory, demand.run
-    waiting = {one: [Flush(part, name) for part in parts] for one, parts in demand.pending(name).items()}
+    waiting = {checkpoint: [Flush(part, name) for part in parts] for checkpoint, parts in demand.pending(name).items()}
     if not waiting and len(inventory.places) < 3:  # no other tier answers
         return
-    wanted, begun = wanted_on(demand, name, tier), _begun(tier, run)
-    for part in _relays(demand, name, tier, wanted):
+    demanded, progress = wanted_on(demand, name, tier), _flush_progress(tier, run)
+    for part in _relays(demand, name, tier, demanded):
         waiting.setdefault(part.checkpoint, []).append(Flush(part, name, relayed=True))
-    for one, parts in waiting.items():
-        if one in wanted.ids:
-            copies, at_home = demand.spread(one, name)
-            yield FlushCandidate(one, begun.get(one, 0), wanted.is_for_good(one), copies, at_home), parts
+    for checkpoint, parts in waiting.items():
+        if checkpoint in demanded.ids:
+            copies, at_home = demand.spread(checkpoint, name)
+            yield (
+                FlushCandidate(
+                    checkpoint, progress.get(checkpoint, 0), demanded.is_for_good(checkpoint), copies, at_home
+                ),
+                parts,
+            )
 
 
 def wanted_on(demand: Demand, name: str, tier: Place) -> Wanted:
@@ -42,19 +47,19 @@ def wanted_on(demand: Demand, name: str, tier: Place) -> Wanted:
     pins = tier.pins | inventory.spool.pins if is_janitor(inventory, tier, run) else tier.pins
     over = oldest_completable(tier, demand.policy(name), run, demand.live(name))
     # Incomplete checkpoints in this spool count as complete, because other spools may hold their other parts.
-    here = inventory.spool.run(run).seen
-    hoped = [one for one in demand.halves if one in here and one.attempt >= over]
-    wanted = demand.wanted(name, pins, hoped)
+    in_spool = inventory.spool.run(run).seen
+    hoped = [checkpoint for checkpoint in demand.halves if checkpoint in in_spool and checkpoint.attempt >= over]
+    demanded = demand.wanted(name, pins, hoped)
     if hoped:  # complete ones are also ranked alone, so that one that is never completed displaces none of them
-        wanted |= demand.wanted(name, pins) & demand.whole
-    if begun := _begun(tier, run):
-        wanted = Wanted(frozenset(begun), lambda _: False) | wanted
+        demanded |= demand.wanted(name, pins) & demand.whole
+    if progress := _flush_progress(tier, run):
+        demanded = Wanted(frozenset(progress), lambda _: False) | demanded
     # A restore on another node waits for these checkpoints, and needs no newer ones.
-    needed = demand.wanted(name, pins, inventory.needed) & inventory.needed if inventory.needed else None
-    return needed | wanted if needed else wanted
+    awaited = demand.wanted(name, pins, inventory.needed) & inventory.needed if inventory.needed else None
+    return awaited | demanded if awaited else demanded
 
 
-def _relays(demand: Demand, name: str, tier: Place, wanted: Wanted) -> Iterator[PartId]:
+def _relays(demand: Demand, name: str, tier: Place, demanded: Wanted) -> Iterator[PartId]:
     """The parts that this daemon copies to a tier from another tier.
 
     These are the parts of the ranks that the newest launch saved in this spool. A janitor also relays the parts of
@@ -64,26 +69,26 @@ def _relays(demand: Demand, name: str, tier: Place, wanted: Wanted) -> Iterator[
     inventory, run = demand.inventory, demand.run
     if len(inventory.places) < 3:
         return  # no other tier answers
-    there = tier.run(run)
-    lacking = (demand.whole & wanted.ids).difference(there.whole)
+    on_tier = tier.run(run)
+    lacking = (demand.whole & demanded.ids).difference(on_tier.whole)
     if not lacking:
         return
-    newest = max((one.attempt for one in demand.copies), default=None)
-    own = [seen.ranks for seen in inventory.spool.copies(run) if seen.id.attempt == newest]
-    own = [] if run in inventory.spool.restored else own
+    newest = max((checkpoint.attempt for checkpoint in demand.copies), default=None)
+    own_ranks = [copy.ranks for copy in inventory.spool.copies(run) if copy.id.attempt == newest]
+    own_ranks = [] if run in inventory.spool.restored else own_ranks
     launch = inventory.spool.launches.get(run)
     if launch and launch.attempt == newest:
-        own.append(launch.ranks)
-    filled = not own and demand.fills(name)
-    if not (own or filled):
+        own_ranks.append(launch.ranks)
+    filled = not own_ranks and demand.fills(name)
+    if not (own_ranks or filled):
         return  # no trainer saved the newest launch here
-    ranks = frozenset[int]().union(*(some for one in own for some in one.values()))
+    ranks = frozenset[int]().union(*(rank_set for by_world in own_ranks for rank_set in by_world.values()))
     beyond = 0.0 if filled else math.inf
     if is_janitor(inventory, tier, run):
-        sizes = [seen.ranks for one, seen in demand.merged.items() if one.attempt == newest]
-        beyond = max((size for one in sizes for size in one), default=math.inf)
-    for one in lacking:
-        for part in lacked(tier, demand.merged[one], ranks, beyond):
+        sizes = [copy.ranks for checkpoint, copy in demand.merged.items() if checkpoint.attempt == newest]
+        beyond = max((size for by_world in sizes for size in by_world), default=math.inf)
+    for checkpoint in lacking:
+        for part in lacked(tier, demand.merged[checkpoint], ranks, beyond):
             if not inventory.spool.lists(part):
                 yield part
 
@@ -91,10 +96,10 @@ def _relays(demand: Demand, name: str, tier: Place, wanted: Wanted) -> Iterator[
 def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
     """The parts of `run` that the spool has with a readable manifest and the tier without a usable one."""
     on = tier.run(run).seen
-    return [part for one, seen in spool.run(run).seen.items() for part in pending_of(seen, on.get(one))]
+    return [part for checkpoint, copy in spool.run(run).seen.items() for part in pending_of(copy, on.get(checkpoint))]
 
 
-def _begun(tier: Place, run: str) -> dict[CheckpointId, int]:
+def _flush_progress(tier: Place, run: str) -> dict[CheckpointId, int]:
     """For each checkpoint newer than all complete ones on a tier: its number of parts there plus the number of nodes
     whose intents say that they send more.
 
@@ -103,14 +108,14 @@ def _begun(tier: Place, run: str) -> dict[CheckpointId, int]:
     """
     newest = newest_on(tier, run)
     sizes = {
-        seen.id: sum(map(len, seen.ranks.values())) - len(seen.defects)
-        for seen in tier.run(run).halves
-        if newest is None or seen.id > newest
+        copy.id: sum(map(len, copy.ranks.values())) - len(copy.defects)
+        for copy in tier.run(run).halves
+        if newest is None or copy.id > newest
     }
-    for one, nodes in tier.announced.items():
-        if one.run == run and (newest is None or one > newest):
-            sizes[one] = sizes.get(one, 0) + len(nodes)
-    return {one: size for one, size in sizes.items() if size}
+    for checkpoint, nodes in tier.announced.items():
+        if checkpoint.run == run and (newest is None or checkpoint > newest):
+            sizes[checkpoint] = sizes.get(checkpoint, 0) + len(nodes)
+    return {checkpoint: size for checkpoint, size in sizes.items() if size}
 
 
 def newest_on(tier: Place, run: str) -> CheckpointId | None:
@@ -124,9 +129,9 @@ def is_contended(inventory: Inventory, name: str, part: PartId) -> bool:
     They may if two conditions hold. Other nodes have parts of the checkpoint of `part`. And this spool has parts to
     send of several checkpoints that are newer than every complete one on the tier.
     """
-    tier, seen = inventory.tiers[name], inventory.spool.checkpoints.get(part.checkpoint)
-    if tier is None or seen is None or is_complete(seen.ranks):
+    tier, copy = inventory.tiers[name], inventory.spool.checkpoints.get(part.checkpoint)
+    if tier is None or copy is None or is_complete(copy.ranks):
         return False
     newest = newest_on(tier, part.checkpoint.run)
-    waiting = {one.checkpoint for one in pending(inventory.spool, tier, part.checkpoint.run)}
-    return sum(newest is None or one > newest for one in waiting) > 1
+    waiting = {pending_part.checkpoint for pending_part in pending(inventory.spool, tier, part.checkpoint.run)}
+    return sum(newest is None or checkpoint > newest for checkpoint in waiting) > 1

@@ -26,5 +26,5 @@ def pause_s(rescan_s: float, requests: int, tiers: int) -> float:
 
 def is_on_the_way(spool: Place, tier: Place) -> bool:
     """Whether the tier has an incomplete checkpoint that is also in this spool: other nodes may be sending the rest."""
-    found = (tier.checkpoints.get(one) for one in spool.checkpoints)
-    return any(seen is not None and not seen.usable for seen in found)
+    tier_copies = (tier.checkpoints.get(checkpoint) for checkpoint in spool.checkpoints)
+    return any(copy is not None and not copy.usable for copy in tier_copies)

@@ -60,8 +60,8 @@ class Inventory:
             self.spool.alone(run),
             {name: place and place.alone(run) for name, place in self.tiers.items()},
             self.free,
-            held=frozenset(one for one in self.held if one.run == run),
-            needed=frozenset(one for one in self.needed if one.run == run),
+            held=frozenset(checkpoint for checkpoint in self.held if checkpoint.run == run),
+            needed=frozenset(checkpoint for checkpoint in self.needed if checkpoint.run == run),
             busy=frozenset(part for part in self.busy if part.checkpoint.run == run),
             trainerless=self.trainerless & {run},
             finished=self.finished & {run},
@@ -82,43 +82,43 @@ class Inventory:
         """The pins that the spool shows and no tier does."""
         return self.spool.pins.difference(*(place.pins for place in self.tiers.values() if place))
 
-    def on_a_tier(self, seen: CheckpointCopy) -> bool:
+    def on_a_tier(self, copy: CheckpointCopy) -> bool:
         """Whether one tier holds a verified copy of all parts that the spool has of a checkpoint.
 
         A listed manifest proves this, because a flush puts the manifest after it verified every byte. The daemon has
         also read the tier's manifests of the spool's own ranks.
         """
-        there = [place.checkpoints.get(seen.id) for place in self.tiers.values() if place]
-        return any(one and one.covers(seen) for one in there)
+        tier_copies = [place.checkpoints.get(copy.id) for place in self.tiers.values() if place]
+        return any(tier_copy and tier_copy.covers(copy) for tier_copy in tier_copies)
 
     def size_bytes(self, part: PartId) -> int:
         """A part's size in raw bytes. If its manifest was not read, the size of the checkpoint's lowest rank that was
         read; 0 if none was."""
-        copies = [seen for place in self.places.values() if (seen := place.checkpoints.get(part.checkpoint))]
-        known = [seen.facts.get(part) for seen in copies] + [seen.spoken for seen in copies]
-        return next((facts.size for facts in known if facts), 0)
+        copies = [copy for place in self.places.values() if (copy := place.checkpoints.get(part.checkpoint))]
+        known_facts = [copy.facts.get(part) for copy in copies] + [copy.spoken for copy in copies]
+        return next((facts.size for facts in known_facts if facts), 0)
 
     def copies(self, run: str) -> dict[CheckpointId, dict[str, CheckpointCopy]]:
         """Every checkpoint of a run that any place shows, with its copies by place."""
-        found: dict[CheckpointId, dict[str, CheckpointCopy]] = defaultdict(dict)
+        copies: dict[CheckpointId, dict[str, CheckpointCopy]] = defaultdict(dict)
         for name, place in self.places.items():
-            for one, seen in place.run(run).seen.items():
-                found[one][name] = seen
-        return dict(found)
+            for checkpoint, copy in place.run(run).seen.items():
+                copies[checkpoint][name] = copy
+        return dict(copies)
 
     def origins(self, run: str) -> dict[str, CheckpointId | None]:
         """The checkpoint that each attempt of a run resumed from, if any manifest, quarantined or not, or else any
         head says so."""
-        found: dict[str, CheckpointId | None] = {}
+        origins: dict[str, CheckpointId | None] = {}
         for place in self.places.values():
-            found |= place.run(run).origins
+            origins |= place.run(run).origins
             for part, facts in place.quarantined.items():
                 if facts and part.checkpoint.run == run:
-                    found[part.checkpoint.attempt] = facts.origin
-        for attempt, known in self.remembered(run).items():
-            origin = known.resumed_from
-            found.setdefault(attempt, CheckpointId(run, origin.attempt, origin.step) if origin else None)
-        return found
+                    origins[part.checkpoint.attempt] = facts.origin
+        for attempt, launch in self.remembered(run).items():
+            origin = launch.resumed_from
+            origins.setdefault(attempt, CheckpointId(run, origin.attempt, origin.step) if origin else None)
+        return origins
 
     def remembered(self, run: str) -> dict[str, Known]:
         """A run's launches according to all heads together."""
@@ -132,22 +132,24 @@ class Inventory:
         Returns:
             None if the checkpoint is still complete, if a part of it is quarantined, or if no head knows any.
         """
-        one = newest(self.remembered(run), run)
-        return None if one is None or self.has_whole(one) else one
+        checkpoint = newest(self.remembered(run), run)
+        return None if checkpoint is None or self.has_whole(checkpoint) else checkpoint
 
-    def has_whole(self, one: CheckpointId) -> bool:
+    def has_whole(self, checkpoint: CheckpointId) -> bool:
         """Whether all places together have every part of a checkpoint, not counting parts known to be unusable; or
         whether some place has quarantined a part of it."""
         places = self.places.values()
-        sound = union(*(seen.sound for place in places if (seen := place.checkpoints.get(one))))
-        return is_complete(sound) or any(part.checkpoint == one for place in places for part in place.quarantined)
+        sound = union(*(copy.sound for place in places if (copy := place.checkpoints.get(checkpoint))))
+        return is_complete(sound) or any(
+            part.checkpoint == checkpoint for place in places for part in place.quarantined
+        )
 
     def sound(self, run: str) -> set[CheckpointId]:
         """The checkpoints of which some place has a part that is not known to be unusable, or a quarantined part."""
-        found = {part.checkpoint for place in self.places.values() for part in place.quarantined}
+        checkpoints = {part.checkpoint for place in self.places.values() for part in place.quarantined}
         for place in self.places.values():
-            found |= {seen.id for seen in place.copies(run) if any(seen.sound.values())}
-        return found
+            checkpoints |= {copy.id for copy in place.copies(run) if any(copy.sound.values())}
+        return checkpoints
 
 
 def runs(inventory: Inventory) -> list[str]:

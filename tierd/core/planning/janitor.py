@@ -14,10 +14,10 @@ def is_janitor(inventory: Inventory, tier: Place, run: str) -> bool:
     its copies, because no other node would finish the work. A part that was only restored to a spool does not make its
     node a janitor, because reading never deletes.
     """
-    mine, known = inventory.spool.run(run).led, inventory.spool.run(run).attempts | tier.run(run).attempts
-    if known and _saved_first(inventory, run) >= max(known):
+    led_here, attempts = inventory.spool.run(run).led, inventory.spool.run(run).attempts | tier.run(run).attempts
+    if attempts and _saved_first(inventory, run) >= max(attempts):
         return True
-    return bool(known) and max(known) in mine and run not in inventory.spool.restored
+    return bool(attempts) and max(attempts) in led_here and run not in inventory.spool.restored
 
 
 def fills(inventory: Inventory, config: Config, run: str, tier: str) -> bool:
@@ -32,13 +32,15 @@ def fills(inventory: Inventory, config: Config, run: str, tier: str) -> bool:
     place = inventory.tiers.get(tier)
     if place is None or not config.named(tier).backfill or run in inventory.spool.launches:
         return False
-    by = {one.by for one in place.policies.get(run, ())}
+    by = {record.by for record in place.policies.get(run, ())}
     return not by or inventory.who in by
 
 
 def _saved_first(inventory: Inventory, run: str) -> str:
     """The newest attempt of which this node saved rank 0, if any place shows a checkpoint of it; else empty."""
     launch = inventory.spool.launches.get(run)
-    if launch is None or not any(0 in some for some in launch.ranks.values()):
+    if launch is None or not any(0 in ranks for ranks in launch.ranks.values()):
         return ""
-    return launch.attempt if any(launch.attempt in one.run(run).attempts for one in inventory.places.values()) else ""
+    return (
+        launch.attempt if any(launch.attempt in place.run(run).attempts for place in inventory.places.values()) else ""
+    )

@@ -31,8 +31,10 @@ class LeftToNode:
     records: tuple[StoredRetention, ...]
 
     def __str__(self) -> str:
-        nodes = ", ".join(sorted({f"{one.by} ({one.host})" if one.host else one.by for one in self.records}))
-        keys = " and ".join(retention_key(one.run, one.by, one.given) for one in self.records)
+        nodes = ", ".join(
+            sorted({f"{record.by} ({record.host})" if record.host else record.by for record in self.records})
+        )
+        keys = " and ".join(retention_key(record.run, record.by, record.given) for record in self.records)
         lacks = "1 checkpoint" if self.count == 1 else f"{self.count} checkpoints"
         return (
             f"run {self.run} lacks {lacks} here, which node {nodes} is to send, because it recorded a policy; "
@@ -46,10 +48,10 @@ def left_to_node(inventory: Inventory, config: Config, run: str, tier: str) -> L
     if place is None or run not in inventory.filling or not config.named(tier).backfill:
         return None
     records = place.policies.get(run, ())
-    if run in inventory.spool.launches or not records or any(one.by == inventory.who for one in records):
+    if run in inventory.spool.launches or not records or any(record.by == inventory.who for record in records):
         return None
     demand = Demand(inventory, config, run)
     lacking = (demand.whole & wanted_on(demand, tier, place).ids).difference(place.run(run).whole)
-    facts = [spoken for one in lacking if (spoken := demand.merged[one].spoken)]
-    made_s = max((one.created.timestamp() for one in facts), default=0.0)
+    facts = [spoken for checkpoint in lacking if (spoken := demand.merged[checkpoint].spoken)]
+    made_s = max((part_facts.created.timestamp() for part_facts in facts), default=0.0)
     return LeftToNode(run, tier, len(lacking), made_s, records) if lacking else None

@@ -43,7 +43,7 @@ def in_turn(
     candidates: Collection[FlushCandidate],
     newest: Mapping[str, CheckpointId],
     sent: Sent | None,
-    needed: Collection[CheckpointId] = (),
+    awaited: Collection[CheckpointId] = (),
     *,
     newest_first: bool = False,
 ) -> list[CheckpointId]:
@@ -52,25 +52,36 @@ def in_turn(
     Args:
         newest: by run, the newest checkpoint that is complete on the tier.
         sent: the checkpoint that this daemon sent there last, which is finished first.
-        needed: the checkpoints for which a restore on another node waits.
+        awaited: the checkpoints for which a restore on another node waits.
         newest_first: the newest checkpoints are first in any case, because the node ends.
     """
     if newest_first:
-        return sorted((one.checkpoint for one in candidates), key=_newest, reverse=True)
-    found = sorted(candidates, key=_age, reverse=True)
+        return sorted((candidate.checkpoint for candidate in candidates), key=_newest, reverse=True)
+    by_age = sorted(candidates, key=_age, reverse=True)
     first_of: dict[str, FlushCandidate | None] = {}
-    for one in found:
-        run = one.checkpoint.run
-        if first_of.setdefault(run, None) is None and _is_ahead(one, newest.get(run), sent):
-            first_of[run] = one
-    heads = [one for one in first_of.values() if one]
-    good = sorted((one for one in found if one.for_good and first_of[one.checkpoint.run] is not one), key=_danger)
-    if sent is not None and sent.others**2 < len(good):
-        first: list[FlushCandidate] = [good[0], *heads, *good[1:]]
+    for candidate in by_age:
+        run = candidate.checkpoint.run
+        if first_of.setdefault(run, None) is None and _is_ahead(candidate, newest.get(run), sent):
+            first_of[run] = candidate
+    heads = [candidate for candidate in first_of.values() if candidate]
+    permanent = sorted(
+        (
+            candidate
+            for candidate in by_age
+            if candidate.for_good and first_of[candidate.checkpoint.run] is not candidate
+        ),
+        key=_danger,
+    )
+    if sent is not None and sent.others**2 < len(permanent):
+        first: list[FlushCandidate] = [permanent[0], *heads, *permanent[1:]]
     else:
-        first = [*heads, *good]
-    urgent = [one for one in found if one.checkpoint in needed or (sent and one.checkpoint == sent.last)]
-    return list(dict.fromkeys(one.checkpoint for one in [*urgent, *first, *found]))
+        first = [*heads, *permanent]
+    urgent = [
+        candidate
+        for candidate in by_age
+        if candidate.checkpoint in awaited or (sent and candidate.checkpoint == sent.last)
+    ]
+    return list(dict.fromkeys(candidate.checkpoint for candidate in [*urgent, *first, *by_age]))
 
 
 def leads(checkpoint: CheckpointId, spool: Place, tier: Place) -> bool:
@@ -80,27 +91,32 @@ def leads(checkpoint: CheckpointId, spool: Place, tier: Place) -> bool:
     part of it, or the spool has no newer one. The second condition excludes a checkpoint that is wanted for good: when
     several of these are sent one after another, each is newer than all on the tier although newer ones wait.
     """
-    whole, newest = tier.run(checkpoint.run).whole, spool.run(checkpoint.run).newest
-    if whole and whole[-1] > checkpoint:
+    complete, newest = tier.run(checkpoint.run).whole, spool.run(checkpoint.run).newest
+    if complete and complete[-1] > checkpoint:
         return False
     return checkpoint in tier.checkpoints or newest is None or newest <= checkpoint
 
 
-def _is_ahead(one: FlushCandidate, newest: CheckpointId | None, sent: Sent | None) -> bool:
+def _is_ahead(candidate: FlushCandidate, newest: CheckpointId | None, sent: Sent | None) -> bool:
     """Whether a candidate is newer than its run's newest on the tier, and either begun or newer than the last sent."""
-    if newest is not None and one.checkpoint <= newest:
+    if newest is not None and candidate.checkpoint <= newest:
         return False
-    return bool(one.begun) or sent is None or sent.last.run != one.checkpoint.run or one.checkpoint > sent.last
+    return (
+        bool(candidate.begun)
+        or sent is None
+        or sent.last.run != candidate.checkpoint.run
+        or candidate.checkpoint > sent.last
+    )
 
 
-def _age(one: FlushCandidate) -> tuple[str, int, int, str]:
+def _age(candidate: FlushCandidate) -> tuple[str, int, int, str]:
     """Sort key, largest first: the newest launch, and in it the checkpoint of which other nodes have sent most."""
-    return one.checkpoint.attempt, one.begun, one.checkpoint.step, one.checkpoint.run
+    return candidate.checkpoint.attempt, candidate.begun, candidate.checkpoint.step, candidate.checkpoint.run
 
 
-def _newest(one: CheckpointId) -> tuple[str, int, str]:
-    return one.attempt, one.step, one.run
+def _newest(checkpoint: CheckpointId) -> tuple[str, int, str]:
+    return checkpoint.attempt, checkpoint.step, checkpoint.run
 
 
-def _danger(one: FlushCandidate) -> tuple[int, bool, CheckpointId]:
-    return one.copies, one.at_home, one.checkpoint
+def _danger(candidate: FlushCandidate) -> tuple[int, bool, CheckpointId]:
+    return candidate.copies, candidate.at_home, candidate.checkpoint

@@ -102,20 +102,23 @@ class Place:
         `defects` may give the error."""
         ranks: dict[CheckpointId, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         facts: dict[CheckpointId, dict[PartId, ManifestFacts]] = defaultdict(dict)
-        bad: dict[CheckpointId, dict[PartId, TierdError]] = defaultdict(dict)
-        for part, found in parts.items():
+        defective: dict[CheckpointId, dict[PartId, TierdError]] = defaultdict(dict)
+        for part, part_facts in parts.items():
             ranks[part.checkpoint][part.world].add(part.rank)
-            if found:
-                facts[part.checkpoint][part] = found
+            if part_facts:
+                facts[part.checkpoint][part] = part_facts
             else:
                 unknown = TierdError(f"manifest of {part}: it could not be read")
-                bad[part.checkpoint][part] = (defects or {}).get(part, unknown)
+                defective[part.checkpoint][part] = (defects or {}).get(part, unknown)
         return Place(
             {
                 owner: CheckpointCopy(
-                    owner, {world: frozenset(some) for world, some in own.items()}, facts[owner], bad[owner]
+                    owner,
+                    {world: frozenset(rank_set) for world, rank_set in by_world.items()},
+                    facts[owner],
+                    defective[owner],
                 )
-                for owner, own in ranks.items()
+                for owner, by_world in ranks.items()
             },
             pins,
             owners,
@@ -125,10 +128,10 @@ class Place:
     @cached_property
     def runs(self) -> dict[str, RunCopies]:
         """The checkpoints, by run."""
-        found: dict[str, dict[CheckpointId, CheckpointCopy]] = {}
-        for one, seen in self.checkpoints.items():
-            found.setdefault(one.run, {})[one] = seen
-        return {run: RunCopies(some) for run, some in found.items()}
+        by_run: dict[str, dict[CheckpointId, CheckpointCopy]] = {}
+        for checkpoint, copy in self.checkpoints.items():
+            by_run.setdefault(checkpoint.run, {})[checkpoint] = copy
+        return {run: RunCopies(copies) for run, copies in by_run.items()}
 
     def like(self, before: Place) -> Place:
         """This place, which has the copies of `before`, with the values that were derived from them there."""
@@ -142,8 +145,8 @@ class Place:
 
     def alone(self, run: str) -> Place:
         """The part of this place that concerns one run, without `committed`."""
-        pins, owners, bases, cut = (some.get(run, frozenset()) for some in self._named)
-        found = Place(
+        pins, owners, bases, cut = (by_run.get(run, frozenset()) for by_run in self._ids_by_run)
+        place = Place(
             self.run(run).seen,
             pins,
             owners,
@@ -156,11 +159,11 @@ class Place:
             _only(self.alive, run),
             _only(self.ended, run),
             heads=_only(self.heads, run),
-            announced={one: nodes for one, nodes in self.announced.items() if one.run == run},
+            announced={checkpoint: nodes for checkpoint, nodes in self.announced.items() if checkpoint.run == run},
             local_only=_only(self.local_only, run),
         )
-        found.__dict__["runs"] = {run: self.run(run)} if run in self.runs else {}  # keeps the cached derived values
-        return found
+        place.__dict__["runs"] = {run: self.run(run)} if run in self.runs else {}  # keeps the cached derived values
+        return place
 
     def is_local_only(self, checkpoint: CheckpointId) -> bool:
         """Whether a launch that names no tier saved a checkpoint here, and no launch has named tiers since."""
@@ -170,22 +173,24 @@ class Place:
     @cached_property
     def managed(self) -> Place:
         """This place without the checkpoints that are local only, for every decision about sending and deleting."""
-        left = {one: seen for one, seen in self.checkpoints.items() if not self.is_local_only(one)}
-        if len(left) == len(self.checkpoints):
+        checkpoints = {
+            checkpoint: copy for checkpoint, copy in self.checkpoints.items() if not self.is_local_only(checkpoint)
+        }
+        if len(checkpoints) == len(self.checkpoints):
             return self
         committed = frozenset(part for part in self.committed if not self.is_local_only(part.checkpoint))
-        return replace(self, checkpoints=left, committed=committed)
+        return replace(self, checkpoints=checkpoints, committed=committed)
 
     @cached_property
-    def _named(self) -> list[dict[str, frozenset[CheckpointId]]]:
+    def _ids_by_run(self) -> list[dict[str, frozenset[CheckpointId]]]:
         """`pins`, `owners`, `bases` and `cut`, by run."""
-        found = []
-        for some in (self.pins, self.owners, self.bases, self.cut):
-            named: dict[str, set[CheckpointId]] = {}
-            for one in some:
-                named.setdefault(one.run, set()).add(one)
-            found.append({run: frozenset(own) for run, own in named.items()})
-        return found
+        indexes = []
+        for checkpoints in (self.pins, self.owners, self.bases, self.cut):
+            by_run: dict[str, set[CheckpointId]] = {}
+            for checkpoint in checkpoints:
+                by_run.setdefault(checkpoint.run, set()).add(checkpoint)
+            indexes.append({run: frozenset(ids) for run, ids in by_run.items()})
+        return indexes
 
     def copies(self, run: str) -> Iterable[CheckpointCopy]:
         """The copies of one run."""
@@ -193,57 +198,61 @@ class Place:
 
     def parts(self) -> Iterator[PartId]:
         """Every part. Meant for the spool, because a tier may have a million."""
-        return (part for seen in self.checkpoints.values() for part in seen.parts())
+        return (part for copy in self.checkpoints.values() for part in copy.parts())
 
     @property
     def ranks(self) -> dict[str, frozenset[int]]:
         """By run, the ranks of which any checkpoint has a part, or which were saved there."""
-        found = {run: frozenset[int]().union(*launch.ranks.values()) for run, launch in self.launches.items()}
+        ranks = {run: frozenset[int]().union(*launch.ranks.values()) for run, launch in self.launches.items()}
         for run, copies in self.runs.items():
-            found[run] = found.get(run, frozenset()) | copies.ranks
-        return found
+            ranks[run] = ranks.get(run, frozenset()) | copies.ranks
+        return ranks
 
     def lists(self, part: PartId) -> bool:
         """Whether the part's manifest is listed, usable or not."""
-        seen = self.checkpoints.get(part.checkpoint)
-        return seen is not None and seen.lists(part)
+        copy = self.checkpoints.get(part.checkpoint)
+        return copy is not None and copy.lists(part)
 
     def has(self, part: PartId) -> bool:
         """Whether the part's manifest is listed and not known to be unusable."""
-        seen = self.checkpoints.get(part.checkpoint)
-        return seen is not None and seen.has(part)
+        copy = self.checkpoints.get(part.checkpoint)
+        return copy is not None and copy.has(part)
 
     def facts(self, part: PartId) -> ManifestFacts | None:
         """The contents of the part's manifest; None if it was not read or is unusable."""
-        seen = self.checkpoints.get(part.checkpoint)
-        return seen.facts.get(part) if seen else None
+        copy = self.checkpoints.get(part.checkpoint)
+        return copy.facts.get(part) if copy else None
 
     def defects(self) -> Iterator[tuple[PartId, TierdError]]:
         """The parts whose manifests are listed and unusable, each with its error."""
-        return (defect for seen in self._defective for defect in seen.defects.items())
+        return (defect for copy in self._defective for defect in copy.defects.items())
 
     @cached_property
     def _defective(self) -> list[CheckpointCopy]:
-        return [seen for seen in self.checkpoints.values() if seen.defects]
+        return [copy for copy in self.checkpoints.values() if copy.defects]
 
     def adding(self, part: PartId, facts: ManifestFacts) -> Place:
         """This place after a part was put there."""
-        own = self.checkpoints.get(part.checkpoint) or CheckpointCopy(part.checkpoint, {})
+        copy = self.checkpoints.get(part.checkpoint) or CheckpointCopy(part.checkpoint, {})
         fresh = CheckpointCopy(
-            own.id,
-            union(own.ranks, {part.world: frozenset({part.rank})}),
-            {**own.facts, part: facts},
-            {bad: why for bad, why in own.defects.items() if bad != part},
+            copy.id,
+            union(copy.ranks, {part.world: frozenset({part.rank})}),
+            {**copy.facts, part: facts},
+            {defective: why for defective, why in copy.defects.items() if defective != part},
         )
-        quarantined = {one: found for one, found in self.quarantined.items() if one != part}
+        quarantined = {
+            other_part: part_facts for other_part, part_facts in self.quarantined.items() if other_part != part
+        }
         return replace(self, checkpoints={**self.checkpoints, fresh.id: fresh}, quarantined=quarantined)
 
     def with_policies(self, fresh: Collection[StoredRetention]) -> Place:
         """This place after policies were recorded there."""
         policies = dict(self.policies)
-        for one in fresh:
-            others = [old for old in policies.get(one.run, ()) if (old.by, old.given) != (one.by, one.given)]
-            policies[one.run] = (*others, one)
+        for retention in fresh:
+            other_policies = [
+                old for old in policies.get(retention.run, ()) if (old.by, old.given) != (retention.by, retention.given)
+            ]
+            policies[retention.run] = (*other_policies, retention)
         return replace(self, policies=policies).like(self)
 
     def with_heads(self, run: str, heads: tuple[Head, ...]) -> Place:
@@ -252,23 +261,23 @@ class Place:
 
     def without(self, checkpoint: CheckpointId) -> Place:
         """This place after a checkpoint was pruned there."""
-        left = {owner: seen for owner, seen in self.checkpoints.items() if owner != checkpoint}
-        return replace(self, checkpoints=left, owners=self.owners - {checkpoint}, cut=self.cut - {checkpoint})
+        checkpoints = {owner: copy for owner, copy in self.checkpoints.items() if owner != checkpoint}
+        return replace(self, checkpoints=checkpoints, owners=self.owners - {checkpoint}, cut=self.cut - {checkpoint})
 
     def without_parts(self, parts: Collection[PartId]) -> Place:
         """This place after exactly these parts were removed there."""
         checkpoints = dict(self.checkpoints)
         for owner in {part.checkpoint for part in parts} & checkpoints.keys():
-            seen, gone = checkpoints.pop(owner), {part for part in parts if part.checkpoint == owner}
-            if left := [part for part in seen.parts() if part not in gone]:
+            copy, removed = checkpoints.pop(owner), {part for part in parts if part.checkpoint == owner}
+            if remaining_parts := [part for part in copy.parts() if part not in removed]:
                 checkpoints[owner] = CheckpointCopy(
                     owner,
                     {
-                        world: frozenset(one.rank for one in left if one.world == world)
-                        for world in {p.world for p in left}
+                        world: frozenset(part.rank for part in remaining_parts if part.world == world)
+                        for world in {p.world for p in remaining_parts}
                     },
-                    {part: facts for part, facts in seen.facts.items() if part not in gone},
-                    {part: why for part, why in seen.defects.items() if part not in gone},
+                    {part: facts for part, facts in copy.facts.items() if part not in removed},
+                    {part: why for part, why in copy.defects.items() if part not in removed},
                 )
         return replace(self, checkpoints=checkpoints)
 
@@ -276,5 +285,5 @@ class Place:
 _OF_COPIES = ("runs", "_defective")  # the cached properties that depend on `checkpoints` alone
 
 
-def _only(some: Mapping[str, T], run: str) -> dict[str, T]:
-    return {run: some[run]} if run in some else {}
+def _only(by_run: Mapping[str, T], run: str) -> dict[str, T]:
+    return {run: by_run[run]} if run in by_run else {}

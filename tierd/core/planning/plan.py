@@ -63,35 +63,39 @@ class RunPlan:
             return []
         leaving = demand.run in inventory.finished and may_leave(inventory, demand.run, retired(demand))
         leaving = leaving and not self._is_owed()
-        gone = departure(inventory, demand.run) if leaving else spool_prunes(demand, self._config)
-        return [*gone, *aged_quarantine(demand, self._config)]
+        prunes = departure(inventory, demand.run) if leaving else spool_prunes(demand, self._config)
+        return [*prunes, *aged_quarantine(demand, self._config)]
 
     def _is_owed(self) -> bool:
         """Whether a flush or prune of the run on a tier is left, which only this node does."""
-        there = [name for name, place in self.demand.inventory.tiers.items() if place]
-        return any(self.sent(name) or self.prunes(name) for name in there)
+        answering = [name for name, place in self.demand.inventory.tiers.items() if place]
+        return any(self.sent(name) or self.prunes(name) for name in answering)
 
 
 class Planner:
     """A planner that caches each run's plan until that run's part of the inventory, or the configuration, changes."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Inventory, Config, RunPlan]] = {}
+        self._cached_plans: dict[str, tuple[Inventory, Config, RunPlan]] = {}
 
     def runs(self, inventory: Inventory, config: Config) -> dict[str, RunPlan]:
         """By run, its plan."""
         # Only whether space is low matters, so the exact share must not invalidate the cached plans.
         inventory = replace(inventory, free=0.0 if is_low(inventory, config) else 1.0)
-        found: dict[str, tuple[Inventory, Config, RunPlan]] = {}
+        plans: dict[str, tuple[Inventory, Config, RunPlan]] = {}
         for run in _runs(inventory):
-            own, known = inventory.alone(run), self._known.get(run)
-            same = known is not None and known[1] is config and known[0] == own
-            if known is not None and same:
-                found[run] = known
+            run_inventory, cached = inventory.alone(run), self._cached_plans.get(run)
+            same = cached is not None and cached[1] is config and cached[0] == run_inventory
+            if cached is not None and same:
+                plans[run] = cached
             else:
-                found[run] = own, config, RunPlan(own, config, run, known[2].demand if known else None)
-        self._known = found
-        return {run: plan for run, (_, _, plan) in found.items()}
+                plans[run] = (
+                    run_inventory,
+                    config,
+                    RunPlan(run_inventory, config, run, cached[2].demand if cached else None),
+                )
+        self._cached_plans = plans
+        return {run: plan for run, (_, _, plan) in plans.items()}
 
     def demand(self, inventory: Inventory, config: Config, run: str) -> Demand:
         """A run's demand, from its cached plan."""
@@ -101,7 +105,7 @@ class Planner:
     def retired(self, inventory: Inventory, config: Config, name: str) -> list[Prune]:
         """The copies that retention gives up on a tier, from cached plans. Empty for a tier that does not answer."""
         plans = self.runs(inventory, config).values() if inventory.tiers[name] else ()
-        return [prune for one in plans for prune in one.prunes(name)]
+        return [prune for plan in plans for prune in plan.prunes(name)]
 
     def plan(
         self, inventory: Inventory, config: Config, backoff: Backoff, now: float, only: str | None = None
@@ -136,27 +140,27 @@ def _plan(
 ) -> tuple[Action, ...]:
     if only is not None:
         awake = {name: place for name, place in awake.items() if name == only}
-    here = only in (None, SPOOL)
+    for_spool = only in (None, SPOOL)
     sent = _sent(inventory, plans, awake)
-    repairs = [RepairCopy(part) for part in _corrupt(inventory.spool)] if here else []
-    anew = {(flush.part, flush.tier) for flush in sent}
+    repairs = [RepairCopy(part) for part in _corrupt(inventory.spool)] if for_spool else []
+    flushed = {(flush.part, flush.tier) for flush in sent}
     for name, place in awake.items():  # a part that is flushed again needs no repair
         repairs += [
             RepairCopy(part, name)
             for part in _corrupt(place)
-            if (part, name) not in anew and part not in inventory.busy
+            if (part, name) not in flushed and part not in inventory.busy
         ]
     actions: list[Action] = [*sent, *repairs]
     urgent: list[Action] = []
     for name in awake:
-        found = [prune for one in plans.values() for prune in one.prunes(name)]
+        prunes = [prune for plan in plans.values() for prune in plan.prunes(name)]
         if name in inventory.full:
-            urgent += found + prunes_when_full([one.demand for one in plans.values()], name)
+            urgent += prunes + prunes_when_full([plan.demand for plan in plans.values()], name)
         else:
-            actions += found
-    if here:
-        for one in plans.values():
-            actions += one.here
+            actions += prunes
+    if for_spool:
+        for plan in plans.values():
+            actions += plan.here
         actions += [Discard(name) for name in inventory.leftovers]
     return (*urgent, *actions)
 
@@ -175,21 +179,21 @@ def _runs(inventory: Inventory) -> list[str]:
 
 
 def _sent(inventory: Inventory, plans: Mapping[str, RunPlan], awake: Mapping[str, Place]) -> tuple[Flush, ...]:
-    found: list[Flush] = []
+    flushes: list[Flush] = []
     for name, tier in awake.items():
         parts: dict[CheckpointId, list[Flush]] = {}
-        own: list[FlushCandidate] = []
+        local: list[FlushCandidate] = []
         filled: list[FlushCandidate] = []  # after all others, because nobody here waits for them
-        for one in plans.values():
-            for candidate, some in one.sent(name):
-                (filled if one.demand.fills(name) else own).append(candidate)
-                parts[candidate.checkpoint] = some
+        for plan in plans.values():
+            for candidate, candidate_flushes in plan.sent(name):
+                (filled if plan.demand.fills(name) else local).append(candidate)
+                parts[candidate.checkpoint] = candidate_flushes
         newest = {run: latest for run in plans if (latest := newest_on(tier, run))} if parts else {}
-        for candidates in (own, filled):
+        for candidates in (local, filled):
             sent = inventory.sent.get(name)
             turns = in_turn(candidates, newest, sent, inventory.needed, newest_first=inventory.node_ends)
-            found += [flush for turn in turns for flush in parts[turn]]
-    return tuple(found)
+            flushes += [flush for turn in turns for flush in parts[turn]]
+    return tuple(flushes)
 
 
 def _awake(inventory: Inventory, backoff: Backoff, now: float) -> dict[str, Place]:

@@ -37,8 +37,12 @@ def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     if not going:
         return
     # A checkpoint that the spool would send again at once is kept, even if the other ranks' parts never arrived.
-    here, wanted = inventory.spool.run(run).seen, wanted_on(demand, name, tier).ids
-    coming = {one.id for one in going if one.id in here and here[one.id].facts and one.id in wanted}
+    in_spool, demanded = inventory.spool.run(run).seen, wanted_on(demand, name, tier).ids
+    coming = {
+        verdict.id
+        for verdict in going
+        if verdict.id in in_spool and in_spool[verdict.id].facts and verdict.id in demanded
+    }
     coming |= {part.checkpoint for part in inventory.busy}
     if None in inventory.tiers.values():
         # A checkpoint that is about to be deleted from the spool is deleted there first. If the tiers deleted theirs
@@ -55,7 +59,7 @@ def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
     The caller carries out one, and the next one only after another put has failed. All are listed, because the oldest
     may be one that cannot be deleted for now.
     """
-    held = [
+    verdicts = [
         verdict
         for demand in demands
         for tier in [demand.inventory.tiers[name]]
@@ -65,8 +69,8 @@ def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
         for verdict in judge(demand, name)
         if verdict.held_for and not any(part.checkpoint == verdict.id for part in demand.inventory.busy)
     ]
-    held.sort(key=lambda one: (one.id.attempt, one.id.step, one.id.run))
-    return [Prune(one.id, name, (f"{name} is full; it was {one.reasons[0]}",)) for one in held]
+    verdicts.sort(key=lambda verdict: (verdict.id.attempt, verdict.id.step, verdict.id.run))
+    return [Prune(verdict.id, name, (f"{name} is full; it was {verdict.reasons[0]}",)) for verdict in verdicts]
 
 
 def relied_on(demand: Demand, name: str, checkpoint: CheckpointId) -> list[tuple[str, CheckpointCopy]]:
@@ -77,11 +81,11 @@ def relied_on(demand: Demand, name: str, checkpoint: CheckpointId) -> list[tuple
     """
     copies = demand.copies.get(checkpoint, {})
     return [
-        (other, seen)
-        for other, seen in copies.items()
-        if other not in (SPOOL, name)
-        and not demand.lacking(other, checkpoint, copies.get(name))
-        and demand.reasons(other, checkpoint, hoped=True)
+        (tier, copy)
+        for tier, copy in copies.items()
+        if tier not in (SPOOL, name)
+        and not demand.lacking(tier, checkpoint, copies.get(name))
+        and demand.reasons(tier, checkpoint, hoped=True)
     ]
 
 
@@ -91,22 +95,22 @@ def together(first: Prune, actions: Iterable[Action], place: Place | None) -> li
     Args:
         place: the tier's contents from which the plan was made.
     """
-    found, parts = [first], _parts(first, place)
-    for one in actions:
-        if not isinstance(one, Prune) or one.tier != first.tier or one == first:
+    batch, parts = [first], _parts(first, place)
+    for action in actions:
+        if not isinstance(action, Prune) or action.tier != first.tier or action == first:
             continue
-        if one.checkpoint.run != first.checkpoint.run:
+        if action.checkpoint.run != first.checkpoint.run:
             continue
-        parts += _parts(one, place)
-        if len(found) == MOST_CHECKPOINTS or parts > MOST_PARTS:
+        parts += _parts(action, place)
+        if len(batch) == MOST_CHECKPOINTS or parts > MOST_PARTS:
             break
-        found.append(one)
-    return found
+        batch.append(action)
+    return batch
 
 
-def _parts(one: Prune, place: Place | None) -> int:
-    seen = place.checkpoints.get(one.checkpoint) if place else None
-    return sum(map(len, seen.ranks.values())) if seen else 1
+def _parts(prune: Prune, place: Place | None) -> int:
+    copy = place.checkpoints.get(prune.checkpoint) if place else None
+    return sum(map(len, copy.ranks.values())) if copy else 1
 
 
 @dataclass(slots=True)
@@ -138,7 +142,7 @@ class PruneBacklog:
 
 
 def lost_to(
-    inventory: Inventory, before: Inventory, config: Config, place: str, seen: CheckpointCopy
+    inventory: Inventory, before: Inventory, config: Config, place: str, deleted: CheckpointCopy
 ) -> tuple[str, ...]:
     """The tiers that lose a checkpoint that they wanted, because a place deleted the last copy of it.
 
@@ -152,36 +156,43 @@ def lost_to(
         before: the places from which the deletion was decided.
         config: the tiers and their policies.
         place: the place that deleted its copy.
-        seen: the deleted copy.
+        deleted: the deleted copy.
 
     Returns:
         The names of the tiers; empty if another place still completes the checkpoint.
     """
-    left = _without_what_came(inventory, before)
+    undeleted = _without_what_came(inventory, before)
     if place == SPOOL:
-        left = replace(left, spool=_with(left.spool, seen))
+        undeleted = replace(undeleted, spool=_with(undeleted.spool, deleted))
     else:
-        left = replace(left, tiers={**left.tiers, place: _with(left.tiers[place] or Place(), seen)})
-    demand, run = Demand(left, config, seen.id.run), seen.id.run
-    if not demand.is_last(place, seen.id):
+        undeleted = replace(
+            undeleted, tiers={**undeleted.tiers, place: _with(undeleted.tiers[place] or Place(), deleted)}
+        )
+    demand, run = Demand(undeleted, config, deleted.id.run), deleted.id.run
+    if not demand.is_last(place, deleted.id):
         return ()
     before = replace(before, tiers={name: tier for name, tier in before.tiers.items() if name in inventory.tiers})
-    wanting = [one.waiting(place, seen.id, seen, hoped=False) for one in (Demand(before, config, run), demand)]
+    wanting = [view.waiting(place, deleted.id, deleted, hoped=False) for view in (Demand(before, config, run), demand)]
     return tuple(name for name in inventory.tiers if any(name in names for names in wanting))
 
 
 def _without_what_came(inventory: Inventory, before: Inventory) -> Inventory:
     """`inventory` without the checkpoints that arrived since `before` in a place that answered then."""
-    known = {one for place in before.places.values() for one in place.checkpoints}
+    checkpoints_before = {checkpoint for place in before.places.values() for checkpoint in place.checkpoints}
     answered = [place for name, place in inventory.places.items() if name in before.places]
-    came = {one for place in answered for one in place.checkpoints} - known
+    arrived = {checkpoint for place in answered for checkpoint in place.checkpoints} - checkpoints_before
 
     def rid(place: Place) -> Place:
-        return replace(place, checkpoints={one: seen for one, seen in place.checkpoints.items() if one not in came})
+        return replace(
+            place,
+            checkpoints={
+                checkpoint: copy for checkpoint, copy in place.checkpoints.items() if checkpoint not in arrived
+            },
+        )
 
     tiers = {name: place and rid(place) for name, place in inventory.tiers.items()}
-    return replace(inventory, spool=rid(inventory.spool), tiers=tiers) if came else inventory
+    return replace(inventory, spool=rid(inventory.spool), tiers=tiers) if arrived else inventory
 
 
-def _with(place: Place, seen: CheckpointCopy) -> Place:
-    return replace(place, checkpoints={**place.checkpoints, seen.id: seen})
+def _with(place: Place, copy: CheckpointCopy) -> Place:
+    return replace(place, checkpoints={**place.checkpoints, copy.id: copy})

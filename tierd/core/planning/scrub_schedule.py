@@ -58,8 +58,8 @@ def agenda(
         place: the only place whose copies are wanted; None for all places.
     """
     return sorted(
-        (_due(inventory, copy, facts, remembered, period, now) for copy, facts in _duties(inventory, place)),
-        key=lambda due: (due.at, due.copy),
+        (_due_scrub(inventory, copy, facts, remembered, period, now) for copy, facts in _duties(inventory, place)),
+        key=lambda scrub: (scrub.at, scrub.copy),
     )
 
 
@@ -68,10 +68,12 @@ def again(
 ) -> DueScrub | None:
     """A copy's next turn by the times `remembered` now; None if its place does not show the copy any more."""
     place = inventory.places.get(copy.place)
-    seen = place.checkpoints.get(copy.part.checkpoint) if place else None
-    if seen is None or not seen.has(copy.part):
+    checkpoint_copy = place.checkpoints.get(copy.part.checkpoint) if place else None
+    if checkpoint_copy is None or not checkpoint_copy.has(copy.part):
         return None
-    return _due(inventory, copy, seen.facts.get(copy.part) or seen.spoken, remembered, period, now)
+    return _due_scrub(
+        inventory, copy, checkpoint_copy.facts.get(copy.part) or checkpoint_copy.spoken, remembered, period, now
+    )
 
 
 def base_copies(inventory: Inventory, copy: ScrubbedCopy) -> list[ScrubbedCopy]:
@@ -79,13 +81,13 @@ def base_copies(inventory: Inventory, copy: ScrubbedCopy) -> list[ScrubbedCopy]:
     place = inventory.tiers.get(copy.place)
     facts = place.facts(copy.part) if place else None
     owners = facts.bases if facts else ()
-    found = [ScrubbedCopy(copy.place, replace(copy.part, checkpoint=owner)) for owner in sorted(owners)]
-    return [one for one in found if place and not place.lists(one.part)]
+    bases = [ScrubbedCopy(copy.place, replace(copy.part, checkpoint=owner)) for owner in sorted(owners)]
+    return [base for base in bases if place and not place.lists(base.part)]
 
 
 def overdue(scrubs: list[DueScrub], period: float, now: float) -> int:
     """How many copies were not read again within the period."""
-    return sum(due.verified + period < now for due in scrubs)
+    return sum(scrub.verified + period < now for scrub in scrubs)
 
 
 def _duties(inventory: Inventory, only: str | None) -> Iterator[tuple[ScrubbedCopy, ManifestFacts | None]]:
@@ -95,33 +97,37 @@ def _duties(inventory: Inventory, only: str | None) -> Iterator[tuple[ScrubbedCo
     run's janitor also scrubs the ranks that the run's newest attempt does not have, because no spool will hold those
     again. If a part's manifest was not read, the facts of its checkpoint's lowest rank give the time of creation.
     """
-    mine = inventory.spool.ranks
+    ranks_by_run = inventory.spool.ranks
     for name, place in {SPOOL: inventory.spool, **inventory.tiers}.items():
         if place is None or only not in (None, name):
             continue
         beyond = {
             run: _world_size(inventory, place, run) for run in runs(inventory) if is_janitor(inventory, place, run)
         }
-        for seen in place.checkpoints.values():
-            own, end = mine.get(seen.id.run, frozenset()), beyond.get(seen.id.run, math.inf)
-            speaks = seen.spoken
-            for size, ranks in seen.ranks.items():
-                wanted = ranks & own if size <= end else ranks & own | {rank for rank in ranks if rank >= end}
-                for part in (PartId(seen.id, rank, size) for rank in wanted):
-                    if part not in seen.defects:
-                        yield ScrubbedCopy(name, part), seen.facts.get(part) or speaks
+        for copy in place.checkpoints.values():
+            own_ranks, end = ranks_by_run.get(copy.id.run, frozenset()), beyond.get(copy.id.run, math.inf)
+            speaks = copy.spoken
+            for size, ranks in copy.ranks.items():
+                scrubbed_ranks = (
+                    ranks & own_ranks if size <= end else ranks & own_ranks | {rank for rank in ranks if rank >= end}
+                )
+                for part in (PartId(copy.id, rank, size) for rank in scrubbed_ranks):
+                    if part not in copy.defects:
+                        yield ScrubbedCopy(name, part), copy.facts.get(part) or speaks
 
 
 def _world_size(inventory: Inventory, tier: Place, run: str) -> int:
     """The world size of the newest attempt."""
-    found = [(seen.id.attempt, max(seen.ranks)) for place in (inventory.spool, tier) for seen in place.copies(run)]
+    attempt_sizes = [
+        (copy.id.attempt, max(copy.ranks)) for place in (inventory.spool, tier) for copy in place.copies(run)
+    ]
     if run in inventory.spool.launches:
         launch = inventory.spool.launches[run]
-        found.append((launch.attempt, max(launch.ranks)))
-    return max(found)[1]
+        attempt_sizes.append((launch.attempt, max(launch.ranks)))
+    return max(attempt_sizes)[1]
 
 
-def _due(
+def _due_scrub(
     inventory: Inventory,
     copy: ScrubbedCopy,
     facts: ManifestFacts | None,
@@ -134,19 +140,19 @@ def _due(
     for base in base_copies(inventory, copy):
         verified = min(max(0.0, remembered.get(base, now)), now)
         scrubs.append(DueScrub(_moment(base, verified, period), copy, verified))
-    return min(scrubs, key=lambda due: due.at)
+    return min(scrubs, key=lambda scrub: scrub.at)
 
 
 def _verified(
     copy: ScrubbedCopy, facts: ManifestFacts | None, remembered: ScrubTimes, period: float, now: float
 ) -> float:
     # A put verifies the copy. A time in the future is ignored, because a clock was wrong or `scrubbed.json` is damaged.
-    made = facts.created.timestamp() if facts else -1.0
-    times = [time for time in (remembered.get(copy, -1.0), made) if 0 <= time <= now]
+    created = facts.created.timestamp() if facts else -1.0
+    times = [time for time in (remembered.get(copy, -1.0), created) if 0 <= time <= now]
     return times[0] if times else now - period
 
 
 def _moment(copy: ScrubbedCopy, verified: float, period: float) -> float:
     beat = period * _EARLY
-    own: float = beat * xxhash.xxh3_64_intdigest(f"{copy.place}/{copy.part.path}".encode()) / 2**64
-    return own + beat * (math.floor((verified - own) / beat) + 1)
+    offset: float = beat * xxhash.xxh3_64_intdigest(f"{copy.place}/{copy.part.path}".encode()) / 2**64
+    return offset + beat * (math.floor((verified - offset) / beat) + 1)

@@ -34,15 +34,15 @@ def worn(tier: Place, part: PartId) -> frozenset[CheckpointId]:
     checkpoint itself counts too while it exists. The part's own checkpoint does not count, because it would only be
     flushed again.
     """
-    run, own = part.checkpoint.run, part.checkpoint
+    run, checkpoint = part.checkpoint.run, part.checkpoint
     if not tier.run(run).bases:
         return frozenset()
     sharers: Counter[CheckpointId] = Counter()
-    for seen in tier.copies(run):
-        facts = [found for one, found in seen.facts.items() if one.rank == part.rank]
-        if facts and seen.id != own:
-            sharers.update({seen.id}.union(*(found.bases for found in facts)))
-    return frozenset(one for one, count in sharers.items() if count >= MOST_SHARERS)
+    for copy in tier.copies(run):
+        facts = [part_facts for other_part, part_facts in copy.facts.items() if other_part.rank == part.rank]
+        if facts and copy.id != checkpoint:
+            sharers.update({copy.id}.union(*(part_facts.bases for part_facts in facts)))
+    return frozenset(owner for owner, count in sharers.items() if count >= MOST_SHARERS)
 
 
 def shareable(base: Manifest, worn_out: Collection[CheckpointId]) -> list[Chunk]:
@@ -51,13 +51,13 @@ def shareable(base: Manifest, worn_out: Collection[CheckpointId]) -> list[Chunk]
     Args:
         worn_out: the result of `worn`.
     """
-    found = []
+    chunks = []
     for chunk in base.chunks():
         if chunk.stored and chunk.size >= SMALLEST_SHARED_BYTES:
             owners = {chunk_owner(base.run, stored.key) for stored in chunk.objects()}
             if None not in owners and owners.isdisjoint(worn_out):
-                found.append(chunk)
-    return found
+                chunks.append(chunk)
+    return chunks
 
 
 def patchable(base: Chunk) -> bool:
@@ -71,11 +71,16 @@ def base_part(tier: Place, part: PartId) -> PartId | None:
     It is the same rank's part of the newest checkpoint that is complete on the tier. It is None while the tier has a
     quarantined part of that rank, because the base may share a chunk that is proven corrupt.
     """
-    own = part.checkpoint
-    if any((one.checkpoint.run, one.rank) == (own.run, part.rank) for one in tier.quarantined):
+    checkpoint = part.checkpoint
+    if any(
+        (quarantined.checkpoint.run, quarantined.rank) == (checkpoint.run, part.rank)
+        for quarantined in tier.quarantined
+    ):
         return None
-    newest = next((one for one in reversed(tier.run(own.run).whole) if one != own), None)
+    newest = next(
+        (candidate for candidate in reversed(tier.run(checkpoint.run).whole) if candidate != checkpoint), None
+    )
     if newest is None:
         return None
-    found = (PartId(newest, part.rank, world) for world in sorted(tier.checkpoints[newest].ranks))
-    return next((one for one in found if tier.has(one)), None)
+    candidates = (PartId(newest, part.rank, world) for world in sorted(tier.checkpoints[newest].ranks))
+    return next((candidate for candidate in candidates if tier.has(candidate)), None)

@@ -21,9 +21,11 @@ def spool_prunes(demand: Demand, config: Config) -> Iterator[Prune]:
     busy = {part.checkpoint for part in inventory.busy} | inventory.held
     low = is_low(inventory, config)
     verdicts = judge_spool(demand, drops=not low)
-    gone = retired(demand) if low else frozenset()
+    retired_ids = retired(demand) if low else frozenset()
     counted = {
-        v.id for v in verdicts if low and (v.id in gone or inventory.on_a_tier(inventory.spool.checkpoints[v.id]))
+        v.id
+        for v in verdicts
+        if low and (v.id in retired_ids or inventory.on_a_tier(inventory.spool.checkpoints[v.id]))
     }
     trained = demand.run not in inventory.trainerless  # without a trainer no restore is imminent, and a tier has a copy
     spared = inventory.pins | {max(counted, default=None)} if trained else inventory.local_pins
@@ -43,9 +45,9 @@ def departure(inventory: Inventory, run: str) -> Iterator[Prune | Discard]:
         if pin.run == run:
             yield Discard(f"pins/{run}/{pin.name}")
     busy = {part.checkpoint for part in inventory.busy} | inventory.held
-    for one in sorted(seen.id for seen in inventory.spool.copies(run)):
-        if one not in busy:
-            yield Prune(one, SPOOL, ("the run is finished, and tiers have what they want of it",))
+    for checkpoint in sorted(copy.id for copy in inventory.spool.copies(run)):
+        if checkpoint not in busy:
+            yield Prune(checkpoint, SPOOL, ("the run is finished, and tiers have what they want of it",))
     if run in inventory.spool.launches and not any(inventory.spool.copies(run)):
         yield Discard(f"saved/{run}/{inventory.spool.launches[run].attempt}")
 
@@ -57,7 +59,7 @@ def aged_quarantine(demand: Demand, config: Config) -> Iterator[Discard]:
     quarantined = [part for part in inventory.spool.quarantined if part.checkpoint.run == run]
     if not quarantined:
         return
-    verified = sorted(seen.id for seen in inventory.spool.copies(run) if inventory.on_a_tier(seen))
+    verified = sorted(copy.id for copy in inventory.spool.copies(run) if inventory.on_a_tier(copy))
     low = is_low(inventory, config)
     for part in sorted(quarantined):
         newer = len(verified) - bisect_right(verified, part.checkpoint)

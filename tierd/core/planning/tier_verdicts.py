@@ -40,8 +40,8 @@ def judge_tier(
         live: the launches that live, as for `Ranking`.
         drops: whether to leave out most verdicts that keep.
     """
-    own = tier.run(run).seen.keys() | tier.owners | tier.cut
-    if drops and len(own) + len(tier.quarantined) <= policy.keep_last:
+    listed = tier.run(run).seen.keys() | tier.owners | tier.cut
+    if drops and len(listed) + len(tier.quarantined) <= policy.keep_last:
         return ()  # `keep_last` keeps all of them
     over = oldest_completable(tier, policy, run, live)
     infos = infos_on(tier, run, inventory.pins | inventory.held)
@@ -52,10 +52,10 @@ def judge_tier(
             verdict if verdict.keep else Verdict(verdict.id, True, ("a newer tierd writes here, or another key",))
             for verdict in verdicts
         )
-    return _held(verdicts, inventory, tier, run)
+    return _hold(verdicts, inventory, tier, run)
 
 
-def _held(verdicts: tuple[Verdict, ...], inventory: Inventory, tier: Place, run: str) -> tuple[Verdict, ...]:
+def _hold(verdicts: tuple[Verdict, ...], inventory: Inventory, tier: Place, run: str) -> tuple[Verdict, ...]:
     """The verdicts, all changed to keep while the run's policy on the tier cannot be read."""
     why = unknown(tier, run) or unknown(inventory.spool, run)
     if why is None:
@@ -70,21 +70,21 @@ def oldest_completable(tier: Place, policy: RetentionPolicy, run: str, live: Col
     Once `keep_last` checkpoints of later launches are complete, no trainer writes missing parts of an earlier launch
     any more. A launch among the `live` is an exception.
     """
-    whole = tier.run(run).whole
-    return min([whole[-policy.keep_last].attempt, *live]) if len(whole) >= policy.keep_last else ""
+    complete = tier.run(run).whole
+    return min([complete[-policy.keep_last].attempt, *live]) if len(complete) >= policy.keep_last else ""
 
 
 def infos_on(tier: Place, run: str, pins: frozenset[CheckpointId]) -> list[CheckpointInfo]:
     """The input to retention for a tier's checkpoints of a run."""
-    here = tier.run(run)
+    run_copies = tier.run(run)
     quarantined = {part.checkpoint for part in tier.quarantined}
-    extra = quarantined | (tier.owners - here.bases - tier.bases) | tier.cut
-    infos = [info_of(seen, pins, complete=seen.complete) for seen in tier.copies(run)]
+    extra = quarantined | (tier.owners - run_copies.bases - tier.bases) | tier.cut
+    infos = [info_of(copy, pins, complete=copy.complete) for copy in tier.copies(run)]
     infos += [
         CheckpointInfo(
             checkpoint, complete=False, verified=True, pinned=checkpoint in pins, quarantined=checkpoint in quarantined
         )
-        for checkpoint in extra - here.seen.keys()
+        for checkpoint in extra - run_copies.seen.keys()
         if checkpoint.run == run
     ]
     return infos
@@ -116,8 +116,8 @@ def _patient(
     }
     reasons: dict[CheckpointId, tuple[str, ...]] = {}
     if any(info.id in halves for info in judged):
-        every = Ranking([halves.get(info.id, info) for info in infos], policy, origins, live)
-        for ranking in (alone, every):  # as if each alone were complete, then as if all of them were
+        completed = Ranking([halves.get(info.id, info) for info in infos], policy, origins, live)
+        for ranking in (alone, completed):  # as if each alone were complete, then as if all of them were
             verdicts = [ranking.verdict(half) for half in halves.values()]
             reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep}
     return tuple(

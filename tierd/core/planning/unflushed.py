@@ -15,7 +15,7 @@ from tierd.core.errors import DaemonUnavailable
 from tierd.core.ids import PartId
 from tierd.core.planning.inventory import Inventory
 
-_NAMED = 5  # parts that a sentence names
+_LISTED_PARTS = 5  # parts that a sentence names
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class Unflushed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def left_bytes(self) -> int:
         """The raw bytes that are still to be sent, counted for each tier that lacks them."""
-        todo = sum(one.size_bytes * len(one.lacks) for one in self.left)
+        todo = sum(remainder.size_bytes * len(remainder.lacks) for remainder in self.left)
         return max(0, todo - sum(self.moved_bytes.values()))
 
     @property
@@ -96,56 +96,58 @@ def backlog_of(answer: Mapping[str, Any]) -> Unflushed:
         raise DaemonUnavailable(f"the daemon is of another version of tierd ({error}): restart it") from error
 
 
-def remaining(inventory: Inventory, wanted: Collection[tuple[PartId, str]]) -> tuple[Remaining, ...]:
+def remaining(inventory: Inventory, planned: Collection[tuple[PartId, str]]) -> tuple[Remaining, ...]:
     """The parts that some tier lacks and that this daemon sends from the spool or from another tier, newest first.
 
     Args:
         inventory: the observed places.
-        wanted: the part and the tier of each flush in the current plan.
+        planned: the part and the tier of each flush in the current plan.
     """
-    found = []
-    parts = {part for part, _ in wanted}
+    remainders = []
+    parts = {part for part, _ in planned}
     if None in inventory.tiers.values():
         parts.update(inventory.spool.parts())
-    for part in sorted(parts, key=lambda one: (one.checkpoint, -one.rank), reverse=True):
+    for part in sorted(parts, key=lambda part: (part.checkpoint, -part.rank), reverse=True):
         lacks = tuple(
             name
             for name, place in inventory.tiers.items()
-            if (part, name) in wanted or (place is None and inventory.spool.lists(part))
+            if (part, name) in planned or (place is None and inventory.spool.lists(part))
         )
         if lacks:
             on = tuple(name for name, place in inventory.tiers.items() if place and place.has(part))
-            found.append(Remaining(part=part, size_bytes=inventory.size_bytes(part), on=on, lacks=lacks))
-    return tuple(found)
+            remainders.append(Remaining(part=part, size_bytes=inventory.size_bytes(part), on=on, lacks=lacks))
+    return tuple(remainders)
 
 
-def by_tier(left: Sequence[Remaining]) -> dict[str, tuple[int, int]]:
+def by_tier(remainders: Sequence[Remaining]) -> dict[str, tuple[int, int]]:
     """By tier, the number of parts and of bytes that it lacks; only tiers that lack something."""
     parts, size = Counter[str](), Counter[str]()
-    for one in left:
-        parts.update(one.lacks)
-        size.update(dict.fromkeys(one.lacks, one.size_bytes))
+    for remainder in remainders:
+        parts.update(remainder.lacks)
+        size.update(dict.fromkeys(remainder.lacks, remainder.size_bytes))
     return {name: (parts[name], size[name]) for name in parts}
 
 
-def describe(left: Sequence[Remaining], silent: Collection[str] = ()) -> str:
+def describe(remainders: Sequence[Remaining], silent: Collection[str] = ()) -> str:
     """One sentence about the parts that are left. It lists parts on no tier before parts that only some tiers lack.
 
     Args:
-        left: the parts.
+        remainders: the parts.
         silent: the tiers that did not answer.
     """
-    if not left:
+    if not remainders:
         return "nothing is left: every part is on every tier that wants it"
-    nowhere = [one for one in left if not one.on]
+    nowhere = [remainder for remainder in remainders if not remainder.on]
     pieces = []
     if nowhere:
-        known = "no tier that answers" if silent else "no tier"
-        pieces.append(f"{_parts(len(nowhere))} on {known}: {_names(nowhere)}")
-    for (on, lacks), count in Counter((one.on, one.lacks) for one in left if one.on).items():
+        where = "no tier that answers" if silent else "no tier"
+        pieces.append(f"{_parts(len(nowhere))} on {where}: {_names(nowhere)}")
+    for (on, lacks), count in Counter(
+        (remainder.on, remainder.lacks) for remainder in remainders if remainder.on
+    ).items():
         number = f"{count} more {'is' if count == 1 else 'are'}" if pieces else _parts(count)
-        pieces.append(f"{number} on {_both(on)} and not on {_both(lacks)}")
-    return "; ".join(pieces) + (f" ({_both(tuple(silent))} did not answer)" if silent else "")
+        pieces.append(f"{number} on {_join_names(on)} and not on {_join_names(lacks)}")
+    return "; ".join(pieces) + (f" ({_join_names(tuple(silent))} did not answer)" if silent else "")
 
 
 def _parts(count: int) -> str:
@@ -153,9 +155,9 @@ def _parts(count: int) -> str:
 
 
 def _names(parts: Sequence[Remaining]) -> str:
-    named = ", ".join(str(one.part) for one in parts[:_NAMED])
-    return named + (f", and {len(parts) - _NAMED} older ones" if len(parts) > _NAMED else "")
+    listing = ", ".join(str(remainder.part) for remainder in parts[:_LISTED_PARTS])
+    return listing + (f", and {len(parts) - _LISTED_PARTS} older ones" if len(parts) > _LISTED_PARTS else "")
 
 
-def _both(names: tuple[str, ...]) -> str:
+def _join_names(names: tuple[str, ...]) -> str:
     return " and ".join(names)

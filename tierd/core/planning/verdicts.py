@@ -46,38 +46,40 @@ def _over_all_places(demand: Demand, name: str, tier: Place, verdict: Verdict, o
 
     An incomplete checkpoint may still become complete, as in `tier_verdicts`.
     """
-    one, hoped = verdict.id, verdict.id.attempt >= over
-    if reasons := demand.reasons(name, one, hoped=hoped):
-        return Verdict(one, True, reasons)
-    seen = tier.checkpoints.get(one)
-    names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()
-    if demand.policy(name).every and (one in demand.whole or hoped):
+    checkpoint, hoped = verdict.id, verdict.id.attempt >= over
+    if reasons := demand.reasons(name, checkpoint, hoped=hoped):
+        return Verdict(checkpoint, True, reasons)
+    copy = tier.checkpoints.get(checkpoint)
+    names = demand.waiting(name, checkpoint, copy, hoped=hoped) if copy else ()
+    if demand.policy(name).every and (checkpoint in demand.whole or hoped):
         # An older checkpoint that only such a tier has moves the whole chain of `keep_every`.
-        names += tuple(other for other, place in demand.inventory.tiers.items() if place is None and other not in names)
-    names = tuple(other for other in names if other not in demand.inventory.silent)
+        names += tuple(
+            tier_name for tier_name, place in demand.inventory.tiers.items() if place is None and tier_name not in names
+        )
+    names = tuple(tier_name for tier_name in names if tier_name not in demand.inventory.silent)
     if names:
-        return Verdict(one, True, (f"held for {', '.join(names)}",), names)
-    if names := _unnamed(demand, tier, one):
+        return Verdict(checkpoint, True, (f"held for {', '.join(names)}",), names)
+    if names := _unnamed(demand, tier, checkpoint):
         return Verdict(
-            one, True, (f"held for {', '.join(names)}, which another node names, and this one does not",), names
+            checkpoint, True, (f"held for {', '.join(names)}, which another node names, and this one does not",), names
         )
     return verdict
 
 
-def _unnamed(demand: Demand, tier: Place, one: CheckpointId) -> tuple[str, ...]:
+def _unnamed(demand: Demand, tier: Place, checkpoint: CheckpointId) -> tuple[str, ...]:
     """The tiers that may want a checkpoint of an earlier launch, and that only another node's configuration names.
 
     Nobody here knows whether they answer. So a checkpoint is held until it is `hold_for` older than the newest one, and
     not for ever for the sake of a node that is gone. The age is that of `Ages`, because a launch whose clock is ahead
     must not end the hold. The newest launch keeps what its own node's configuration says.
     """
-    seen = demand.merged.get(one)
-    if one not in demand.whole or seen is None or seen.spoken is None:
+    merged = demand.merged.get(checkpoint)
+    if checkpoint not in demand.whole or merged is None or merged.spoken is None:
         return ()
     names = unnamed(demand.inventory, tier, demand.run)
-    if not names or one.attempt == demand.newest_attempt:
+    if not names or checkpoint.attempt == demand.newest_attempt:
         return ()
-    age_s = demand.ages.age_s((one.run, one.attempt, one.step), seen.spoken.created)
+    age_s = demand.ages.age_s((checkpoint.run, checkpoint.attempt, checkpoint.step), merged.spoken.created)
     return names if age_s < seconds(demand.config.hold_for) else ()
 
 
@@ -93,45 +95,45 @@ def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
         drops: whether to leave out most verdicts that keep.
     """
     inventory, run, policy = demand.inventory, demand.run, demand.policy(SPOOL)
-    late = superseded(demand)
-    if drops and not late and len(inventory.spool.run(run).seen) <= policy.keep_last:
+    outdated = superseded(demand)
+    if drops and not outdated and len(inventory.spool.run(run).seen) <= policy.keep_last:
         return ()  # `keep_last` keeps all of them
-    gone = retired(demand)
+    retired_ids = retired(demand)
     pins = inventory.pins | inventory.held
     infos = {
-        seen.id: info_of(
-            seen,
+        copy.id: info_of(
+            copy,
             pins,
-            complete=seen.complete or any(_complete_on(seen.id, place) for place in inventory.tiers.values()),
-            verified=inventory.on_a_tier(seen) or seen.id in gone,
+            complete=copy.complete or any(_complete_on(copy.id, place) for place in inventory.tiers.values()),
+            verified=inventory.on_a_tier(copy) or copy.id in retired_ids,
         )
-        for seen in inventory.spool.copies(run)
+        for copy in inventory.spool.copies(run)
     }
     live = demand.live(SPOOL)
     ranking = Ranking(list(infos.values()), policy, demand.origins, live)
     judged = list(infos.values())
     if drops:
-        judged = [info for info in judged if not info.complete or info.id not in ranking.kept or info.id in late]
+        judged = [info for info in judged if not info.complete or info.id not in ranking.kept or info.id in outdated]
     verdicts = tuple(map(ranking.verdict, sorted(judged, key=by_order, reverse=True)))
-    if not late and all(verdict.keep for verdict in verdicts):
+    if not outdated and all(verdict.keep for verdict in verdicts):
         return _bounded(verdicts, policy.keep_last)
     verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, live)
 
     def over_all_places(verdict: Verdict) -> Verdict:
-        if verdict.keep and verdict.id in late:
+        if verdict.keep and verdict.id in outdated:
             verdict = Verdict(verdict.id, False, ("newer ones are complete here, and no tier wants it any more",))
         if verdict.keep or not infos[verdict.id].complete:
             return verdict
-        again = verified.verdict(replace(infos[verdict.id], verified=True))
-        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)
+        if_verified = verified.verdict(replace(infos[verdict.id], verified=True))
+        reasons = if_verified.reasons if if_verified.keep else demand.reasons(SPOOL, verdict.id)
         return Verdict(verdict.id, True, reasons) if reasons else verdict
 
     return _bounded(tuple(map(over_all_places, verdicts)), policy.keep_last)
 
 
 def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:
-    seen = tier.checkpoints.get(checkpoint) if tier else None
-    return seen is not None and seen.usable
+    copy = tier.checkpoints.get(checkpoint) if tier else None
+    return copy is not None and copy.usable
 
 
 def _bounded(verdicts: tuple[Verdict, ...], count: int) -> tuple[Verdict, ...]:
@@ -142,5 +144,5 @@ def _bounded(verdicts: tuple[Verdict, ...], count: int) -> tuple[Verdict, ...]:
     """
     waiting = [verdict.id for verdict in verdicts if verdict.keep and verdict.reasons == (HOPED_FOR,)]
     reason = (f"incomplete, and {count} newer ones wait here, too",)
-    gone = set(waiting[count:])
-    return tuple(Verdict(verdict.id, False, reason) if verdict.id in gone else verdict for verdict in verdicts)
+    excess = set(waiting[count:])
+    return tuple(Verdict(verdict.id, False, reason) if verdict.id in excess else verdict for verdict in verdicts)

@@ -23,11 +23,11 @@ class Ages:
     """The ages of one run's checkpoints.
 
     Args:
-        made: the checkpoints, each with the time at which its trainer's clock says that it was made.
+        dated: the checkpoints, each with the time at which its trainer's clock says that it was made.
     """
 
-    def __init__(self, made: Iterable[tuple[Order, datetime]]) -> None:
-        ordered = sorted(made)
+    def __init__(self, dated: Iterable[tuple[Order, datetime]]) -> None:
+        ordered = sorted(dated)
         self._orders = [order for order, _ in ordered]
         self._times = [created.timestamp() for _, created in ordered]
         self._firsts: dict[str, int] = {}  # attempt -> the index of its first checkpoint
@@ -50,10 +50,13 @@ class Ages:
         after = bisect_right(self._attempts, order[1])
         last = self._firsts[self._attempts[after]] - 1  # of its own launch, unless `order` is later
         to_end_s = self._passed_s(at, following, last) if following <= last else 0.0
-        own = (self._times[last] if following <= last else at) - self._within_s[after]
+        launch_start = (self._times[last] if following <= last else at) - self._within_s[after]
         in_launches_s = to_end_s + self._within_s[-1] - self._within_s[after]
         later_largest, later_smallest = self._extremes[after]
-        largest, smallest = nlargest(_WRONG + 1, (*later_largest, own)), nsmallest(_WRONG + 1, (*later_smallest, own))
+        largest, smallest = (
+            nlargest(_WRONG + 1, (*later_largest, launch_start)),
+            nsmallest(_WRONG + 1, (*later_smallest, launch_start)),
+        )
         if len(largest) <= _WRONG:
             return in_launches_s
         pauses_s = min(largest[ahead] - smallest[_WRONG - ahead] for ahead in range(_WRONG + 1))
@@ -72,7 +75,7 @@ class Ages:
 
         A launch whose clock is ahead can be among the largest alone, one whose clock is behind among the smallest.
         """
-        found, largest, smallest = [], tuple[float, ...](), tuple[float, ...]()
+        extremes, largest, smallest = [], tuple[float, ...](), tuple[float, ...]()
         starts = [
             self._times[first] - within_s
             for first, within_s in zip(self._firsts.values(), self._within_s[:-1], strict=True)
@@ -80,8 +83,8 @@ class Ages:
         for start in reversed(starts):
             largest = tuple(nlargest(_WRONG + 1, (*largest, start)))
             smallest = tuple(nsmallest(_WRONG + 1, (*smallest, start)))
-            found.append((largest, smallest))
-        return found[::-1]
+            extremes.append((largest, smallest))
+        return extremes[::-1]
 
     def _passed_s(self, at: float, following: int, last: int) -> float:
         """The seconds from a checkpoint to a later one of its launch, or to itself if `following` is after `last`.

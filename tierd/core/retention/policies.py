@@ -36,35 +36,40 @@ def known_policy(inventory: Inventory, config: Config, run: str, place: str) -> 
     """
     if place == SPOOL:
         return config.retention or trainers_policy(inventory, run)
-    here = inventory.tiers.get(place)
-    stored = list(_standing(inventory, config, run, place, here)) if here else []
-    own = own_policies(inventory, config, run, place).values()
-    given = [*own, *(one.retention for one in stored if one.given != "default" and one.retention)]
-    return merged(given) or merged(one.retention for one in stored if one.retention)
+    tier = inventory.tiers.get(place)
+    stored = list(_standing(inventory, config, run, place, tier)) if tier else []
+    local_policies = own_policies(inventory, config, run, place).values()
+    given_policies = [
+        *local_policies,
+        *(record.retention for record in stored if record.given != "default" and record.retention),
+    ]
+    return merged(given_policies) or merged(record.retention for record in stored if record.retention)
 
 
 def own_policies(inventory: Inventory, config: Config, run: str, tier: str) -> dict[str, RetentionPolicy]:
     """The policies that this node gives `run` on a tier, by origin: `configuration` or `trainer`."""
-    found = {"configuration": config.named(tier).retention, "trainer": trainers_policy(inventory, run)}
-    return {given: policy for given, policy in found.items() if policy}
+    policies = {"configuration": config.named(tier).retention, "trainer": trainers_policy(inventory, run)}
+    return {source: policy for source, policy in policies.items() if policy}
 
 
 def trainers_policy(inventory: Inventory, run: str) -> RetentionPolicy | None:
     """The policy that this node's trainer gave `run`; None if there is none or it cannot be read."""
-    return merged(one.retention for one in inventory.spool.policies.get(run, ()) if one.retention)
+    return merged(record.retention for record in inventory.spool.policies.get(run, ()) if record.retention)
 
 
 def unknown(place: Place, run: str) -> str | None:
     """Why the policy of `run` in a place is not known; None if it is known. While it is unknown, nothing of the run may
     be deleted there."""
-    lost = [one.why for one in place.policies.get(run, ()) if one.retention is None]
-    return lost[0] if lost else None
+    reasons = [record.why for record in place.policies.get(run, ()) if record.retention is None]
+    return reasons[0] if reasons else None
 
 
 def disagreeing(place: Place, run: str) -> tuple[StoredRetention, ...]:
     """The policies given to `run` in a place, if they differ or one cannot be read; otherwise none."""
-    given = tuple(one for one in place.policies.get(run, ()) if one.given != "default" or one.retention is None)
-    return given if len({one.retention for one in given}) > 1 or unknown(place, run) else ()
+    records = tuple(
+        record for record in place.policies.get(run, ()) if record.given != "default" or record.retention is None
+    )
+    return records if len({record.retention for record in records}) > 1 or unknown(place, run) else ()
 
 
 def unnamed(inventory: Inventory, tier: Place, run: str) -> tuple[str, ...]:
@@ -73,16 +78,19 @@ def unnamed(inventory: Inventory, tier: Place, run: str) -> tuple[str, ...]:
     What such a tier wants is not known here. None are unnamed if the inventory is no node's, because a command that was
     given URLs makes up their names.
     """
-    others = {
-        name for one in tier.policies.get(run, ()) if one.by != inventory.who or one.contested for name in one.tiers
+    tier_names = {
+        name
+        for record in tier.policies.get(run, ())
+        if record.by != inventory.who or record.contested
+        for name in record.tiers
     }
-    return tuple(sorted(others.difference(inventory.tiers))) if inventory.who else ()
+    return tuple(sorted(tier_names.difference(inventory.tiers))) if inventory.who else ()
 
 
 def _standing(inventory: Inventory, config: Config, run: str, tier: str, place: Place) -> Iterator[StoredRetention]:
     """The policies stored on a tier, without this node's records of policies that it gives itself now, which may have
     changed since."""
-    own = own_policies(inventory, config, run, tier)
-    for one in place.policies.get(run, ()):
-        if one.by != inventory.who or one.contested or one.given not in own:
-            yield one
+    own_sources = own_policies(inventory, config, run, tier)
+    for record in place.policies.get(run, ()):
+        if record.by != inventory.who or record.contested or record.given not in own_sources:
+            yield record

@@ -49,7 +49,7 @@ class _Unusable(ConfigError, ValueError):
     """A value of a rule cannot be used. Also a `ValueError`, because msgspec adds the path in a file to those only."""
 
 
-_MOST = 16  # values of one rule in a file; a merged policy may hold more
+_MAX_RULE_VALUES = 16  # values of one rule in a file; a merged policy may hold more
 Steps = Annotated[int, Meta(ge=1)]
 
 
@@ -76,10 +76,10 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     keep_last: Annotated[int, Meta(ge=1)] = 3
-    keep_every_steps: Steps | Annotated[tuple[Steps, ...], Meta(max_length=_MOST)] | None = None
+    keep_every_steps: Steps | Annotated[tuple[Steps, ...], Meta(max_length=_MAX_RULE_VALUES)] | None = None
     keep_within: Duration | None = None
-    keep_every: Duration | Annotated[tuple[Duration, ...], Meta(max_length=_MOST)] | None = None
-    keep_best: Best | Annotated[tuple[Best, ...], Meta(max_length=_MOST)] | None = None
+    keep_every: Duration | Annotated[tuple[Duration, ...], Meta(max_length=_MAX_RULE_VALUES)] | None = None
+    keep_best: Best | Annotated[tuple[Best, ...], Meta(max_length=_MAX_RULE_VALUES)] | None = None
 
     def __post_init__(self) -> None:
         """Check and normalize the rules."""
@@ -92,8 +92,8 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise _Unusable(f"keep_every_steps={steps!r}: a number of steps from 1 on")
         widest: dict[tuple[str, str], Best] = {}
         for best in map(_best, _several(self.keep_best)):
-            known = widest.get((best.metric, best.mode))
-            widest[best.metric, best.mode] = best if known is None or best.count > known.count else known
+            previous = widest.get((best.metric, best.mode))
+            widest[best.metric, best.mode] = best if previous is None or best.count > previous.count else previous
         force_setattr(self, "keep_every_steps", _one_or_several(sorted(set(_several(self.keep_every_steps)))))
         lengths = [(_span("keep_every", span), span) for span in _several(self.keep_every)]
         spans = dict(sorted(lengths, reverse=True))  # 60s is 1m
@@ -125,8 +125,8 @@ def checked(policy: object) -> RetentionPolicy:
     if not isinstance(policy, RetentionPolicy):
         raise ConfigError(f"retention={policy!r}: a tierd.Retention, such as tierd.Retention(keep_last=10)")
     for rule in ("keep_every_steps", "keep_every", "keep_best"):
-        if (count := len(_several(getattr(policy, rule)))) > _MOST:
-            raise ConfigError(f"retention: {rule} has {count} values, at most {_MOST}")
+        if (count := len(_several(getattr(policy, rule)))) > _MAX_RULE_VALUES:
+            raise ConfigError(f"retention: {rule} has {count} values, at most {_MAX_RULE_VALUES}")
     try:
         return msgspec.convert(msgspec.to_builtins(policy), RetentionPolicy)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
@@ -138,16 +138,16 @@ def merged(policies: Iterable[RetentionPolicy]) -> RetentionPolicy | None:
 
     The result does not depend on the order, and merging a policy with itself changes nothing.
     """
-    found = list(policies)
-    if not found:
+    policy_list = list(policies)
+    if not policy_list:
         return None
-    spans = [one.keep_within for one in found if one.keep_within]
+    spans = [policy.keep_within for policy in policy_list if policy.keep_within]
     return RetentionPolicy(
-        keep_last=max(one.keep_last for one in found),
+        keep_last=max(policy.keep_last for policy in policy_list),
         keep_within=max(spans, key=lambda span: (seconds(span), span), default=None),
-        keep_every_steps=tuple(value for one in found for value in one.every_steps),
-        keep_every=tuple(value for one in found for value in one.every),
-        keep_best=tuple(value for one in found for value in one.bests),
+        keep_every_steps=tuple(value for policy in policy_list for value in policy.every_steps),
+        keep_every=tuple(value for policy in policy_list for value in policy.every),
+        keep_best=tuple(value for policy in policy_list for value in policy.bests),
     )
 
 

@@ -100,51 +100,51 @@ class Ranking:
         self._infos, self._counted, self._own_pins = checkpoints, counted, any(info.pinned for info in checkpoints)
         # The timeline of a resume includes a launch that has no complete checkpoint yet, because that launch needs the
         # checkpoint from which it resumed.
-        known = {info.id.attempt: info.origin for info in checkpoints if info.created} | dict(origins)
+        launch_origins = {info.id.attempt: info.origin for info in checkpoints if info.created} | dict(origins)
         self._policy = policy
-        self._way = way(max(known), known) if known else {}
+        self._chain = way(max(launch_origins), launch_origins) if launch_origins else {}
         self._all = [_order(info) for info in counted]  # oldest first, like the lists below
         self._on_path = [info for info in counted if self._is_on_path(info)]
         self._path = [_order(info) for info in self._on_path]
         self._ranked = {best: sorted(rank for info in counted if (rank := _rank(info, best))) for best in policy.bests}
-        self._spaced = {every: list(_spaced(counted, every)) for every in policy.every}
+        self._spaced = {span: list(_spaced(counted, span)) for span in policy.every}
         self._alone: dict[str, Ranking] = {}
-        for one in live:
-            if any(info.id.attempt > one for info in checkpoints):
-                before = [info for info in checkpoints if info.id.attempt <= one]
-                come = {attempt: origin for attempt, origin in origins.items() if attempt <= one}
-                self._alone[one] = Ranking(before, policy, come)
+        for live_attempt in live:
+            if any(info.id.attempt > live_attempt for info in checkpoints):
+                before = [info for info in checkpoints if info.id.attempt <= live_attempt]
+                come = {attempt: origin for attempt, origin in origins.items() if attempt <= live_attempt}
+                self._alone[live_attempt] = Ranking(before, policy, come)
 
     @cached_property
     def kept(self) -> frozenset[CheckpointId]:
         """The checkpoints whose verdict is to keep. Slicing the sorted lists is faster than judging each checkpoint."""
         count, policy, order = self._policy.keep_last, self._policy, _order
-        found = {info.id for info in (*self._counted[-count:], *self._on_path[-count:])}
+        ids = {info.id for info in (*self._counted[-count:], *self._on_path[-count:])}
         if len(self._counted) < len(self._infos) or self._own_pins:
             bound = self._all[-count] if len(self._all) >= count else None
-            found |= {
+            ids |= {
                 info.id
                 for info in self._infos
                 if info.pinned or not info.verified or (not info.complete and (bound is None or order(info) >= bound))
             }
         for steps in policy.every_steps:
-            found |= {info.id for info in self._counted if info.id.step % steps == 0}
+            ids |= {info.id for info in self._counted if info.id.step % steps == 0}
         if policy.keep_within:
-            found |= {info.id for info in self._counted if self._is_within(info, policy.keep_within)}
+            ids |= {info.id for info in self._counted if self._is_within(info, policy.keep_within)}
         ranked = [order for best in policy.bests for _, order in self._ranked[best][-best.count :]]
-        spaced = [order for every in policy.every for order, _ in self._spaced[every]]
-        found |= {CheckpointId(*order) for order in (*ranked, *spaced)}
-        return frozenset(found).union(*(alone.kept for alone in self._alone.values()))
+        spaced = [order for span in policy.every for order, _ in self._spaced[span]]
+        ids |= {CheckpointId(*order) for order in (*ranked, *spaced)}
+        return frozenset(ids).union(*(alone.kept for alone in self._alone.values()))
 
     def verdict(self, info: CheckpointInfo) -> Verdict:
         """The verdict over `info`: one of the ranked checkpoints, or another one as if it alone were added to them."""
         verdict = self._verdict(info)
-        for one, ranking in self._alone.items():
-            if verdict.keep or info.id.attempt > one:
+        for attempt, ranking in self._alone.items():
+            if verdict.keep or info.id.attempt > attempt:
                 continue
             alone = ranking._verdict(info)
             if alone.keep:
-                return Verdict(info.id, True, (*alone.reasons, f"launch {one} lives, beside a later one"))
+                return Verdict(info.id, True, (*alone.reasons, f"launch {attempt} lives, beside a later one"))
         return verdict
 
     def _verdict(self, info: CheckpointInfo) -> Verdict:
@@ -161,8 +161,8 @@ class Ranking:
         if newer < self._policy.keep_last:
             why = "quarantined: kept to be looked at" if info.quarantined else HOPED_FOR
             return Verdict(info.id, True, (why,))
-        what = "quarantined" if info.quarantined else "incomplete"
-        return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))
+        state = "quarantined" if info.quarantined else "incomplete"
+        return Verdict(info.id, False, (f"{state}, and {newer} newer complete ones are verified",))
 
     def _reasons(self, info: CheckpointInfo, newer: int) -> Iterator[str]:
         count, within = self._policy.keep_last, self._policy.keep_within
@@ -188,16 +188,16 @@ class Ranking:
                 yield f"every {steps} steps"
 
     def _by_time_or_metric(self, info: CheckpointInfo) -> Iterator[str]:
-        for every in self._policy.every:
-            if self._is_spaced(info, every):
-                yield f"one every {every}"
+        for span in self._policy.every:
+            if self._is_spaced(info, span):
+                yield f"one every {span}"
         for best in self._policy.bests:
             rank = _rank(info, best)
             if rank and (place := 1 + _above(self._ranked[best], rank)) <= best.count:
                 yield f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
 
     def _is_on_path(self, info: CheckpointInfo) -> bool:
-        limit = self._way.get(info.id.attempt, -1)
+        limit = self._chain.get(info.id.attempt, -1)
         return limit is None or info.id.step <= limit
 
     @cached_property
@@ -207,12 +207,12 @@ class Ranking:
     def _is_within(self, info: CheckpointInfo, within: Duration) -> bool:
         return info.created is not None and self._ages.age_s(_order(info), info.created) <= seconds(within)
 
-    def _is_spaced(self, info: CheckpointInfo, every: Duration) -> bool:
+    def _is_spaced(self, info: CheckpointInfo, span: Duration) -> bool:
         # Only older checkpoints that this rule keeps decide, so that pruning others in between changes no verdict.
-        kept = self._spaced[every]
-        before = bisect_left(kept, _order(info), key=lambda one: one[0])
-        last = kept[before - 1][1] if before else None
-        return info.created is not None and _is_apart(info.created, last, every)
+        spaced = self._spaced[span]
+        before = bisect_left(spaced, _order(info), key=lambda pair: pair[0])
+        last = spaced[before - 1][1] if before else None
+        return info.created is not None and _is_span_apart(info.created, last, span)
 
 
 def _rank(info: CheckpointInfo, best: Best) -> tuple[float, Order] | None:
@@ -227,18 +227,18 @@ def _rank(info: CheckpointInfo, best: Best) -> tuple[float, Order] | None:
 _order = operator.attrgetter("order")
 
 
-def _spaced(counted: Sequence[CheckpointInfo], every: Duration) -> Iterator[tuple[Order, datetime]]:
+def _spaced(counted: Sequence[CheckpointInfo], span: Duration) -> Iterator[tuple[Order, datetime]]:
     """The checkpoints that `keep_every` keeps of `counted`, oldest first as `counted` is."""
     last: datetime | None = None
     for info in counted:
-        if info.created is not None and _is_apart(info.created, last, every):
+        if info.created is not None and _is_span_apart(info.created, last, span):
             last = info.created
             yield _order(info), last
 
 
-def _is_apart(created: datetime, last: datetime | None, every: Duration) -> bool:
-    return last is None or abs((created - last).total_seconds()) >= seconds(every)
+def _is_span_apart(created: datetime, last: datetime | None, span: Duration) -> bool:
+    return last is None or abs((created - last).total_seconds()) >= seconds(span)
 
 
-def _above(ascending: list[T], one: T) -> int:
-    return len(ascending) - bisect_right(ascending, one)
+def _above(ascending: list[T], threshold: T) -> int:
+    return len(ascending) - bisect_right(ascending, threshold)

@@ -102,7 +102,7 @@ def decode(data: bytes, run: str, by: str, given: str) -> StoredRetention:
         version = msgspec.json.decode(data, type=_Version).format
         if version > FORMAT or given not in GIVEN:
             raise FormatTooNew(f"{where}: a newer tierd wrote it (format {version})")
-        found = msgspec.json.decode(data, type=_Object)
+        record = msgspec.json.decode(data, type=_Object)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if "unknown field" in str(error):
             raise FormatTooNew(f"{where}: a newer tierd wrote it: {error}") from error
@@ -111,11 +111,11 @@ def decode(data: bytes, run: str, by: str, given: str) -> StoredRetention:
                 f"{where}: it is encrypted with key {key_id}: name its file by the tier's key_file, or --key-file"
             ) from error
         raise ManifestError(f"{where}: {error}") from error
-    if version < 1 or (found.run, found.by, found.given) != (run, by, given):
-        raise ManifestError(f"{where}: it says that it is of {found.run!r} by {found.by!r} ({found.given})")
-    if any(_CONTROL.search(text) for text in (found.host, found.written)):
+    if version < 1 or (record.run, record.by, record.given) != (run, by, given):
+        raise ManifestError(f"{where}: it says that it is of {record.run!r} by {record.by!r} ({record.given})")
+    if any(_CONTROL.search(text) for text in (record.host, record.written)):
         raise ManifestError(f"{where}: a control character")
-    return StoredRetention(run, by, given, found.host, found.written, found.retention, tiers=found.tiers)
+    return StoredRetention(run, by, given, record.host, record.written, record.retention, tiers=record.tiers)
 
 
 def unreadable(run: str, by: str, given: str, error: Exception) -> StoredRetention:

@@ -26,7 +26,7 @@ from tierd.core.timeline.combined_views import (
 )
 from tierd.core.timeline.run_view import RunView, named, run_view_of
 
-_MOST = 5  # items that a message lists
+_LISTED_PLACES = 5  # items that a message lists
 INCOMPLETE = "incomplete: not every rank's part is there"
 QUARANTINED = "quarantined before: some of it was proven corrupt, and no place had it right"
 UNVOUCHED = (
@@ -110,8 +110,8 @@ class RestoreOrder:
         """
         if self.down_to is None:
             return True
-        known = bool(self.origins) and not self.unreached
-        return known and bool(self.candidates) and self.candidates[0].checkpoint >= self.down_to
+        chain_known = bool(self.origins) and not self.unreached
+        return chain_known and bool(self.candidates) and self.candidates[0].checkpoint >= self.down_to
 
     def order(self, checkpoint: CheckpointId) -> tuple[float, CheckpointId]:
         """The sort key by which candidates are tried, largest first."""
@@ -150,22 +150,22 @@ def restore_order(
     isolated = (
         world is not None and len(views) < world
     )  # other ranks do not know of checkpoints that only this node has
-    whole = complete_by_view(views, run)
-    found, complete, hollow = combined(views, whole, run, isolated=isolated)
+    by_view = complete_by_view(views, run)
+    observed, complete, hollow = combined(views, by_view, run, isolated=isolated)
     if world is not None and not everything:  # names alone do not prove that another world size saved a checkpoint
-        hollow = {one for one in hollow if complete[one] != world}
-        complete = {one: size for one, size in complete.items() if one not in hollow}
+        hollow = {checkpoint for checkpoint in hollow if complete[checkpoint] != world}
+        complete = {checkpoint: size for checkpoint, size in complete.items() if checkpoint not in hollow}
     else:
         hollow = set()
-    quarantined = {one for view in views for one in named(run, view.aside)} - complete.keys()
-    known = {*found, *quarantined}
+    quarantined = {checkpoint for view in views for checkpoint in named(run, view.aside)} - complete.keys()
+    existing = {*observed, *quarantined}
     origins = {
         attempt: CheckpointId(run, *origin) if origin else None
         for view in reversed(views)
         for attempt, origin in view.origins.items()
     }
-    line = timeline(known, complete, origins)
-    order, others = line.path, tuple[CheckpointId, ...]()
+    line = timeline(existing, complete, origins)
+    order, same_step = line.path, tuple[CheckpointId, ...]()
     if step is not None or attempt is not None:
         order = tuple(
             checkpoint
@@ -173,43 +173,52 @@ def restore_order(
             if step in (None, checkpoint.step) and attempt in (None, checkpoint.attempt)
         )
         # A requested attempt is ordered by itself, newest first, whether it was abandoned or not.
-        order, others = (order[:1], order[1:]) if step is not None else (tuple(sorted(order, reverse=True)), ())
+        order, same_step = (order[:1], order[1:]) if step is not None else (tuple(sorted(order, reverse=True)), ())
     values = metric_values(views, run)
     numbers, reach = values.get(best.metric, {}) if best else {}, order
     if best is not None:
-        ranked = [one for one in reach if not math.isnan(numbers.get(one, math.nan))]
-        order = tuple(sorted(ranked, key=lambda one: (_score(best, values, one), one), reverse=True))
-    unknown = tuple(one for one in reach if best and one not in numbers)
-    bad = corrupt_metrics(views, run) & set(unknown)
+        ranked = [checkpoint for checkpoint in reach if not math.isnan(numbers.get(checkpoint, math.nan))]
+        order = tuple(
+            sorted(ranked, key=lambda checkpoint: (_score(best, values, checkpoint), checkpoint), reverse=True)
+        )
+    unknown = tuple(checkpoint for checkpoint in reach if best and checkpoint not in numbers)
+    corrupt = corrupt_metrics(views, run) & set(unknown)
     first = order[0] if order else None
     unusable = quarantined | hollow
     if step is None and attempt is None:
-        unusable &= hollow | set(timeline(known, known, origins).path) - set(line.unvouched)
+        unusable &= hollow | set(timeline(existing, existing, origins).path) - set(line.unvouched)
     else:
         unusable = {c for c in unusable if step in (None, c.step) and attempt in (None, c.attempt)}
     # A checkpoint that one rank misses is not lost if another rank has a part of it. A rank's view counts for this only
     # if that view does not itself list the checkpoint as gone.
-    gone = {one for view in views for one in named(run, view.gone)} - complete.keys() - quarantined - hollow
-    if gone:  # this is rare; otherwise it is skipped, because decoding every rank's parts takes long
-        gone -= {one for view in views for one in view.partial(run).keys() - named(run, view.gone)}
-    unvouched = {*line.unvouched, *(one for one in hollow & unusable if best or not first or one > first)}
-    lacking = lacking_ranks(views, whole, complete, world, everything=everything) if world and not isolated else {}
+    missing = (
+        {checkpoint for view in views for checkpoint in named(run, view.gone)} - complete.keys() - quarantined - hollow
+    )
+    if missing:  # this is rare; otherwise it is skipped, because decoding every rank's parts takes long
+        missing -= {checkpoint for view in views for checkpoint in view.partial(run).keys() - named(run, view.gone)}
+    unvouched = {
+        *line.unvouched,
+        *(checkpoint for checkpoint in hollow & unusable if best or not first or checkpoint > first),
+    }
+    lacking = lacking_ranks(views, by_view, complete, world, everything=everything) if world and not isolated else {}
     return RestoreOrder(
-        candidates=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in order),
+        candidates=tuple(
+            Candidate(checkpoint, complete[checkpoint], lacking.get(checkpoint, ())) for checkpoint in order
+        ),
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
         incomplete=tuple(
             sorted(
                 (
-                    one
-                    for one in found - complete.keys() - quarantined - hollow - gone - set(line.unvouched)
-                    if best or not first or one > first
+                    checkpoint
+                    for checkpoint in observed - complete.keys() - quarantined - hollow - missing - set(line.unvouched)
+                    if best or not first or checkpoint > first
                 ),
                 reverse=True,
             )
         ),
         lost=line.lost,
         unreached=tuple(dict.fromkeys(name for view in views for name in view.unreached)),
-        attempts=tuple(sorted({one.attempt for one in known - set(line.unvouched)} | origins.keys())),
+        attempts=tuple(sorted({checkpoint.attempt for checkpoint in existing - set(line.unvouched)} | origins.keys())),
         quarantined=tuple(sorted(unusable & quarantined, reverse=True)),
         alone=tuple(
             f"rank {rank}: {view.alone}" if len(views) > 1 else view.alone
@@ -221,13 +230,15 @@ def restore_order(
         values=values,
         metrics=tuple(sorted({name for view in views for name in view.metrics})),
         whole=frozenset(complete),
-        unread=tuple(one for one in unknown if one not in bad),
-        corrupt=tuple(one for one in unknown if one in bad),
-        gone=tuple(sorted(gone, reverse=True)),
-        unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
+        unread=tuple(checkpoint for checkpoint in unknown if checkpoint not in corrupt),
+        corrupt=tuple(checkpoint for checkpoint in unknown if checkpoint in corrupt),
+        gone=tuple(sorted(missing, reverse=True)),
+        unvouched=tuple(sorted((checkpoint for checkpoint in unvouched if checkpoint not in order), reverse=True)),
         silent=silent_places(views),
-        down_to=max((CheckpointId(run, *one.down_to) for one in views if one.down_to), default=None),
-        same_step=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in others),
+        down_to=max((CheckpointId(run, *view.down_to) for view in views if view.down_to), default=None),
+        same_step=tuple(
+            Candidate(checkpoint, complete[checkpoint], lacking.get(checkpoint, ())) for checkpoint in same_step
+        ),
     )
 
 
@@ -240,25 +251,25 @@ def not_found(
     resume: RestoreOrder, run: str, step: int | None, skipped: list[str], attempt: str | None = None
 ) -> CheckpointNotFound:
     """Make the error that names the request, the skipped checkpoints with reasons, and possible other requests."""
-    asked = f"run {run!r}" if step is None else f"run {run!r} step {step}"
-    asked += f" of attempt {attempt}" if attempt else ""
+    request = f"run {run!r}" if step is None else f"run {run!r} step {step}"
+    request += f" of attempt {attempt}" if attempt else ""
     if resume.goal and resume.whole and not resume.candidates:
         return CheckpointNotFound(
-            f"{asked}: no complete checkpoint of the timeline has a number for the metric {resume.goal.metric!r}; "
+            f"{request}: no complete checkpoint of the timeline has a number for the metric {resume.goal.metric!r}; "
             f"{listed(resume.metrics)}"
         )
-    lines = [f"{asked}: no checkpoint could be verified"] if skipped else [f"{asked}: there is no such checkpoint"]
+    lines = [f"{request}: no checkpoint could be verified"] if skipped else [f"{request}: there is no such checkpoint"]
     lines += [f"  skipped {text}" for text in skipped]
     if (resume.quarantined or resume.gone or resume.unvouched) and not resume.candidates and step is None:
         lines.append(f"  to begin from nothing all the same, give the run another name, or remove it (tierd rm {run})")
-    steps = {one.step for one in resume.whole}
-    if step is not None and step not in steps and (there := steps_there(step, steps)):
-        lines.append(f"  {there}")
+    steps = {checkpoint.step for checkpoint in resume.whole}
+    if step is not None and step not in steps and (hint := steps_there(step, steps)):
+        lines.append(f"  {hint}")
     if resume.lost:
         lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
     if resume.branches:
-        others = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
-        lines.append(f"  not tried, off the timeline: {others}; restore(step=…, attempt=…) asks for one")
+        off_timeline = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
+        lines.append(f"  not tried, off the timeline: {off_timeline}; restore(step=…, attempt=…) asks for one")
     return CheckpointNotFound("\n".join(lines))
 
 
@@ -271,12 +282,14 @@ def because(resume: RestoreOrder, world: int = 1, isolated: int | None = None) -
         isolated: the only rank whose run view was used, if ranks cannot communicate.
     """
     texts = []
-    for why, numbers in list(resume.silent.items())[:_MOST]:
+    for why, numbers in list(resume.silent.items())[:_LISTED_PLACES]:
         ranks = numbers if isolated is None else (isolated,)
-        named = ", ".join(map(str, ranks[:_MOST])) + (f" and {len(ranks) - _MOST} more" if ranks[_MOST:] else "")
-        texts.append(f"rank{'s' * (len(ranks) > 1)} {named} on {why}" if world > 1 else why)
-    more = len(resume.silent) - len(texts)
-    return f" ({'; '.join(texts)}{f'; and {more} more' if more else ''})" if texts else ""
+        rank_list = ", ".join(map(str, ranks[:_LISTED_PLACES])) + (
+            f" and {len(ranks) - _LISTED_PLACES} more" if ranks[_LISTED_PLACES:] else ""
+        )
+        texts.append(f"rank{'s' * (len(ranks) > 1)} {rank_list} on {why}" if world > 1 else why)
+    omitted = len(resume.silent) - len(texts)
+    return f" ({'; '.join(texts)}{f'; and {omitted} more' if omitted else ''})" if texts else ""
 
 
 def own_part(candidate: Candidate, rank: int) -> PartId:

@@ -35,17 +35,17 @@ class Timeline:
 
 
 def timeline(
-    known: Collection[CheckpointId], complete: Collection[CheckpointId], origins: Mapping[str, CheckpointId | None]
+    observed: Collection[CheckpointId], complete: Collection[CheckpointId], origins: Mapping[str, CheckpointId | None]
 ) -> Timeline:
     """Order one run's checkpoints for a resume.
 
     Args:
-        known: every checkpoint that any place shows, complete or not.
+        observed: every checkpoint that any place shows, complete or not.
         complete: the checkpoints of which every rank's part is there.
         origins: by attempt, the checkpoint it resumed from (None: it began from nothing), if a manifest or a head says
             so. The newest attempt in `origins` counts as the newest. If `origins` is empty, the newest name does.
     """
-    steps: dict[str, list[CheckpointId]] = {checkpoint.attempt: [] for checkpoint in known}
+    steps: dict[str, list[CheckpointId]] = {checkpoint.attempt: [] for checkpoint in observed}
     for checkpoint in complete:
         steps[checkpoint.attempt].append(checkpoint)
     path: list[CheckpointId] = []
@@ -58,7 +58,9 @@ def timeline(
         tuple(path),
         branches=tuple(sorted(set(complete) - set(path), reverse=True)),
         lost=last if last not in origins else None,
-        unvouched=tuple(sorted((one for one in known if newest and one.attempt > newest), reverse=True)),
+        unvouched=tuple(
+            sorted((checkpoint for checkpoint in observed if newest and checkpoint.attempt > newest), reverse=True)
+        ),
     )
 
 
@@ -69,12 +71,12 @@ def way(attempt: str, origins: Mapping[str, CheckpointId | None]) -> dict[str, i
         The attempts in order, each with its last step that is on the chain (None: all its steps are). The last attempt
         may be one that `origins` does not contain.
     """
-    found: dict[str, int | None] = {attempt: None}
+    chain: dict[str, int | None] = {attempt: None}
     # The loop ends because every manifest's origin is an earlier attempt (core/manifest_codec.py).
     while origin := origins.get(attempt):
         attempt = origin.attempt
-        found[attempt] = origin.step
-    return found
+        chain[attempt] = origin.step
+    return chain
 
 
 def check_origin(manifest: Manifest, origins: dict[str, CheckpointId | None]) -> None:
@@ -87,9 +89,10 @@ def check_origin(manifest: Manifest, origins: dict[str, CheckpointId | None]) ->
         manifest: of a part that is about to be read.
         origins: by attempt, the origin that its other parts name. The manifest's own is added if there is none yet.
     """
-    others = origins.setdefault(manifest.attempt, manifest.origin)
-    if others != manifest.origin:
+    attempt_origin = origins.setdefault(manifest.attempt, manifest.origin)
+    if attempt_origin != manifest.origin:
         raise ManifestError(
-            f"{manifest.part} goes on from {manifest.origin}, and other parts of its attempt from {others}: they "
+            f"{manifest.part} goes on from {manifest.origin}, and other parts of its attempt from "
+            f"{attempt_origin}: they "
             "do not belong together"
         )

@@ -97,33 +97,33 @@ def decode(data: bytes, run: str, by: str) -> Head:
         raise ManifestError(f"{where}: {error}") from error
     if (head.run, head.by) != (run, by):
         raise ManifestError(f"{where}: it says that it is of {head.run!r} by {head.by!r}")
-    if any(int(one[:12], 16) >= LATEST_MS for one in head.launches):
+    if any(int(attempt[:12], 16) >= LATEST_MS for attempt in head.launches):
         raise ManifestError(f"{where}: it tells of a launch that nobody can have made: of the year 2200 or later")
-    if any(known.resumed_from and known.resumed_from.attempt >= one for one, known in head.launches.items()):
+    if any(launch.resumed_from and launch.resumed_from.attempt >= attempt for attempt, launch in head.launches.items()):
         raise ManifestError(f"{where}: a launch resumes from one that is not earlier")
     return head
 
 
 def together(heads: Iterable[Head]) -> dict[str, Known]:
     """A run's launches according to several heads, each with the newest step that any of them records."""
-    found: dict[str, Known] = {}
+    merged: dict[str, Known] = {}
     for head in heads:
-        for attempt, known in head.launches.items():
-            other = found.get(attempt, known)
-            steps = [one.newest for one in (other, known) if one.newest is not None]
-            found[attempt] = Known(resumed_from=other.resumed_from, newest=max(steps, default=None))
-    return found
+        for attempt, launch in head.launches.items():
+            earlier = merged.get(attempt, launch)
+            steps = [record.newest for record in (earlier, launch) if record.newest is not None]
+            merged[attempt] = Known(resumed_from=earlier.resumed_from, newest=max(steps, default=None))
+    return merged
 
 
 def newest(launches: Mapping[str, Known], run: str) -> CheckpointId | None:
     """The newest complete checkpoint of the newest launch that had one."""
-    whole = {attempt: known.newest for attempt, known in launches.items() if known.newest is not None}
-    return max((CheckpointId(run, attempt, step) for attempt, step in whole.items()), default=None)
+    newest_steps = {attempt: launch.newest for attempt, launch in launches.items() if launch.newest is not None}
+    return max((CheckpointId(run, attempt, step) for attempt, step in newest_steps.items()), default=None)
 
 
 def launches_of(
     complete: Iterable[CheckpointId],
-    known: Iterable[CheckpointId],
+    observed: Iterable[CheckpointId],
     origins: Mapping[str, CheckpointId | None],
     remembered: Mapping[str, Known],
 ) -> dict[str, Known]:
@@ -131,21 +131,21 @@ def launches_of(
 
     Args:
         complete: the checkpoints that are complete in the head's place.
-        known: all checkpoints that any place shows.
+        observed: all checkpoints that any place shows.
         origins: the known origins of launches.
         remembered: the launches in earlier heads of this place. A launch's newest step never decreases.
     """
-    steps = {attempt: one.newest for attempt, one in remembered.items()}
-    for one in complete:
-        steps[one.attempt] = max(one.step, steps.get(one.attempt) or 0)
-    wanted = {one.attempt for one in known}
+    steps = {attempt: record.newest for attempt, record in remembered.items()}
+    for checkpoint in complete:
+        steps[checkpoint.attempt] = max(checkpoint.step, steps.get(checkpoint.attempt) or 0)
+    attempts = {checkpoint.attempt for checkpoint in observed}
     if origins:
-        wanted |= way(max(origins), origins).keys()
-    kept = sorted(wanted & origins.keys(), reverse=True)[:MAX_LAUNCHES]
-    return {attempt: Known(resumed_from=_origin(origins[attempt]), newest=steps.get(attempt)) for attempt in kept}
+        attempts |= way(max(origins), origins).keys()
+    recorded = sorted(attempts & origins.keys(), reverse=True)[:MAX_LAUNCHES]
+    return {attempt: Known(resumed_from=_origin(origins[attempt]), newest=steps.get(attempt)) for attempt in recorded}
 
 
-def successor(heads: Iterable[Head], run: str, by: str, launches: Mapping[str, Known], written: str) -> Head:
+def successor(heads: Iterable[Head], run: str, by: str, launches: Mapping[str, Known], timestamp: str) -> Head:
     """The head that follows the latest of a place's heads."""
     last = last_of(heads)
     return Head(
@@ -154,7 +154,7 @@ def successor(heads: Iterable[Head], run: str, by: str, launches: Mapping[str, K
         by=by,
         counter=min(last.counter + 1, _MAX_COUNTER) if last else 1,
         before=last.digest if last else None,
-        written=written,
+        written=timestamp,
         launches=dict(launches),
     )
 
@@ -165,36 +165,38 @@ def last_of(heads: Iterable[Head]) -> Last | None:
     return Last(last.counter, last.digest) if last else None
 
 
-def seeing(seen: Mapping[str, Last], there: Mapping[str, Last | None]) -> dict[str, Last]:
-    """The last heads on tiers, by URL, that a spool remembers after it read the heads in `there`.
+def seeing(remembered: Mapping[str, Last], current: Mapping[str, Last | None]) -> dict[str, Last]:
+    """The last heads on tiers, by URL, that a spool remembers after it read the heads in `current`.
 
     If a tier has no head any more, the spool keeps the one that it remembered.
     """
-    fresh = {url: last for url, last in there.items() if last}
-    found = {**{url: last for url, last in seen.items() if url not in fresh}, **fresh}
-    return dict(list(found.items())[-_MAX_TIERS:])
+    fresh = {url: last for url, last in current.items() if last}
+    heads = {**{url: last for url, last in remembered.items() if url not in fresh}, **fresh}
+    return dict(list(heads.items())[-_MAX_TIERS:])
 
 
-def rollback(there: Last | None, seen: Last | None, unreadable: str = "") -> str | None:
+def rollback(latest: Last | None, remembered: Last | None, unreadable: str = "") -> str | None:
     """Why a tier's head is older than one observed there before, or can be older; None if it is not older.
 
     This cannot happen in normal operation, because every head has a larger counter than the one before.
 
     Args:
-        there: the latest head that can be read there.
-        seen: the head that was observed there before.
+        latest: the latest head that can be read there.
+        remembered: the head that was observed there before.
         unreadable: why a head there cannot be read; empty if all can be.
     """
-    if seen is None or (there and there.counter >= seen.counter):
+    if remembered is None or (latest and latest.counter >= remembered.counter):
         return None
-    if there is None and unreadable:  # anybody who can put objects there can do this to hide that it is older
+    if latest is None and unreadable:  # anybody who can put objects there can do this to hide that it is older
         return (
-            f"the run's head there cannot be read and was number {seen.counter} before, so nothing shows whether the "
+            f"the run's head there cannot be read and was number {remembered.counter} before, so nothing shows "
+            "whether the "
             f"run's history there is older now: {unreadable}"
         )
-    what = f"number {there.counter}" if there else "gone"
+    state = f"number {latest.counter}" if latest else "gone"
     return (
-        f"the run's head there is {what} and was number {seen.counter} before: somebody deleted there, or put an older "
+        f"the run's head there is {state} and was number {remembered.counter} before: somebody deleted there, or "
+        "put an older "
         "copy in its place"
     )
 

@@ -39,20 +39,20 @@ def launch_steps(
         checkpoints: those that are known.
         remembered: a run's launches according to its heads.
     """
-    found: dict[tuple[str, str], list[Checkpoint]] = {}
-    for one in checkpoints:
-        found.setdefault((one.run, one.attempt), []).append(one)
+    by_launch: dict[tuple[str, str], list[Checkpoint]] = {}
+    for checkpoint in checkpoints:
+        by_launch.setdefault((checkpoint.run, checkpoint.attempt), []).append(checkpoint)
     launches = []
-    heads = {run: remembered(run) for run in {run for run, _ in found}}
-    for (run, attempt), saved in sorted(found.items()):
-        steps = [one.step for one in saved]
-        origin = next((one.resumed_from for one in saved if one.resumed_from), None)
+    heads = {run: remembered(run) for run in {run for run, _ in by_launch}}
+    for (run, attempt), saved in sorted(by_launch.items()):
+        steps = [checkpoint.step for checkpoint in saved]
+        origin = next((checkpoint.resumed_from for checkpoint in saved if checkpoint.resumed_from), None)
         step, _, by = origin.partition(".") if origin else ("", "", "")
-        before = [one.step for one in found.get((run, by), ())]
-        if (known := heads[run].get(by)) and known.newest is not None:
-            before.append(known.newest)
-        lost = max(0, max(before) - int(step)) if before else 0
+        before = [checkpoint.step for checkpoint in by_launch.get((run, by), ())]
+        if (launch := heads[run].get(by)) and launch.newest is not None:
+            before.append(launch.newest)
+        lost_steps = max(0, max(before) - int(step)) if before else 0
         launches.append(
-            LaunchSteps(run, attempt, min(steps), max(steps), int(step) if step else None, by or None, lost)
+            LaunchSteps(run, attempt, min(steps), max(steps), int(step) if step else None, by or None, lost_steps)
         )
     return tuple(launches)

@@ -66,23 +66,27 @@ class Lease(msgspec.Struct, frozen=True):
 
 def leases(inventory: Inventory) -> tuple[Lease, ...]:
     """The leases of every run, in the order of runs, launches and ranks."""
-    found = []
+    entries = []
     for run, trainers in sorted(inventory.spool.alive.items()):
         newest = _newest(inventory, run)
-        for one in trainers:
-            renewed = _text(newest[one.attempt]) if one.attempt in newest else ""
-            found.append(Lease(run, one.attempt, one.rank, one.pid, _text(one.since), renewed))
-    return tuple(found)
+        for trainer in trainers:
+            renewed = _text(newest[trainer.attempt]) if trainer.attempt in newest else ""
+            entries.append(Lease(run, trainer.attempt, trainer.rank, trainer.pid, _text(trainer.since), renewed))
+    return tuple(entries)
 
 
-def held(found: Iterable[Lease]) -> Iterator[str]:
+def held(entries: Iterable[Lease]) -> Iterator[str]:
     """One line per launch, for people."""
-    for (run, attempt), some in itertools.groupby(found, key=lambda one: (one.run, one.attempt)):
-        ranks = list(some)
-        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(str(one.rank) for one in ranks)}"
-        pids = ", ".join(dict.fromkeys(str(one.pid) for one in ranks))
-        last = f", its last checkpoint {max(one.renewed for one in ranks)}" if any(one.renewed for one in ranks) else ""
-        since = min(one.since for one in ranks)
+    for (run, attempt), group in itertools.groupby(entries, key=lambda lease: (lease.run, lease.attempt)):
+        ranks = list(group)
+        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(str(lease.rank) for lease in ranks)}"
+        pids = ", ".join(dict.fromkeys(str(lease.pid) for lease in ranks))
+        last = (
+            f", its last checkpoint {max(lease.renewed for lease in ranks)}"
+            if any(lease.renewed for lease in ranks)
+            else ""
+        )
+        since = min(lease.since for lease in ranks)
         yield f"run {run}: attempt {attempt} saves {who} (process {pids}) since {since}{last}"
 
 
@@ -92,10 +96,10 @@ def unvouched(inventory: Inventory, tier: str, run: str) -> tuple[str, ...]:
     While such names exist, no node prunes the run, because no node can determine which launch is the newest.
     """
     place = inventory.tiers.get(tier)
-    known = inventory.origins(run)
-    newest = max(known, default="")
-    shown = {seen.id.attempt for seen in place.copies(run)} if place else set()
-    return tuple(sorted(attempt for attempt in shown - known.keys() if known and attempt > newest))
+    origins = inventory.origins(run)
+    newest = max(origins, default="")
+    attempts = {copy.id.attempt for copy in place.copies(run)} if place else set()
+    return tuple(sorted(attempt for attempt in attempts - origins.keys() if origins and attempt > newest))
 
 
 def disowning(run: str, attempt: str) -> str:
@@ -116,71 +120,74 @@ def beside(inventory: Inventory, run: str, now_s: float = 0.0) -> tuple[Rival, .
         run: the run.
         now_s: seconds since 1970 by this node's clock, used only to end the leases of earlier launches.
     """
-    here = inventory.spool.alive.get(run, ())
-    if not here:
+    trainers = inventory.spool.alive.get(run, ())
+    if not trainers:
         return ()
-    made = _made(inventory, run)
-    newest = {attempt: times[-1] for attempt, times in made.items()}
-    local = {one.attempt for one in here} | inventory.spool.ended.get(run, frozenset())
-    found = {one.attempt: SPOOL for one in here if _has_rival(one, here)}
+    save_times = _save_times(inventory, run)
+    newest = {attempt: times[-1] for attempt, times in save_times.items()}
+    local = {trainer.attempt for trainer in trainers} | inventory.spool.ended.get(run, frozenset())
+    places = {trainer.attempt: SPOOL for trainer in trainers if _has_rival(trainer, trainers)}
     twins: dict[str, str] = {}
     for name, place in inventory.tiers.items():
-        for seen in place.copies(run) if place else ():
-            other = seen.id.attempt
-            if any(one.attempt == other and _is_foreign(inventory, one.rank, seen) for one in here):
-                found[other], twins[other] = SPOOL, name
-            if other in local:
+        for copy in place.copies(run) if place else ():
+            attempt = copy.id.attempt
+            if any(trainer.attempt == attempt and _is_foreign(inventory, trainer.rank, copy) for trainer in trainers):
+                places[attempt], twins[attempt] = SPOOL, name
+            if attempt in local:
                 continue
-            ranks = frozenset[int]().union(*seen.ranks.values())
-            rivals = [one.attempt for one in here if one.rank in ranks]
-            goes_on = newest.get(other, 0.0) if not _has_ended(made.get(other, ()), now_s) else 0.0
-            rivals = [one for one in rivals if other > one or goes_on > _launched(one)]
-            found |= dict.fromkeys(rivals, SPOOL) | ({other: name} if rivals else {})
-    entries = sorted((attempt, place != SPOOL, place) for attempt, place in (*found.items(), *twins.items()))
+            ranks = frozenset[int]().union(*copy.ranks.values())
+            rivals = [trainer.attempt for trainer in trainers if trainer.rank in ranks]
+            active_until = newest.get(attempt, 0.0) if not _has_ended(save_times.get(attempt, ()), now_s) else 0.0
+            rivals = [rival for rival in rivals if attempt > rival or active_until > _launched(rival)]
+            places |= dict.fromkeys(rivals, SPOOL) | ({attempt: name} if rivals else {})
+    entries = sorted((attempt, place != SPOOL, place) for attempt, place in (*places.items(), *twins.items()))
     return tuple(_described(inventory, run, attempt, place, newest) for attempt, _, place in entries)
 
 
-def _has_ended(made: Sequence[float], now_s: float) -> bool:
+def _has_ended(save_times: Sequence[float], now_s: float) -> bool:
     """Whether the lease of a launch on another node has ended, because it made no checkpoint for too long."""
-    if not made:
+    if not save_times:
         return True
-    between = made[-1] - made[-2] if len(made) > 1 else 0.0
-    return now_s - made[-1] > max(LEASE_S, _INTERVALS * between)
+    between = save_times[-1] - save_times[-2] if len(save_times) > 1 else 0.0
+    return now_s - save_times[-1] > max(LEASE_S, _INTERVALS * between)
 
 
-def _is_foreign(inventory: Inventory, rank: int, seen: CheckpointCopy) -> bool:
+def _is_foreign(inventory: Inventory, rank: int, copy: CheckpointCopy) -> bool:
     """Whether another node wrote a tier's part of `rank`, which also saves on this node for the same attempt.
 
     Another node did if the part differs from the part of that name here. It also did if the part is later than every
     part that this node has committed.
     """
-    for part, theirs in seen.facts.items():
-        own = inventory.spool.facts(part)
+    for part, tier_facts in copy.facts.items():
+        spool_facts = inventory.spool.facts(part)
         if part.rank != rank:
             continue
-        if own is not None and own.created != theirs.created:
+        if spool_facts is not None and spool_facts.created != tier_facts.created:
             return True
-        for last in inventory.spool.committed if own is None else ():  # the newest of each writer here
-            if (last.writer, last.checkpoint.attempt) == (part.writer, seen.id.attempt) and last.checkpoint < seen.id:
+        for last in inventory.spool.committed if spool_facts is None else ():  # the newest of each writer here
+            if (last.writer, last.checkpoint.attempt) == (part.writer, copy.id.attempt) and last.checkpoint < copy.id:
                 newest = inventory.spool.facts(last)  # times decide: a trainer may save a step after a later one
-                return newest is not None and newest.created < theirs.created
+                return newest is not None and newest.created < tier_facts.created
     return False
 
 
 def warning(rivals: Iterable[Rival]) -> str:
     """One line, for people, about the launches that `beside` found."""
-    found = list(rivals)
-    names = ", ".join(map(str, found))
-    if len(found) == 1:  # two of different world sizes on this node
+    launches = list(rivals)
+    names = ", ".join(map(str, launches))
+    if len(launches) == 1:  # two of different world sizes on this node
         return (
-            f"two launches of run {found[0].run} save the same rank of one attempt at the same time: {names}. "
+            f"two launches of run {launches[0].run} save the same rank of one attempt at the same time: {names}. "
             "Stop one, and give each launch an attempt of its own (tierd.new_attempt())"
         )
     text = (
-        f"{len(found)} launches of run {found[0].run} save at the same time: {names}. Stop all but one, because a "
+        f"{len(launches)} launches of run {launches[0].run} save at the same time: {names}. Stop all but one, "
+        "because a "
         "resume goes on from the latest launch alone. Until then each keeps what it would keep alone"
     )
-    if twins := sorted({one.attempt for one in found if [other.attempt for other in found].count(one.attempt) > 1}):
+    if twins := sorted(
+        {launch.attempt for launch in launches if [rival.attempt for rival in launches].count(launch.attempt) > 1}
+    ):
         text += (
             f". Two nodes save the same rank of attempt {', '.join(twins)}, and of a step that both save a tier keeps "
             "one copy: give each launch an attempt of its own (tierd.new_attempt())"
@@ -195,26 +202,35 @@ def live_launches(inventory: Inventory, run: str, place: str) -> frozenset[str]:
     it: the latest launch is on this node too, or the launch saved after the latest one had begun. Otherwise the node of
     the latest launch would not know of it, and would prune again and again the checkpoints that this node sends.
     """
-    here = frozenset(one.attempt for one in inventory.spool.alive.get(run, ()))
-    if not here:
-        return here
-    known = frozenset[str]().union(*(some.run(run).attempts for some in inventory.places.values()))
-    latest, newest, ended = max(known | here), _newest(inventory, run), inventory.spool.ended.get(run, frozenset())
-    late = frozenset(one for one in known - {latest} - ended if newest.get(one, 0.0) > _launched(latest))
-    return late | here if place == SPOOL or latest in here else late
+    local = frozenset(trainer.attempt for trainer in inventory.spool.alive.get(run, ()))
+    if not local:
+        return local
+    attempts = frozenset[str]().union(*(observed.run(run).attempts for observed in inventory.places.values()))
+    latest, newest, ended_launches = (
+        max(attempts | local),
+        _newest(inventory, run),
+        inventory.spool.ended.get(run, frozenset()),
+    )
+    overlapping = frozenset(
+        attempt for attempt in attempts - {latest} - ended_launches if newest.get(attempt, 0.0) > _launched(latest)
+    )
+    return overlapping | local if place == SPOOL or latest in local else overlapping
 
 
-def _has_rival(one: Trainer, here: Iterable[Trainer]) -> bool:
+def _has_rival(trainer: Trainer, trainers: Iterable[Trainer]) -> bool:
     # Several attempts alone prove nothing, because the ranks of a launch that restored begin its next attempt one after
     # another. Only two launches have the same rank twice. They may have one attempt, with different world sizes.
-    return any(other.rank == one.rank and (other.attempt, other.world) != (one.attempt, one.world) for other in here)
+    return any(
+        rival.rank == trainer.rank and (rival.attempt, rival.world) != (trainer.attempt, trainer.world)
+        for rival in trainers
+    )
 
 
 def _described(inventory: Inventory, run: str, attempt: str, place: str, newest: Mapping[str, float]) -> Rival:
-    here = inventory.spool.alive.get(run, ()) if place == SPOOL else ()
-    pids = tuple(one.pid for one in here if one.attempt == attempt)
-    made = newest.get(attempt)
-    last = "" if made is None else _text(made)
+    trainers = inventory.spool.alive.get(run, ()) if place == SPOOL else ()
+    pids = tuple(trainer.pid for trainer in trainers if trainer.attempt == attempt)
+    made_s = newest.get(attempt)
+    last = "" if made_s is None else _text(made_s)
     return Rival(run, attempt, place, pids, last)
 
 
@@ -224,23 +240,23 @@ def _text(moment: float) -> str:
 
 def _newest(inventory: Inventory, run: str) -> dict[str, float]:
     """By launch, the time when its newest checkpoint was made; seconds since 1970 by the clock of its node."""
-    found: dict[str, float] = {}
+    newest: dict[str, float] = {}
     for place in inventory.places.values():
-        for attempt, made in place.run(run).made.items():
-            found[attempt] = max(made, found.get(attempt, 0.0))
-    return found
+        for attempt, made_s in place.run(run).made.items():
+            newest[attempt] = max(made_s, newest.get(attempt, 0.0))
+    return newest
 
 
-def _made(inventory: Inventory, run: str) -> dict[str, list[float]]:
+def _save_times(inventory: Inventory, run: str) -> dict[str, list[float]]:
     """By launch, the times when its checkpoints were made, ascending; seconds since 1970 by the clock of its node."""
-    found: dict[str, dict[CheckpointId, float]] = {}
+    by_launch: dict[str, dict[CheckpointId, float]] = {}
     for place in inventory.places.values():
-        for seen in place.copies(run):
-            if facts := seen.spoken:
-                made = facts.created.timestamp()
-                times = found.setdefault(seen.id.attempt, {})
-                times[seen.id] = max(made, times.get(seen.id, made))
-    return {attempt: sorted(times.values()) for attempt, times in found.items()}
+        for copy in place.copies(run):
+            if facts := copy.spoken:
+                made_s = facts.created.timestamp()
+                times = by_launch.setdefault(copy.id.attempt, {})
+                times[copy.id] = max(made_s, times.get(copy.id, made_s))
+    return {attempt: sorted(times.values()) for attempt, times in by_launch.items()}
 
 
 def _launched(attempt: str) -> float:

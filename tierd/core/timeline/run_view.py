@@ -66,7 +66,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def complete(self, run: str) -> dict[CheckpointId, int]:
         """The complete checkpoints, with their world sizes."""
-        return {one: size for size, steps in self.whole.items() for one in named(run, steps)}
+        return {checkpoint: size for size, steps in self.whole.items() for checkpoint in named(run, steps)}
 
     def partial(self, run: str) -> dict[CheckpointId, dict[int, set[int]]]:
         """The other checkpoints, each with the ranks whose parts are listed, by world size."""
@@ -84,54 +84,56 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -> RunView:
     """The run view of a node that has observed `inventory`, with the values of `metrics`."""
-    own = {seen.id: seen.ranks for seen in inventory.spool.copies(run)}
-    others: dict[CheckpointId, Mapping[int, frozenset[int]]] = {}
+    spool_ranks = {copy.id: copy.ranks for copy in inventory.spool.copies(run)}
+    tier_ranks: dict[CheckpointId, Mapping[int, frozenset[int]]] = {}
     for place in inventory.tiers.values():
-        for seen in place.copies(run) if place else ():
-            others[seen.id] = union(others.get(seen.id, {}), seen.ranks)
-    whole: dict[int, set[CheckpointId]] = defaultdict(set)
+        for copy in place.copies(run) if place else ():
+            tier_ranks[copy.id] = union(tier_ranks.get(copy.id, {}), copy.ranks)
+    complete: dict[int, set[CheckpointId]] = defaultdict(set)
     mixed: set[CheckpointId] = set()
     hollow: set[CheckpointId] = set()
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
-    for checkpoint in sorted({*own, *others}, key=in_order):
-        here, there = own.get(checkpoint, {}), others.get(checkpoint, {})
-        ranks = union(here, there)
+    for checkpoint in sorted({*spool_ranks, *tier_ranks}, key=in_order):
+        in_spool, on_tiers = spool_ranks.get(checkpoint, {}), tier_ranks.get(checkpoint, {})
+        ranks = union(in_spool, on_tiers)
         if sizes := complete_world_sizes(ranks):
             bare = [size for size in sizes if _is_hollow(inventory, checkpoint, size)]
             size = min([size for size in sizes if size not in bare] or sizes)
-            whole[size].add(checkpoint)
+            complete[size].add(checkpoint)
             if size in bare:
                 hollow.add(checkpoint)
-            if size not in (*complete_world_sizes(here), *complete_world_sizes(there)):
+            if size not in (*complete_world_sizes(in_spool), *complete_world_sizes(on_tiers)):
                 mixed.add(checkpoint)
         if not sizes or checkpoint in hollow:
-            pairs = {size: _pairs(found) for size, found in sorted(ranks.items()) if size not in sizes}
+            pairs = {size: _pairs(present) for size, present in sorted(ranks.items()) if size not in sizes}
             parts.setdefault(checkpoint.attempt, {})[checkpoint.step] = pairs
     places = inventory.places.values()
     quarantined = {
         part.checkpoint
         for place in places
         for part in place.quarantined
-        if part.checkpoint.run == run and not any(other.lists(part) for other in places)
+        if part.checkpoint.run == run and not any(other_place.lists(part) for other_place in places)
     }
     origins = inventory.origins(run)
     saved: dict[CheckpointId, dict[int, set[int]]] = {}
     for part in inventory.spool.committed:
         if part.checkpoint.run == run:
             saved.setdefault(part.checkpoint, {}).setdefault(part.world, set()).add(part.rank)
-    some = inventory.sound(run)
-    gone = {
-        one for one, ranks in saved.items() if one not in some or (is_complete(ranks) and not inventory.has_whole(one))
+    sound = inventory.sound(run)
+    missing = {
+        checkpoint
+        for checkpoint, ranks in saved.items()
+        if checkpoint not in sound or (is_complete(ranks) and not inventory.has_whole(checkpoint))
     }
-    if lost := inventory.gone(run):
-        gone |= {lost}
+    if newest_gone := inventory.gone(run):
+        missing |= {newest_gone}
     return RunView(
-        whole={size: _steps(found) for size, found in sorted(whole.items())},
+        whole={size: _steps(checkpoints) for size, checkpoints in sorted(complete.items())},
         hollow=_steps(hollow),
         mixed=_steps(mixed),
         parts=parts,
-        aside=_steps(quarantined - {one for found in whole.values() for one in found}),
-        gone=_steps(gone),
+        aside=_steps(quarantined - {checkpoint for checkpoints in complete.values() for checkpoint in checkpoints}),
+        gone=_steps(missing),
         origins={attempt: (origin.attempt, origin.step) if origin else None for attempt, origin in origins.items()},
         unreached=tuple(
             name
@@ -150,8 +152,8 @@ def cut(view: RunView, run: str, oldest: CheckpointId) -> RunView:
 
     Older checkpoints are removed from `gone`, because a checkpoint that was not observed is not proven lost.
     """
-    left = _steps(one for one in named(run, view.gone) if one >= oldest)
-    return msgspec.structs.replace(view, gone=left, down_to=(oldest.attempt, oldest.step))
+    missing = _steps(checkpoint for checkpoint in named(run, view.gone) if checkpoint >= oldest)
+    return msgspec.structs.replace(view, gone=missing, down_to=(oldest.attempt, oldest.step))
 
 
 def with_gone(view: RunView, run: str, checkpoints: Collection[CheckpointId]) -> RunView:
@@ -161,36 +163,39 @@ def with_gone(view: RunView, run: str, checkpoints: Collection[CheckpointId]) ->
 
 def _is_hollow(inventory: Inventory, checkpoint: CheckpointId, size: int) -> bool:
     """Whether only names show that `size` ranks saved a checkpoint. Anybody may have put objects of such names."""
-    copies = [seen for place in inventory.places.values() if (seen := place.checkpoints.get(checkpoint))]
-    if any(part.world == size for seen in copies for part in seen.facts):
+    copies = [copy for place in inventory.places.values() if (copy := place.checkpoints.get(checkpoint))]
+    if any(part.world == size for copy in copies for part in copy.facts):
         return False
-    defects = [why for seen in copies for part, why in seen.defects.items() if part.world == size]
+    defects = [why for copy in copies for part, why in copy.defects.items() if part.world == size]
     return bool(defects) and not any(isinstance(why, SpoolUnusable) for why in defects)
 
 
 def _speakers(inventory: Inventory, run: str) -> dict[CheckpointId, ManifestFacts]:
     """The facts of rank 0's manifests, quarantined or not, by checkpoint."""
-    found: dict[CheckpointId, ManifestFacts] = {}
+    speakers: dict[CheckpointId, ManifestFacts] = {}
     for place in inventory.places.values():
         quarantined = ((part, facts) for part, facts in place.quarantined.items() if part.checkpoint.run == run)
-        for part, facts in (*quarantined, *(item for seen in place.copies(run) for item in seen.facts.items())):
+        for part, facts in (*quarantined, *(item for copy in place.copies(run) for item in copy.facts.items())):
             if part.rank == 0 and facts:
-                found[part.checkpoint] = facts
-    return found
+                speakers[part.checkpoint] = facts
+    return speakers
 
 
 def _values(inventory: Inventory, run: str, metric: str) -> Values:
     corrupt = {
-        seen.id: CORRUPT
+        copy.id: CORRUPT
         for place in inventory.places.values()
-        for seen in place.copies(run)
-        for part, error in seen.defects.items()
+        for copy in place.copies(run)
+        for part, error in copy.defects.items()
         if part.rank == 0 and isinstance(error, ManifestError)
     }
-    said = {one: metrics_to_json(facts.metrics).get(metric) for one, facts in _speakers(inventory, run).items()}
+    recorded = {
+        checkpoint: metrics_to_json(facts.metrics).get(metric)
+        for checkpoint, facts in _speakers(inventory, run).items()
+    }
     values: Values = {}
-    for one, value in sorted({**corrupt, **said}.items()):
-        values.setdefault(one.attempt, {})[one.step] = value
+    for checkpoint, value in sorted({**corrupt, **recorded}.items()):
+        values.setdefault(checkpoint.attempt, {})[checkpoint.step] = value
     return values
 
 
@@ -198,15 +203,15 @@ def _hides_origin(place: Place, run: str, origins: Mapping[str, CheckpointId | N
     """Whether a disk error hides an attempt's origin. A disk error does not prove that the manifest is absent."""
     return any(
         isinstance(error, SpoolUnusable)
-        for seen in place.copies(run)
-        if seen.id.attempt not in origins
-        for error in seen.defects.values()
+        for copy in place.copies(run)
+        if copy.id.attempt not in origins
+        for error in copy.defects.values()
     )
 
 
 def named(run: str, steps: Steps) -> set[CheckpointId]:
     """The checkpoints that `steps` names."""
-    return {CheckpointId(run, attempt, step) for attempt, found in steps.items() for step in found}
+    return {CheckpointId(run, attempt, step) for attempt, attempt_steps in steps.items() for step in attempt_steps}
 
 
 def ranks_of(pairs: list[int]) -> set[int]:
@@ -215,17 +220,17 @@ def ranks_of(pairs: list[int]) -> set[int]:
 
 
 def _steps(checkpoints: Iterable[CheckpointId]) -> Steps:
-    found: Steps = {}
+    by_attempt: Steps = {}
     for checkpoint in sorted(checkpoints):
-        found.setdefault(checkpoint.attempt, []).append(checkpoint.step)
-    return found
+        by_attempt.setdefault(checkpoint.attempt, []).append(checkpoint.step)
+    return by_attempt
 
 
 def _pairs(ranks: Iterable[int]) -> list[int]:
-    found: list[int] = []
+    pairs: list[int] = []
     for rank in sorted(ranks):
-        if found and found[-1] == rank - 1:
-            found[-1] = rank
+        if pairs and pairs[-1] == rank - 1:
+            pairs[-1] = rank
         else:
-            found += [rank, rank]
-    return found
+            pairs += [rank, rank]
+    return pairs

@@ -55,18 +55,18 @@ class Access:
         """Whether this `Authorization` header has the token, as `Bearer` or as the password of `Basic`."""
         if self._token is None:
             return True
-        return hmac.compare_digest(_shown(authorization or ""), self._token)
+        return hmac.compare_digest(_presented_token(authorization or ""), self._token)
 
 
-def _shown(authorization: str) -> bytes:
+def _presented_token(authorization: str) -> bytes:
     """The token in an `Authorization` header; empty if there is none."""
-    scheme, _, rest = authorization.partition(" ")
+    scheme, _, credentials = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        return rest.strip().encode("utf-8", "replace")
+        return credentials.strip().encode("utf-8", "replace")
     if scheme.lower() != "basic":
         return b""
     try:
-        return base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
     except (binascii.Error, ValueError):
         return b""
 

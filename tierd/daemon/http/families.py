@@ -23,32 +23,32 @@ class Family(NamedTuple):
     means: str
 
 
-_RUN, _TIER, _BOTH = ("run",), ("tier",), ("run", "tier")
+_RUN, _TIER, _RUN_AND_TIER = ("run",), ("tier",), ("run", "tier")
 
 FAMILIES: dict[str, Family] = {
     "tierd_build_info": Family("gauge", ("version", "protocol"), "always 1"),
     "tierd_runs": Family("gauge", (), "runs in the spool; those with the newest launches have series, 100 at most"),
     "tierd_last_durable_step": Family(
         "gauge",
-        _BOTH,
+        _RUN_AND_TIER,
         "step of the newest checkpoint that a tier holds whole and verified; of `local`, of the newest one with a "
         "committed part",
     ),
-    "tierd_last_durable_age_seconds": Family("gauge", _BOTH, "time since that checkpoint was made"),
-    "tierd_pending_parts": Family("gauge", _BOTH, "parts in the spool that the tier lacks and wants"),
-    "tierd_pending_bytes": Family("gauge", _BOTH, "the size of these parts in the spool"),
+    "tierd_last_durable_age_seconds": Family("gauge", _RUN_AND_TIER, "time since that checkpoint was made"),
+    "tierd_pending_parts": Family("gauge", _RUN_AND_TIER, "parts in the spool that the tier lacks and wants"),
+    "tierd_pending_bytes": Family("gauge", _RUN_AND_TIER, "the size of these parts in the spool"),
     "tierd_pending_prunes": Family(
-        "gauge", _BOTH, "copies on the tier that retention gave up and that are still there"
+        "gauge", _RUN_AND_TIER, "copies on the tier that retention gave up and that are still there"
     ),
-    "tierd_flush_seconds": Family("summary", _BOTH, "time to send and verify a part"),
-    "tierd_flush_raw_bytes_total": Family("counter", _BOTH, "the size in the spool of parts that were sent"),
-    "tierd_flush_sent_bytes_total": Family("counter", _BOTH, "bytes sent for them"),
+    "tierd_flush_seconds": Family("summary", _RUN_AND_TIER, "time to send and verify a part"),
+    "tierd_flush_raw_bytes_total": Family("counter", _RUN_AND_TIER, "the size in the spool of parts that were sent"),
+    "tierd_flush_sent_bytes_total": Family("counter", _RUN_AND_TIER, "bytes sent for them"),
     "tierd_save_blocked_seconds": Family(
         "summary", _RUN, "time in which `save` blocked training, of saves handed over"
     ),
     "tierd_save_durable_seconds": Family(
         "summary",
-        _BOTH,
+        _RUN_AND_TIER,
         "time until a checkpoint was durable; `local`: since the call of `save`, of handed-over saves; a tier: since "
         "the daemon saw the checkpoint in the spool",
     ),
@@ -56,12 +56,12 @@ FAMILIES: dict[str, Family] = {
     "tierd_save_failures_total": Family("counter", _RUN, "saves that were given up"),
     "tierd_restores_total": Family("counter", _RUN, "parts that ranks read and verified, to load them"),
     "tierd_restore_fallbacks_total": Family("counter", _RUN, "restores that passed over newer checkpoints"),
-    "tierd_corrupt_copies_total": Family("counter", _BOTH, "copies proven corrupt"),
-    "tierd_repaired_chunks_total": Family("counter", _BOTH, "corrupt or missing chunks that were repaired"),
+    "tierd_corrupt_copies_total": Family("counter", _RUN_AND_TIER, "copies proven corrupt"),
+    "tierd_repaired_chunks_total": Family("counter", _RUN_AND_TIER, "corrupt or missing chunks that were repaired"),
     "tierd_quarantined_copies_total": Family(
-        "counter", _BOTH, "copies quarantined, because no place had the right bytes"
+        "counter", _RUN_AND_TIER, "copies quarantined, because no place had the right bytes"
     ),
-    "tierd_pruned_copies_total": Family("counter", _BOTH, "copies that retention deleted"),
+    "tierd_pruned_copies_total": Family("counter", _RUN_AND_TIER, "copies that retention deleted"),
     "tierd_tier_reachable": Family(
         "gauge", _TIER, "1 if the tier answered the last listing and no request has waited for 20 s, else 0"
     ),

@@ -49,12 +49,12 @@ class Exposition:
         runs = _newest(inventory)
         self._tally.keep(runs)
         self._tally.begin(runs, (SPOOL, *self._reconciler.workers))
-        found = {**self._node(status), **self._places(status, inventory, runs)}
+        samples = {**self._node(status), **self._places(status, inventory, runs)}
         registry = CollectorRegistry()
-        registry.register(_Collected([*self._families(found), *self._processes.collect()]))
+        registry.register(_FixedCollector([*self._families(samples), *self._processes.collect()]))
         return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
 
-    def _families(self, found: Mapping[str, Samples]) -> Iterator[Metric]:
+    def _families(self, samples: Mapping[str, Samples]) -> Iterator[Metric]:
         for name, family in FAMILIES.items():
             if family.kind == "summary":
                 summary = SummaryMetricFamily(name, family.means, labels=family.labels)
@@ -64,31 +64,33 @@ class Exposition:
                 continue
             make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
             metric = make(name, family.means, labels=family.labels)
-            for labels, value in (found[name] if name in found else self._tally.counts[name]).items():
+            for labels, value in (samples[name] if name in samples else self._tally.counts[name]).items():
                 metric.add_metric(labels, value)
             yield metric
 
     def _node(self, status: Status) -> dict[str, Samples]:
         """The metrics that have no label `run`."""
         free, total = self._reconciler.spool.free()
-        severities = Counter(one.severity for one in status.problems)
+        severities = Counter(problem.severity for problem in status.problems)
         alerts = Counter(dict.fromkeys(self._reconciler.workers, 0))
-        alerts.update(one.place for one in status.alerts)
+        alerts.update(alert.place for alert in status.alerts)
         tiers, counters = self._reconciler.tiers, status.counters
         return {
             "tierd_build_info": {(status.version, status.protocol): 1},
             "tierd_runs": {(): len(self._reconciler.inventory().spool.runs)},
-            "tierd_tier_reachable": {(one.name,): one.reached and not one.unanswered for one in status.tiers},
-            "tierd_tier_failed_tries": {(one.name,): one.failures for one in status.tiers},
+            "tierd_tier_reachable": {
+                (tier_status.name,): tier_status.reached and not tier_status.unanswered for tier_status in status.tiers
+            },
+            "tierd_tier_failed_tries": {(tier_status.name,): tier_status.failures for tier_status in status.tiers},
             "tierd_store_requests_total": {
-                (one.name, kind): count
-                for one in status.tiers
-                for kind, count in tiers.requests_by_kind(one.name).items()
+                (tier_status.name, kind): count
+                for tier_status in status.tiers
+                for kind, count in tiers.requests_by_kind(tier_status.name).items()
             },
             "tierd_active_alerts": {(place,): count for place, count in alerts.items()},
             "tierd_alerts_total": {(): counters["alerts"]},
             "tierd_errors_total": {(): counters["errors"]},
-            "tierd_problems": {(one,): severities[one] for one in ("warning", "alert")},
+            "tierd_problems": {(severity,): severities[severity] for severity in ("warning", "alert")},
             "tierd_spool_free_bytes": {(): free},
             "tierd_spool_size_bytes": {(): total},
             "tierd_spool_parts": {(): status.spool_parts},
@@ -98,9 +100,9 @@ class Exposition:
             "tierd_scrub_overdue_copies": {(): status.scrub.due},
             "tierd_scrubbed_bytes_total": {(): counters["scrubbed_bytes"]},
             "tierd_notifications_total": {
-                (one.name, outcome): count
-                for one in status.notify
-                for outcome, count in (("delivered", one.delivered), ("dropped", one.dropped))
+                (notifier.name, outcome): count
+                for notifier in status.notify
+                for outcome, count in (("delivered", notifier.delivered), ("dropped", notifier.dropped))
             },
         }
 
@@ -118,7 +120,7 @@ class Exposition:
                 if facts := copies.seen[newest].spoken:
                     ages[run, name] = max(0.0, time.time() - facts.created.timestamp())
         parts, sizes, prunes = Counter[Labels](), Counter[Labels](), Counter[Labels]()
-        for tier in (one.name for one in status.tiers):
+        for tier in (tier_status.name for tier_status in status.tiers):
             waiting = self._reconciler.backlog.prunes(tier)
             for run in runs:
                 parts[run, tier] = sizes[run, tier] = 0
@@ -136,7 +138,7 @@ class Exposition:
         }
 
 
-class _Collected(Collector):
+class _FixedCollector(Collector):
     """Metrics that were collected already."""
 
     def __init__(self, metrics: list[Metric]) -> None:
@@ -152,5 +154,5 @@ def _newest(inventory: Inventory) -> list[str]:
     return sorted(latest, key=lambda run: (latest[run], run), reverse=True)[:_MOST_RUNS]
 
 
-def _age_order(one: CheckpointId) -> tuple[str, int]:
-    return one.attempt, one.step
+def _age_order(checkpoint: CheckpointId) -> tuple[str, int]:
+    return checkpoint.attempt, checkpoint.step

@@ -81,7 +81,7 @@ class HttpServer:
                     continue
                 try:
                     while len(serving) >= _MOST:
-                        await _one_ended(serving, timings.http_grace_s)
+                        await _await_connection_end(serving, timings.http_grace_s)
                 except asyncio.CancelledError:
                     connection.close()
                     raise
@@ -110,8 +110,8 @@ class HttpServer:
                 continue
             listener.setblocking(False)
             self.address = listener.getsockname()[:2]
-            shown = f"[{self.address[0]}]" if ":" in host else self.address[0]
-            log.info("http: %s://%s:%d/", "https" if self._tls else "http", shown, self.address[1])
+            display_host = f"[{self.address[0]}]" if ":" in host else self.address[0]
+            log.info("http: %s://%s:%d/", "https" if self._tls else "http", display_host, self.address[1])
             return listener
 
     async def _serve(self, connection: socket.socket, protocol: _Connection) -> None:
@@ -136,15 +136,17 @@ class HttpServer:
             return await self._answer(request)
         except Exception as error:  # a bug; the client learns nothing of it
             log.error("http: %s failed", request.path if request.path in _PATHS else "a request", exc_info=error)
-            return _plain(500, "internal error")
+            return _text_response(500, "internal error")
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         if not self._access.is_for_us(request.headers.get("Host")):  # aiohttp refuses a second one
-            return _plain(421, "this server listens on loopback: name it 127.0.0.1 or localhost")
+            return _text_response(421, "this server listens on loopback: name it 127.0.0.1 or localhost")
         if request.method not in ("GET", "HEAD"):
-            return _plain(405, "only GET and HEAD", Allow="GET, HEAD")
+            return _text_response(405, "only GET and HEAD", Allow="GET, HEAD")
         if request.path not in _OPEN and not self._access.is_permitted(request.headers.get("Authorization")):
-            return _plain(401, "a token is needed", **{"WWW-Authenticate": 'Basic realm="tierd", charset="UTF-8"'})
+            return _text_response(
+                401, "a token is needed", **{"WWW-Authenticate": 'Basic realm="tierd", charset="UTF-8"'}
+            )
         assert self._views is not None
         match request.path:
             case "/":
@@ -156,10 +158,10 @@ class HttpServer:
             case "/runs":
                 return _response(200, await self._views.runs.get(), "application/json")
             case "/healthz":
-                return _plain(200, "ok")
+                return _text_response(200, "ok")
             case "/readyz":
-                return _plain(200, "ready") if self._views.is_ready else _plain(503, "not ready")
-        return _plain(404, f"there are {', '.join(_PATHS)}")
+                return _text_response(200, "ready") if self._views.is_ready else _text_response(503, "not ready")
+        return _text_response(404, f"there are {', '.join(_PATHS)}")
 
     def heard(self, event: Event) -> None:
         """Add an event to the metrics."""
@@ -169,9 +171,9 @@ class HttpServer:
 _PATHS = ("/", "/metrics", "/status", "/runs", *_OPEN)
 
 
-async def _one_ended(serving: dict[asyncio.Task[None], _Connection], grace_s: float) -> None:
+async def _await_connection_end(serving: dict[asyncio.Task[None], _Connection], grace_s: float) -> None:
     """Wait until a connection has ended, or end the oldest one that has sent no request within its grace."""
-    silent = next(((task, one) for task, one in serving.items() if not one.asked), None)
+    silent = next(((task, connection) for task, connection in serving.items() if not connection.asked), None)
     left_s = max(0.0, silent[1].since_s + grace_s - asyncio.get_running_loop().time()) if silent else None
     done, _ = await asyncio.wait(serving, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
     if silent and not done and not silent[1].asked:
@@ -217,10 +219,10 @@ class _Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what is no request, without a word of it."""
-        return _plain(status, "not understood")
+        return _text_response(status, "not understood")
 
 
-def _plain(status: int, text: str, **headers: str) -> web.Response:
+def _text_response(status: int, text: str, **headers: str) -> web.Response:
     return _response(status, f"{text}\n".encode(), "text/plain; charset=utf-8", **headers)
 
 

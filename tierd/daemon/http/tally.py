@@ -62,10 +62,10 @@ class Tally:
     def keep(self, runs: Collection[str]) -> None:
         """Forget all runs but these."""
         for counts in self.counts.values():
-            for labels in [one for one in counts if one[0] not in runs]:
+            for labels in [key for key in counts if key[0] not in runs]:
                 del counts[labels]
         for times in self.times.values():
-            for labels in [one for one in times if one[0] not in runs]:
+            for labels in [key for key in times if key[0] not in runs]:
                 del times[labels]
 
     def begin(self, runs: Collection[str], places: Collection[str]) -> None:
@@ -73,7 +73,7 @@ class Tally:
         for name, family in FAMILIES.items():
             if family.kind != "counter" or "run" not in family.labels:
                 continue
-            where = [one for one in places if one != SPOOL or name not in _SENT]  # nothing is sent to the spool
+            where = [place for place in places if place != SPOOL or name not in _SENT]  # nothing is sent to the spool
             for labels in product(runs, where) if "tier" in family.labels else product(runs):
                 self.counts[name].setdefault(labels, 0.0)
 
@@ -86,5 +86,5 @@ class Tally:
 
 
 def _labels(name: str, event: Event) -> Labels:
-    known = {"run": event.run or "", "tier": event.place}
-    return tuple(known[label] for label in FAMILIES[name].labels)
+    label_values = {"run": event.run or "", "tier": event.place}
+    return tuple(label_values[label] for label in FAMILIES[name].labels)

@@ -30,14 +30,14 @@ class Shared:
     def __init__(self, compute: Callable[[], Awaitable[bytes]]) -> None:
         self._compute = compute
         self._lock = asyncio.Lock()
-        self._made, self._answer = -math.inf, b""
+        self._computed_at, self._answer = -math.inf, b""
 
     async def get(self) -> bytes:
         """Return an answer that is at most `_FRESH` seconds old."""
         async with self._lock:
-            if time.monotonic() - self._made >= _FRESH:
+            if time.monotonic() - self._computed_at >= _FRESH:
                 self._answer = await self._compute()
-                self._made = time.monotonic()
+                self._computed_at = time.monotonic()
             return self._answer
 
 

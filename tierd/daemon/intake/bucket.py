@@ -3,7 +3,7 @@
 Invariant: the bucket is only read. A name becomes a path only if it is a safe relative path, and only below a directory
 of this command's own. The bytes of a file are those of one listed object: each request names the object's ETag.
 
-Memory is bounded by `_AT_ONCE` pieces, and disk space by the largest checkpoint.
+Memory is bounded by `_MAX_REQUESTS` pieces, and disk space by the largest checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tierd.watching.layouts import units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
 from tierd.watching.unit import Unit
 
-_PIECE, _AT_ONCE = 8 << 20, 8  # bytes of one request, and requests at a time
-_LAST = "\U0010ffff"  # sorts after each character of a name
+_PIECE, _MAX_REQUESTS = 8 << 20, 8  # bytes of one request, and requests at a time
+_AFTER_ALL_NAMES = "\U0010ffff"  # sorts after each character of a name
 
 
 def split_url(url: StoreUrl) -> tuple[StoreUrl, str | None]:
@@ -57,51 +57,51 @@ class BucketOrigin:
 
     is_brought: ClassVar[bool] = True
 
-    def __init__(self, shown: str, store: ForeignStore, named: str | None, scratch: Path) -> None:
-        self.shown, self.name = shown, named
+    def __init__(self, display_url: str, store: ForeignStore, name: str | None, scratch: Path) -> None:
+        self.shown, self.name = display_url, name
         self._store, self._scratch = store, scratch
         self._base = ""  # of the names that are listed
         self._is_object = False
-        self._found: dict[str, ObjectInfo] = {}  # of the one listing, by path
+        self._listed_objects: dict[str, ObjectInfo] = {}  # of the one listing, by path
         self._paths: list[str] = []  # sorted
         self._listing: Listing | None = None
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    async def at(cls, shown: str, store: ForeignStore, named: str | None, scratch: Path) -> BucketOrigin:
+    async def at(cls, display_url: str, store: ForeignStore, name: str | None, scratch: Path) -> BucketOrigin:
         """Find whether the name is an object, one checkpoint's prefix, or the prefix of several.
 
         Raises:
             CheckpointNotFound: there is no object.
         """
-        found = cls(shown, store, named, scratch)
-        if named is not None and await found._first(f"{named}/") is None:
-            if (await found._exactly(named)) is None:
-                raise CheckpointNotFound(f"{shown}: no object lies there")
-            found._is_object = True
-        elif named is not None and all(unit.path != named for unit in units(await found.listing())):
-            found._rebase(f"{named}/")
-        return found
+        origin = cls(display_url, store, name, scratch)
+        if name is not None and await origin._first_object(f"{name}/") is None:
+            if (await origin._find_object(name)) is None:
+                raise CheckpointNotFound(f"{display_url}: no object lies there")
+            origin._is_object = True
+        elif name is not None and all(unit.path != name for unit in units(await origin.listing())):
+            origin._rebase(f"{name}/")
+        return origin
 
     async def listing(self) -> Listing:
         """List everything once: the whole place may have a million objects, and checkpoints are taken one by one."""
         if self._listing is None:
-            found = await self._objects()
-            texts = {path: await self._text(one) for path, one in found.items() if _is_marker(path, one)}
-            self._take(found, texts)
+            objects = await self._objects()
+            texts = {path: await self._read_text(info) for path, info in objects.items() if _is_marker(path, info)}
+            self._take(objects, texts)
         assert self._listing is not None
         return self._listing
 
-    def _take(self, found: dict[str, ObjectInfo], texts: Mapping[str, str]) -> None:
-        self._found, self._paths = found, sorted(found)
-        self._listing = Listing(entries_of(found), texts)
+    def _take(self, objects: dict[str, ObjectInfo], texts: Mapping[str, str]) -> None:
+        self._listed_objects, self._paths = objects, sorted(objects)
+        self._listing = Listing(entries_of(objects), texts)
 
     def _rebase(self, base: str) -> None:
         """Take the listed objects below a prefix for the place, because no checkpoint has that prefix itself."""
         texts = self._listing.texts if self._listing else {}
         self.name, self._base = None, base
         self._take(
-            {path.removeprefix(base): one for path, one in self._found.items() if path.startswith(base)},
+            {path.removeprefix(base): info for path, info in self._listed_objects.items() if path.startswith(base)},
             {path.removeprefix(base): text for path, text in texts.items() if path.startswith(base)},
         )
 
@@ -114,64 +114,66 @@ class BucketOrigin:
         Markers outside of the unit say nothing of its bytes, so they are not read again.
         """
         prefix = _common(unit)
-        now = {one.key[len(self._base) :]: one async for one in self._store.names(self._base + prefix)}
-        before = self._paths[bisect_left(self._paths, prefix) : bisect_left(self._paths, prefix + _LAST)]
-        if now == {path: self._found[path] for path in before}:
+        now = {info.key[len(self._base) :]: info async for info in self._store.names(self._base + prefix)}
+        before = self._paths[bisect_left(self._paths, prefix) : bisect_left(self._paths, prefix + _AFTER_ALL_NAMES)]
+        if now == {path: self._listed_objects[path] for path in before}:
             return None
         texts = self._listing.texts if self._listing else {}
-        return Listing(entries_of({path: self._found[path] for path in self._found.keys() - before} | now), texts)
+        return Listing(
+            entries_of({path: self._listed_objects[path] for path in self._listed_objects.keys() - before} | now), texts
+        )
 
     async def _objects(self) -> dict[str, ObjectInfo]:
-        found: dict[str, ObjectInfo] = {}
+        objects: dict[str, ObjectInfo] = {}
         prefix = self._base if self.name is None else "" if self._is_object else f"{self.name}/"
-        async with aclosing(self._flat() if self._is_object else self._store.names(prefix)) as names:
-            async for one in names:
-                if len(found) == MAX_NAMES:
+        async with aclosing(self._list_direct_children() if self._is_object else self._store.names(prefix)) as names:
+            async for info in names:
+                if len(objects) == MAX_NAMES:
                     raise ConfigError(f"{self.shown}: more than {MAX_NAMES} objects lie below it; name one checkpoint")
-                found[one.key[len(self._base) :]] = one
+                objects[info.key[len(self._base) :]] = info
         if self.name is not None and not self._is_object:
-            for beside in (*MARKERS, unfinished_marker(self.name)):
-                if (marker := await self._exactly(beside)) is not None:
-                    found[beside] = marker
-        return found
+            for marker_name in (*MARKERS, unfinished_marker(self.name)):
+                if (marker := await self._find_object(marker_name)) is not None:
+                    objects[marker_name] = marker
+        return objects
 
-    async def _flat(self) -> AsyncGenerator[ObjectInfo, None]:
+    async def _list_direct_children(self) -> AsyncGenerator[ObjectInfo, None]:
         """List the objects directly below the listed URL, with one request for each prefix that is passed."""
         after: str | None = ""
         while after is not None:
             start, after = after, None
             async with aclosing(self._store.names("", start)) as names:
-                async for one in names:
-                    directory, slash, _ = one.key.partition("/")
+                async for info in names:
+                    directory, slash, _ = info.key.partition("/")
                     if slash:
-                        after = f"{directory}/{_LAST}"
+                        after = f"{directory}/{_AFTER_ALL_NAMES}"
                         break
-                    yield one
+                    yield info
 
-    async def _first(self, prefix: str) -> ObjectInfo | None:
+    async def _first_object(self, prefix: str) -> ObjectInfo | None:
         async with aclosing(self._store.names(prefix)) as names:
-            async for one in names:
-                return one
+            async for info in names:
+                return info
         return None
 
-    async def _exactly(self, name: str) -> ObjectInfo | None:
-        one = await self._first(name)  # of all names with this prefix it is the first
-        return one if one is not None and one.key == name else None
+    async def _find_object(self, name: str) -> ObjectInfo | None:
+        info = await self._first_object(name)  # of all names with this prefix it is the first
+        return info if info is not None and info.key == name else None
 
-    async def _text(self, found: ObjectInfo) -> str:
-        data = bytearray(found.size)
+    async def _read_text(self, info: ObjectInfo) -> str:
+        data = bytearray(info.size)
         try:
             if data:
-                await self._store.get_range(found, 0, memoryview(data))
+                await self._store.get_range(info, 0, memoryview(data))
         except ObjectNotFound:
             return ""
         return data.decode("utf-8", "replace")
 
     def _same(self, path: str, listed: ListedEntry) -> ObjectInfo:
-        found = self._found.get(path)
-        if found is None or _entry(found) != listed:
+        info = self._listed_objects.get(path)
+        if info is None or _entry(info) != listed:
             raise Changed("it was deleted or replaced meanwhile")
-        return found
+        return info
 
     @contextmanager
     def opened(self, path: str, listed: ListedEntry) -> Iterator[ByteSource]:
@@ -187,8 +189,8 @@ class BucketOrigin:
         try:
             await self._download({path: self._same(path, entries[path]) for path in unit.files})
             with Tree(self._scratch) as tree:
-                there = (await to_the_end(tree.listing)).entries
-                yield tree, {path: there[path] for path in unit.files}
+                downloaded = (await to_the_end(tree.listing)).entries
+                yield tree, {path: downloaded[path] for path in unit.files}
         finally:
             await to_the_end(shutil.rmtree, self._scratch, ignore_errors=True)
 
@@ -202,8 +204,8 @@ class BucketOrigin:
             )
 
     async def _download(self, files: Mapping[str, ObjectInfo]) -> None:
-        for path, found in files.items():
-            await to_the_end(_make, self._scratch / path, found.size)
+        for path, info in files.items():
+            await to_the_end(_make, self._scratch / path, info.size)
 
         async def bring(piece: tuple[str, int, int]) -> None:
             path, offset, length = piece
@@ -214,9 +216,9 @@ class BucketOrigin:
                 raise Changed(f"{path}: it was deleted or replaced meanwhile") from None
             await to_the_end(_write, self._scratch / path, data, offset)
 
-        await each(_AT_ONCE, bring, _pieces(files))
-        for path, found in files.items():
-            os.utime(self._scratch / path, ns=(found.modified_ns, found.modified_ns))
+        await each(_MAX_REQUESTS, bring, _pieces(files))
+        for path, info in files.items():
+            os.utime(self._scratch / path, ns=(info.modified_ns, info.modified_ns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,9 @@ def _common(unit: Unit) -> str:
     if all(path.startswith(f"{unit.path}/") for path in unit.files):
         return f"{unit.path}/"
     first, last = unit.files[0], unit.files[-1]  # sorted, so all others begin as these two do
-    return "".join(one for one, _ in takewhile(lambda two: two[0] == two[1], zip(first, last, strict=False)))
+    return "".join(
+        character for character, _ in takewhile(lambda two: two[0] == two[1], zip(first, last, strict=False))
+    )
 
 
 def entries_of(objects: Mapping[str, ObjectInfo]) -> dict[str, ListedEntry]:
@@ -257,8 +261,8 @@ def entries_of(objects: Mapping[str, ObjectInfo]) -> dict[str, ListedEntry]:
     checkpoint in which it lies is not taken without it. An empty object whose name ends in '/' is a directory.
     """
     entries: dict[str, ListedEntry] = {}
-    for name, found in objects.items():
-        path = name.removesuffix("/") if found.size == 0 else name
+    for name, info in objects.items():
+        path = name.removesuffix("/") if info.size == 0 else name
         if any(step.startswith(OWN) for step in path.split("/")):
             continue
         safe = _safe(path)
@@ -269,14 +273,14 @@ def entries_of(objects: Mapping[str, ObjectInfo]) -> dict[str, ListedEntry]:
             _add(entries, joined(safe, ascii(path[len(safe) :])[:200].replace("/", "|")), ListedEntry("other"))
             _add(entries, safe, ListedEntry("directory"))
         else:
-            _add(entries, path, ListedEntry("directory") if path != name else _entry(found))
+            _add(entries, path, ListedEntry("directory") if path != name else _entry(info))
     entries.pop("", None)
     return entries
 
 
 def _add(entries: dict[str, ListedEntry], path: str, entry: ListedEntry) -> None:
-    known = entries.setdefault(path, entry)
-    if known.kind != entry.kind:
+    existing = entries.setdefault(path, entry)
+    if existing.kind != entry.kind:
         entries[path] = ListedEntry("other")
 
 
@@ -291,18 +295,18 @@ def _safe(path: str) -> str:
     return path
 
 
-def _entry(found: ObjectInfo) -> ListedEntry:
-    return ListedEntry("file", found.size, found.modified_ns, (0, xxhash.xxh3_64_intdigest(found.token.encode())))
+def _entry(info: ObjectInfo) -> ListedEntry:
+    return ListedEntry("file", info.size, info.modified_ns, (0, xxhash.xxh3_64_intdigest(info.token.encode())))
 
 
-def _is_marker(path: str, found: ObjectInfo) -> bool:
-    return path.rpartition("/")[2] in MARKERS and found.size <= MAX_MARKER
+def _is_marker(path: str, info: ObjectInfo) -> bool:
+    return path.rpartition("/")[2] in MARKERS and info.size <= MAX_MARKER
 
 
 def _pieces(files: Mapping[str, ObjectInfo]) -> Iterator[tuple[str, int, int]]:
-    for path, found in files.items():
-        for offset in range(0, found.size, _PIECE):
-            yield path, offset, min(_PIECE, found.size - offset)
+    for path, info in files.items():
+        for offset in range(0, info.size, _PIECE):
+            yield path, offset, min(_PIECE, info.size - offset)
 
 
 def _make(path: Path, size: int) -> None:

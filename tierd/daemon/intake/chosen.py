@@ -48,13 +48,13 @@ class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     newest_attempt: str = ""
     newest_step: int = 0
 
-    def permits(self, one: CheckpointId, made: datetime) -> bool:
+    def permits(self, checkpoint: CheckpointId, created: datetime) -> bool:
         """Whether `prepare` may fetch a checkpoint: it is the chosen one, or was made after the choice."""
-        if (one.step, one.attempt) == (self.step, self.attempt):
+        if (checkpoint.step, checkpoint.attempt) == (self.step, self.attempt):
             return True
         if self.passed_over is not None:
-            return made > self.passed_over
-        return one > CheckpointId(self.run, self.newest_attempt, self.newest_step)
+            return created > self.passed_over
+        return checkpoint > CheckpointId(self.run, self.newest_attempt, self.newest_step)
 
 
 async def put_back_chosen(
@@ -74,26 +74,28 @@ async def put_back_chosen(
     """
     async with alone_in(directory):
         placed, is_newest = [], step is None and attempt is None and best is None
-        known = await _known(stores, run) if is_newest else History()
-        if is_newest and not known.made:  # all that the directory had may be without a step
+        history = await _observe_history(stores, run) if is_newest else History()
+        if is_newest and not history.made:  # all that the directory had may be without a step
             placed = await put_back_each(stores, stepless_run(run), directory, progress)
-        put = placed[0] if placed else await put_back(stores, run, directory, step, attempt, progress, best)
+        restored_unit = placed[0] if placed else await put_back(stores, run, directory, step, attempt, progress, best)
         if is_newest:
             (directory / NAME).unlink(missing_ok=True)
-            placed = placed or [put]
-            newest_made = known.made.get(CheckpointId(run, put.attempt, put.step), NEVER)
+            placed = placed or [restored_unit]
+            newest_made = history.made.get(CheckpointId(run, restored_unit.attempt, restored_unit.step), NEVER)
             for name in (stepless_run(run), run):  # `run` may have versions without a step from before any had one
                 placed += await put_back_each(stores, name, directory, progress, placed=placed, newest=newest_made)
-            return replace(put, beside=tuple(placed[1:]))
-        known = await _known(stores, run)
-        newest = max({*known.made, *known.unread, CheckpointId(run, put.attempt, put.step)})
-        chosen = Chosen(run, put.step, put.attempt, newest_attempt=newest.attempt, newest_step=newest.step)
-        text = msgspec.json.encode(chosen).decode()
+            return replace(restored_unit, beside=tuple(placed[1:]))
+        history = await _observe_history(stores, run)
+        newest = max({*history.made, *history.unread, CheckpointId(run, restored_unit.attempt, restored_unit.step)})
+        rollback = Chosen(
+            run, restored_unit.step, restored_unit.attempt, newest_attempt=newest.attempt, newest_step=newest.step
+        )
+        text = msgspec.json.encode(rollback).decode()
         await to_the_end(write_whole, directory / NAME, text)
-        return put
+        return restored_unit
 
 
-async def _known(stores: Mapping[str, Store], run: str) -> History:
+async def _observe_history(stores: Mapping[str, Store], run: str) -> History:
     return history(await observe_places(None, stores, run, chunks=False), run)
 
 
@@ -106,10 +108,10 @@ def read_chosen(directory: Path, run: str) -> Chosen | None:
     path = directory / NAME
     try:
         with os.fdopen(open_own(path), "rb") as file:
-            found = msgspec.json.decode(file.read(_LONGEST), type=Chosen)
+            rollback = msgspec.json.decode(file.read(_LONGEST), type=Chosen)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not what `tierd restore --into` writes ({error}); remove it") from None
-    is_usable = found.passed_over.tzinfo is not None if found.passed_over else bool(found.newest_attempt)
-    return found if found.run == run and is_usable else None
+    is_usable = rollback.passed_over.tzinfo is not None if rollback.passed_over else bool(rollback.newest_attempt)
+    return rollback if rollback.run == run and is_usable else None

@@ -35,7 +35,7 @@ def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[Di
         if entry is None or entry.kind != "file":
             yield Difference(f"{file.path} is not there", absent=file.path)
             continue
-        since = _written_since(entry, manifest)
+        since = _why_edited(entry, manifest)
         if entry.size != file.size:
             yield Difference(f"{file.path} has {entry.size} bytes, and had {file.size} when it was taken{since}")
             continue
@@ -52,11 +52,11 @@ def _is_right(source: OpenFile, offset: int, chunk: Chunk, path: str) -> bool:
     """Whether a file has a chunk's bytes. Raises UnstableRead, an OSError, if its reads differ from each other."""
 
     def check() -> None:
-        found = digest(source.read(offset, chunk.size))
-        if found != chunk.xxh3_128:
+        actual = digest(source.read(offset, chunk.size))
+        if actual != chunk.xxh3_128:
             source.drop_cached()
             error = CorruptChunk(path)
-            error.read_digest = found
+            error.read_digest = actual
             raise error
 
     try:
@@ -66,7 +66,7 @@ def _is_right(source: OpenFile, offset: int, chunk: Chunk, path: str) -> bool:
     return True
 
 
-def _written_since(entry: ListedEntry, manifest: Manifest) -> str:
+def _why_edited(entry: ListedEntry, manifest: Manifest) -> str:
     """Say if a file was written to after the save; such an edit is no decay of the disk, and a person may want it."""
     at = made_at(entry.mtime_ns)
     return f"; it was written to at {at:%Y-%m-%d %H:%M:%S} UTC, after the save" if at > manifest.created_at else ""

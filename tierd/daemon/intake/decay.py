@@ -28,20 +28,36 @@ from tierd.watching.step_in_name import is_best
 _LOOKED_AT = 8  # of so many newest checkpoints, one is of the unit; each is a read of a tier
 
 
-async def judge_decay(tree: Tree, one: Judged, known: History, listing: Listing, stores: Mapping[str, Store]) -> None:
+async def judge_decay(
+    tree: Tree, judged: Judged, history: History, listing: Listing, stores: Mapping[str, Store]
+) -> None:
     """Judge a unit, of which no checkpoint has all that is there now, as damaged if files of an earlier one decayed."""
-    if one.unit.step is not None or one.checkpoint is not None or one.verdict == "unfinished" or one.unreadable:
+    if (
+        judged.unit.step is not None
+        or judged.checkpoint is not None
+        or judged.verdict == "unfinished"
+        or judged.unreadable
+    ):
         return
-    earlier = [checkpoint for checkpoint, made in known.made.items() if checkpoint.run == one.run and made < one.made]
+    earlier = [
+        checkpoint
+        for checkpoint, created in history.made.items()
+        if checkpoint.run == judged.run and created < judged.made
+    ]
     for checkpoint in sorted(earlier, reverse=True)[:_LOOKED_AT]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), None, stores)
-        if manifest is not None and is_of(one.unit, manifest):
-            await _compare(tree, one, listing, stores, checkpoint, manifest)
+        if manifest is not None and is_of(judged.unit, manifest):
+            await _compare(tree, judged, listing, stores, checkpoint, manifest)
             return
 
 
 async def _compare(
-    tree: Tree, one: Judged, listing: Listing, stores: Mapping[str, Store], checkpoint: CheckpointId, manifest: Manifest
+    tree: Tree,
+    judged: Judged,
+    listing: Listing,
+    stores: Mapping[str, Store],
+    checkpoint: CheckpointId,
+    manifest: Manifest,
 ) -> None:
     about = await recorded_unit(stores, checkpoint)
     modified_ns = about.modified_ns if about else {}
@@ -54,18 +70,18 @@ async def _compare(
 
     def decayed() -> dict[str, str]:
         alone = {file.path: msgspec.structs.replace(manifest, files=(file,)) for file in unchanged}
-        found = ((path, next(differences(tree, listing, only), None)) for path, only in alone.items())
-        return {path: difference.why for path, difference in found if difference is not None}
+        first_differences = ((path, next(differences(tree, listing, only), None)) for path, only in alone.items())
+        return {path: difference.why for path, difference in first_differences if difference is not None}
 
     try:
         reasons = await to_the_end(decayed)
     except (Changed, OSError) as error:
-        one.unreadable, one.verdict = not isinstance(error, Changed), "unknown"
-        one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
+        judged.unreadable, judged.verdict = not isinstance(error, Changed), "unknown"
+        judged.why = f"it cannot be read: {error}" if judged.unreadable else CHANGING
         return
-    cut = [file.path for file in manifest.files if file.path in one.damaged and is_best(file.path)]
-    reasons |= dict.fromkeys(cut, one.why)
+    cut = [file.path for file in manifest.files if file.path in judged.damaged and is_best(file.path)]
+    reasons |= dict.fromkeys(cut, judged.why)
     if reasons:
-        one.verdict, one.why = "damaged", "; ".join([*dict.fromkeys(reasons.values())][:2])
-        one.outgrown, one.decayed = checkpoint, tuple(reasons)
-        one.damaged = tuple(sorted({*one.damaged, *reasons}))
+        judged.verdict, judged.why = "damaged", "; ".join([*dict.fromkeys(reasons.values())][:2])
+        judged.outgrown, judged.decayed = checkpoint, tuple(reasons)
+        judged.damaged = tuple(sorted({*judged.damaged, *reasons}))

@@ -25,42 +25,49 @@ def to_replace(judged: Sequence[Judged]) -> Iterator[Judged]:
     """Yield the units to replace or move, the newest of those that lack files first, and leave those of which a program
     deleted files. What was replaced before is whole.
     """
-    bad = [one for one in judged if one.verdict in _TO_REPLACE]
-    yield from (one for one in bad if not one.absent)
-    for one in sorted((one for one in bad if one.absent), key=lambda one: one.made, reverse=True):
-        if _is_older(one, judged):
-            one.verdict, one.is_shortened = "unknown", True
-            one.why = f"{one.absent[0]} is not there, and newer checkpoints have such a file: its program deletes these"
+    replaceable = [judged_unit for judged_unit in judged if judged_unit.verdict in _TO_REPLACE]
+    yield from (judged_unit for judged_unit in replaceable if not judged_unit.absent)
+    for judged_unit in sorted(
+        (judged_unit for judged_unit in replaceable if judged_unit.absent),
+        key=lambda judged_unit: judged_unit.made,
+        reverse=True,
+    ):
+        if _is_older(judged_unit, judged):
+            judged_unit.verdict, judged_unit.is_shortened = "unknown", True
+            judged_unit.why = (
+                f"{judged_unit.absent[0]} is not there, and newer checkpoints have such a file: its program "
+                "deletes these"
+            )
         else:
-            yield one
+            yield judged_unit
 
 
-def names_absent(tree: Tree, one: Judged, listing: Listing) -> bool:
+def names_absent(tree: Tree, judged: Judged, listing: Listing) -> bool:
     """Whether a pointer in the directory names what a unit lacks."""
-    pointers = [*tree.pointers(may_point(one.unit, listing), listing)]
-    return any(points_to(pointer, part) for part in _absent_entries(one) for pointer in pointers)
+    pointers = [*tree.pointers(may_point(judged.unit, listing), listing)]
+    return any(points_to(pointer, part) for part in _absent_entries(judged) for pointer in pointers)
 
 
-def _absent_entries(one: Judged) -> Iterator[Unit]:
+def _absent_entries(judged: Judged) -> Iterator[Unit]:
     """Yield each entry of the unit's directory that lacks files, as a unit of these."""
-    depth = one.unit.path.count("/") + 1
+    depth = judged.unit.path.count("/") + 1
     entries: dict[str, list[str]] = {}
-    for path in one.absent:
+    for path in judged.absent:
         entries.setdefault("/".join(path.split("/")[:depth]), []).append(path)
-    return (replace(one.unit, path=path, files=tuple(files)) for path, files in entries.items())
+    return (replace(judged.unit, path=path, files=tuple(files)) for path, files in entries.items())
 
 
-def _is_older(one: Judged, judged: Sequence[Judged]) -> bool:
+def _is_older(judged_unit: Judged, judged: Sequence[Judged]) -> bool:
     """Whether newer checkpoints are whole that have a counterpart of each file that a unit lacks."""
-    if one.unit.step is None or one.is_named:
+    if judged_unit.unit.step is None or judged_unit.is_named:
         return False
-    newer = [other for other in judged if other.is_good and _is_newer(other, one)]
-    return has_each(one.absent, [path for other in newer for path in other.unit.files])
+    newer = [sibling for sibling in judged if sibling.is_good and _is_newer(sibling, judged_unit)]
+    return has_each(judged_unit.absent, [path for sibling in newer for path in sibling.unit.files])
 
 
-def _is_newer(other: Judged, one: Judged) -> bool:
-    if other.run != one.run or home_of(other.unit) != home_of(one.unit):
+def _is_newer(sibling: Judged, judged: Judged) -> bool:
+    if sibling.run != judged.run or home_of(sibling.unit) != home_of(judged.unit):
         return False
-    if other.checkpoint is not None and one.checkpoint is not None:
-        return other.checkpoint > one.checkpoint
-    return other.made > one.made
+    if sibling.checkpoint is not None and judged.checkpoint is not None:
+        return sibling.checkpoint > judged.checkpoint
+    return sibling.made > judged.made

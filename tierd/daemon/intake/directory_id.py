@@ -57,7 +57,7 @@ def identify(directory: Path) -> DirectoryId:
         OSError: it cannot be reached.
     """
     try:
-        found = directory.stat()
+        status = directory.stat()
     except FileNotFoundError:
         raise DirectoryAbsent("it does not exist; mount it, make it again, or end this watch") from None
     mount, boot = mount_of(directory), ""
@@ -67,27 +67,27 @@ def identify(directory: Path) -> DirectoryId:
         node=socket.gethostname(),
         boot=boot,
         path=os.fspath(directory),
-        device=found.st_dev,
-        inode=found.st_ino,
+        device=status.st_dev,
+        inode=status.st_ino,
         kind=mount.kind if mount else "",
     )
 
 
-def compare(one: DirectoryId, other: DirectoryId) -> Literal["same", "different", "unknown"]:
+def compare(first: DirectoryId, second: DirectoryId) -> Literal["same", "different", "unknown"]:
     """Tell whether two descriptions are of one directory, as far as that is certain."""
-    here = one.boot == other.boot != ""
-    if here and (one.device, one.inode) == (other.device, other.inode):
+    same_boot = first.boot == second.boot != ""
+    if same_boot and (first.device, first.inode) == (second.device, second.inode):
         return "same"
-    if not here and (one.node, one.path, one.inode) == (other.node, other.path, other.inode):
+    if not same_boot and (first.node, first.path, first.inode) == (second.node, second.path, second.inode):
         return "same"  # the machine was started again, which may give a file system another number
-    if _is_numbered_by_mount(one) or _is_numbered_by_mount(other):
+    if _is_numbered_by_mount(first) or _is_numbered_by_mount(second):
         return "unknown"
-    if one.inode != other.inode:
+    if first.inode != second.inode:
         return "different"
-    if one.kind in _LOCAL and other.kind in _LOCAL:
+    if first.kind in _LOCAL and second.kind in _LOCAL:
         return "different"  # two disks, which begin to number alike
-    return "unknown" if here else "same"  # a machine may mount one export twice
+    return "unknown" if same_boot else "same"  # a machine may mount one export twice
 
 
-def _is_numbered_by_mount(one: DirectoryId) -> bool:
-    return not one.kind or one.kind.startswith("fuse")
+def _is_numbered_by_mount(directory: DirectoryId) -> bool:
+    return not directory.kind or directory.kind.startswith("fuse")

@@ -66,7 +66,7 @@ def writing(directory: Path) -> Iterator[None]:
 async def _locked(path: Path) -> int | None:
     """Wait for the lock, and return its descriptor; None if there can be no lock."""
     waits, until, holder = False, 0.0, (0, 0)
-    while (lock := _opened(path)) is not None:
+    while (lock := _open_lock_file(path)) is not None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), path.stat()):
@@ -92,7 +92,7 @@ async def _locked(path: Path) -> int | None:
     return None
 
 
-def _opened(path: Path) -> int | None:
+def _open_lock_file(path: Path) -> int | None:
     """Open the lock's file, for writing if possible, because NFS locks no other descriptor (flock(2)).
 
     None if this account may not make it. Then it may change nothing in the directory, either. Raises as `open_own`.

@@ -37,7 +37,7 @@ async def put_back_each(
     run: str,
     directory: Path,
     progress: Progress,
-    wanted: Wanted = everything,
+    selects: Wanted = everything,
     placed: Sequence[PutBack] = (),
     *,
     spares_newer: bool = False,
@@ -50,7 +50,7 @@ async def put_back_each(
         run: the run.
         directory: the program's directory. The caller holds it by `alone_in`.
         progress: updated during each restore.
-        wanted: called with the newest checkpoint of a series, the series, and the checkpoint's files; if it returns
+        selects: called with the newest checkpoint of a series, the series, and the checkpoint's files; if it returns
             False, nothing of the series is put back.
         placed: what was put back already.
         spares_newer: whether files are left that were written after all of a checkpoint's.
@@ -61,27 +61,29 @@ async def put_back_each(
         ConfigError, StoreUnavailable, SpoolFull, ManifestError: as `put_back`.
     """
     inventory = await observe_places(None, stores, run, chunks=False)
-    done = {series_of(one.files) for one in placed}
-    paths = {path for one in placed for path in one.files}
-    put, made = list[PutBack](), history(inventory, run).made
-    for one in sorted(restore_candidates(inventory, run).whole, reverse=True):
-        manifest = await first_manifest(PartId(one, 0, 1), None, stores)
-        own = _files(manifest) if manifest else set()
-        if not own or (series := series_of(own)) in done or not paths.isdisjoint(own):
+    placed_series = {series_of(restored_unit.files) for restored_unit in placed}
+    paths = {path for restored_unit in placed for path in restored_unit.files}
+    restored, created = list[PutBack](), history(inventory, run).made
+    for checkpoint in sorted(restore_candidates(inventory, run).whole, reverse=True):
+        manifest = await first_manifest(PartId(checkpoint, 0, 1), None, stores)
+        own_files = _files(manifest) if manifest else set()
+        if not own_files or (series := series_of(own_files)) in placed_series or not paths.isdisjoint(own_files):
             continue
-        if wanted(one, series, own):
+        if selects(checkpoint, series, own_files):
             try:
-                is_newest = made.get(one, NEVER) > newest and all(other.run != run for other in (*placed, *put))
+                is_newest = created.get(checkpoint, NEVER) > newest and all(
+                    restored_unit.run != run for restored_unit in (*placed, *restored)
+                )
                 pointing: Pointing = "always" if is_newest else "if lost"
-                spared, step, attempt = Spared(newer=spares_newer), one.step, one.attempt
-                put.append(
+                spared, step, attempt = Spared(newer=spares_newer), checkpoint.step, checkpoint.attempt
+                restored.append(
                     await put_back(stores, run, directory, step, attempt, progress, pointing=pointing, spared=spared)
                 )
             except CheckpointNotFound:
                 continue  # proven corrupt, so an older one of the series is next
-        done.add(series)
-        paths |= own
-    return put
+        placed_series.add(series)
+        paths |= own_files
+    return restored
 
 
 def _files(manifest: Manifest) -> set[str]:

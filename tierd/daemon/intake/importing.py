@@ -100,7 +100,7 @@ class ImportedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Candidate:
     """A unit with its step, and its files as listed. `left_out` are its twins, which it was listed without."""
 
     unit: Unit
@@ -141,75 +141,77 @@ async def import_units(
         name: await TierObserver(store).observe({run}, {run: (0,)}, chunks=False) for name, store in stores.items()
     }
     listing = await origin.listing()
-    found, refused = await to_the_end(_ordered, origin, listing, step)
-    if not found and not refused:
+    by_step, refused = await to_the_end(_candidates_by_step, origin, listing, step)
+    if not by_step and not refused:
         raise CheckpointNotFound(f"{origin.shown}: no checkpoint of a program that is known lies there")
-    attempt = _attempt(run, places, [candidates[0] for candidates in found])
+    attempt = _attempt(run, places, [candidates[0] for candidates in by_step])
     work = _Import(origin, listing, stores, spool, run, attempt, places)
-    progress.begin(sum(one.size for candidates in found for one in candidates))
-    done: list[ImportedUnit] = []
-    for candidates in found:
+    progress.begin(sum(candidate.size for candidates in by_step for candidate in candidates))
+    imported_units: list[ImportedUnit] = []
+    for candidates in by_step:
         imported: ImportedUnit | None = None
-        for one in candidates:
+        for candidate in candidates:
             if imported is None:
-                imported, why_not = await work.first_sound(one)
+                imported, why_not = await work.first_sound(candidate)
                 refused += why_not
             elif step is None:
-                refused.append(_taken(one.unit.path, one.step, imported.path))
-            progress.done += one.size
+                refused.append(_step_taken(candidate.unit.path, candidate.step, imported.path))
+            progress.done += candidate.size
             progress.on_progress(progress)
-        done += [imported] if imported else []
-    return ImportedRun(run, tuple(done), tuple(refused))
+        imported_units += [imported] if imported else []
+    return ImportedRun(run, tuple(imported_units), tuple(refused))
 
 
-def _taken(path: str, step: int, by: str) -> RefusedUnit:
+def _step_taken(path: str, step: int, by: str) -> RefusedUnit:
     return RefusedUnit(path, "taken", f"step {step} is that of {by}, too; import it alone")
 
 
-def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[list[_Found]], list[RefusedUnit]]:
+def _candidates_by_step(
+    origin: Origin, listing: Listing, step: int | None
+) -> tuple[list[list[_Candidate]], list[RefusedUnit]]:
     """Return the units to import, those of each step together, in the order of steps; and those that have no step."""
     name = origin.name
-    there = units(listing) if name is None else units_of(listing, name) if name in listing.entries else []
-    found: dict[int, list[_Found]] = {}
-    strays = origin.stray(there)
+    listed_units = units(listing) if name is None else units_of(listing, name) if name in listing.entries else []
+    by_step: dict[int, list[_Candidate]] = {}
+    strays = origin.stray(listed_units)
     refused = [RefusedUnit(path, status, f"{path}: {why}") for path, (status, why) in strays.items()]
-    for unit in there:
+    for unit in listed_units:
         try:
             described = describe(unit, lambda path: origin.opened(path, listing.entries[path]))
         except (TierdError, OSError):
             raise
         except Exception as error:
-            refused.append(_unforeseen(unit, error))
+            refused.append(_refuse_unforeseen(unit, error))
             continue
-        own = step if described.step is None and len(there) == 1 else described.step
-        if own is None:
+        unit_step = step if described.step is None and len(listed_units) == 1 else described.step
+        if unit_step is None:
             refused.append(RefusedUnit(unit.path, "stepless", "nothing says its step; import it alone, with --step"))
         else:
             entries = {path: listing.entries[path] for path in unit.files}
-            found.setdefault(own, []).append(_Found(unit, own, described, entries))
-    if step is not None and found and step not in found:
-        raise CheckpointNotFound(f"step {step}: there is no such checkpoint\n  {steps_there(step, list(found))}")
-    if step is not None and found:
-        return [found[step]], [one for one in refused if one.path in strays]
-    return [found[one] for one in sorted(found)], refused
+            by_step.setdefault(unit_step, []).append(_Candidate(unit, unit_step, described, entries))
+    if step is not None and by_step and step not in by_step:
+        raise CheckpointNotFound(f"step {step}: there is no such checkpoint\n  {steps_there(step, list(by_step))}")
+    if step is not None and by_step:
+        return [by_step[step]], [refusal for refusal in refused if refusal.path in strays]
+    return [by_step[key] for key in sorted(by_step)], refused
 
 
-def _attempt(run: str, places: Mapping[str, Place], found: Sequence[_Found]) -> str:
+def _attempt(run: str, places: Mapping[str, Place], candidates: Sequence[_Candidate]) -> str:
     """Return the attempt of a run's imported checkpoints: the one that a tier has, or the one of the oldest unit.
 
     Raises:
         ConfigError: a tier has checkpoints of the run that were not imported.
     """
     token = xxhash.xxh3_64_hexdigest(f"{run}\0import".encode())[:8]
-    known = sorted({attempt for place in places.values() for attempt in place.run(run).attempts})
-    if foreign := [one for one in known if not one.endswith(f"-{token}")]:
+    attempts = sorted({attempt for place in places.values() for attempt in place.run(run).attempts})
+    if foreign := [attempt for attempt in attempts if not attempt.endswith(f"-{token}")]:
         raise ConfigError(
             f"--run {run}: a tier has checkpoints of that run that were not imported (attempt {foreign[0]}), and two "
             "histories do not mix; choose another name"
         )
-    if known:
-        return known[0]
-    oldest = min((one.made for one in found), default=made_at(0))
+    if attempts:
+        return attempts[0]
+    oldest = min((candidate.made for candidate in candidates), default=made_at(0))
     return next_attempt(int(oldest.timestamp() * 1000), (), token)
 
 
@@ -225,53 +227,56 @@ class _Import:
     attempt: str
     places: dict[str, Place]
 
-    async def first_sound(self, one: _Found) -> tuple[ImportedUnit | None, list[RefusedUnit]]:
+    async def first_sound(self, candidate: _Candidate) -> tuple[ImportedUnit | None, list[RefusedUnit]]:
         """Import a unit or, if it is not sound, the unit without one of its twins; and say what was not imported."""
-        whole = await self.unit(one)
-        if isinstance(whole, ImportedUnit):
-            return whole, []
-        for left_out, unit in await to_the_end(list, without_twins(one.unit, self.listing)):
-            entries = {path: one.entries[path] for path in unit.files}
-            found = await self.unit(replace(one, unit=unit, entries=entries, left_out=left_out))
-            if isinstance(found, ImportedUnit):
-                if whole.status == "taken":  # by this same unit, so that the tier has nothing of the twin
-                    return found, [_taken(path, one.step, found.path) for path in left_out]
-                return found, [RefusedUnit(path, whole.status, whole.reason) for path in left_out]
-        return None, [whole]
+        outcome = await self.unit(candidate)
+        if isinstance(outcome, ImportedUnit):
+            return outcome, []
+        for left_out, unit in await to_the_end(list, without_twins(candidate.unit, self.listing)):
+            entries = {path: candidate.entries[path] for path in unit.files}
+            retried = await self.unit(replace(candidate, unit=unit, entries=entries, left_out=left_out))
+            if isinstance(retried, ImportedUnit):
+                if outcome.status == "taken":  # by this same unit, so that the tier has nothing of the twin
+                    return retried, [_step_taken(path, candidate.step, retried.path) for path in left_out]
+                return retried, [RefusedUnit(path, outcome.status, outcome.reason) for path in left_out]
+        return None, [outcome]
 
-    async def unit(self, one: _Found) -> ImportedUnit | RefusedUnit:
+    async def unit(self, candidate: _Candidate) -> ImportedUnit | RefusedUnit:
         """Import a unit, or say why not."""
-        part = PartId(CheckpointId(self.run, self.attempt, one.step), 0, 1)
+        part = PartId(CheckpointId(self.run, self.attempt, candidate.step), 0, 1)
         lacking = []
         for name in self.stores:
-            match await self._compare(name, part, one):
+            match await self._compare(name, part, candidate):
                 case None:
                     lacking.append(name)
                 case False:
-                    other = f"{name} has other files of step {one.step}; import these under another run's name"
-                    return RefusedUnit(one.unit.path, "taken", other)
+                    why = f"{name} has other files of step {candidate.step}; import these under another run's name"
+                    return RefusedUnit(candidate.unit.path, "taken", why)
         sent = 0
         if lacking:
             try:
-                await self._stage(part, one)
+                await self._stage(part, candidate)
             except (Busy, Changed, CorruptChunk) as error:
-                return RefusedUnit(one.unit.path, "changing", str(error))
+                return RefusedUnit(candidate.unit.path, "changing", str(error))
             except ManifestError as error:
-                return RefusedUnit(one.unit.path, "unknown", str(error))
-            except _Unsound as error:
-                return RefusedUnit(one.unit.path, error.status, str(error))
+                return RefusedUnit(candidate.unit.path, "unknown", str(error))
+            except _UnsoundUnit as error:
+                return RefusedUnit(candidate.unit.path, error.status, str(error))
             except (TierdError, OSError):
                 raise
             except Exception as error:
-                return _unforeseen(one.unit, error)
+                return _refuse_unforeseen(candidate.unit, error)
             for name in lacking:
                 sent += await self._send(name, part)
             await to_the_end(self.spool.remove, [part])
         return ImportedUnit(
-            *(one.unit.path, one.unit.layout.program, one.step, self.attempt), one.size, sent, not lacking
+            *(candidate.unit.path, candidate.unit.layout.program, candidate.step, self.attempt),
+            candidate.size,
+            sent,
+            not lacking,
         )
 
-    async def _compare(self, name: str, part: PartId, one: _Found) -> bool | None:
+    async def _compare(self, name: str, part: PartId, candidate: _Candidate) -> bool | None:
         """Return whether a tier's part has the files of a unit, by their sizes and times; None if it has no part."""
         if not self.places[name].has(part):
             return None
@@ -279,47 +284,56 @@ class _Import:
             manifest = await read_manifest(self.stores[name], part)
         except (ObjectNotFound, ManifestError):
             return None
-        wanted = about(one.unit, one.entries, one.described.ranks).encode()
-        found = {file.path: (file.size, file.chunks[0].xxh3_128 if file.chunks else "") for file in manifest.files}
-        sizes = {path: entry.size for path, entry in one.entries.items()}
-        recorded = found.pop(UNIT_NAME, None)
-        return recorded == (len(wanted), digest(wanted)) and {path: size for path, (size, _) in found.items()} == sizes
+        expected = about(candidate.unit, candidate.entries, candidate.described.ranks).encode()
+        tier_files = {file.path: (file.size, file.chunks[0].xxh3_128 if file.chunks else "") for file in manifest.files}
+        sizes = {path: entry.size for path, entry in candidate.entries.items()}
+        recorded = tier_files.pop(UNIT_NAME, None)
+        return (
+            recorded == (len(expected), digest(expected))
+            and {path: size for path, (size, _) in tier_files.items()} == sizes
+        )
 
-    async def _stage(self, part: PartId, one: _Found) -> None:
-        """Check a unit, and commit it to the spool; raises `_Unsound`, and as `stage_unit`."""
-        if one.unit.missing:
-            raise _Unsound("incomplete", f"{one.unit.path}: {one.unit.missing}")
+    async def _stage(self, part: PartId, candidate: _Candidate) -> None:
+        """Check a unit, and commit it to the spool; raises `_UnsoundUnit`, and as `stage_unit`."""
+        if candidate.unit.missing:
+            raise _UnsoundUnit("incomplete", f"{candidate.unit.path}: {candidate.unit.missing}")
         # Files that this command made are linked, also those that a program would write again under their names.
-        unit = replace(one.unit, step=one.step) if self.origin.is_brought else one.unit
-        async with self.origin.brought(one.unit, one.entries) as (tree, entries):
-            await to_the_end(_inspect, tree, one.unit, entries)
+        unit = replace(candidate.unit, step=candidate.step) if self.origin.is_brought else candidate.unit
+        async with self.origin.brought(candidate.unit, candidate.entries) as (tree, entries):
+            await to_the_end(_inspect, tree, candidate.unit, entries)
             with self.spool.stage(part) as stage:
-                ranks = one.described.ranks
+                ranks = candidate.described.ranks
                 staged = await to_the_end(stage_unit, tree, unit, entries, ranks, (), stage, lambda: None)
-                if (after := await self.origin.again(one.unit)) is not None:
-                    _check_unchanged(one, after)
-                made = Manifest.of(part, None, one.described.metrics, one.made, __version__, staged.files)
-                await to_the_end(stage.commit, made)
+                if (after := await self.origin.again(candidate.unit)) is not None:
+                    _check_unchanged(candidate, after)
+                manifest = Manifest.of(
+                    part, None, candidate.described.metrics, candidate.made, __version__, staged.files
+                )
+                await to_the_end(stage.commit, manifest)
 
     async def _send(self, name: str, part: PartId) -> int:
         store = self.stores[name]
         base, worn_out = await base_of(store, self.places[name], part)
-        done = await flush(self.spool, part, Route(store), base=base, worn_out=worn_out)
-        self.places[name] = self.places[name].adding(part, done.facts)
-        log.info("%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, done.raw, done.stored, done.sent)
-        return done.sent
+        flushed = await flush(self.spool, part, Route(store), base=base, worn_out=worn_out)
+        self.places[name] = self.places[name].adding(part, flushed.facts)
+        log.info(
+            "%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, flushed.raw, flushed.stored, flushed.sent
+        )
+        return flushed.sent
 
 
-def _unforeseen(unit: Unit, error: Exception) -> RefusedUnit:
+def _refuse_unforeseen(unit: Unit, error: Exception) -> RefusedUnit:
     """Refuse a unit for an error that nobody foresaw, so that the others are imported."""
     log.debug("%s: not imported", unit.path, exc_info=error)
     return RefusedUnit(unit.path, "unreadable", f"{unit.path}: {type(error).__name__}: {error}")
 
 
-def _check_unchanged(one: _Found, after: Listing) -> None:
-    after = without(one.left_out, after)
-    again = next((unit for unit in units(after) if unit.path == one.unit.path), one.unit)
-    if again.files != one.unit.files or any(after.entries.get(path) != entry for path, entry in one.entries.items()):
+def _check_unchanged(candidate: _Candidate, after: Listing) -> None:
+    after = without(candidate.left_out, after)
+    relisted = next((unit for unit in units(after) if unit.path == candidate.unit.path), candidate.unit)
+    if relisted.files != candidate.unit.files or any(
+        after.entries.get(path) != entry for path, entry in candidate.entries.items()
+    ):
         raise Changed("it was written to, renamed or deleted")
 
 
@@ -327,13 +341,13 @@ def _inspect(tree: Tree, unit: Unit, entries: Entries) -> None:
     def opened(path: str) -> AbstractContextManager[ByteSource]:
         return tree.opened(path, entries[path])
 
-    found = inspect_unit(unit, {path: entry.size for path, entry in entries.items()}, opened, tree.unfollowed)
-    if found.status != "sound":
-        why = "; ".join(f"{each.file}: {each.reason}" for each in found.findings[:3])
-        raise _Unsound(found.status, why or "no format that can be checked")
+    inspected = inspect_unit(unit, {path: entry.size for path, entry in entries.items()}, opened, tree.unfollowed)
+    if inspected.status != "sound":
+        why = "; ".join(f"{finding.file}: {finding.reason}" for finding in inspected.findings[:3])
+        raise _UnsoundUnit(inspected.status, why or "no format that can be checked")
 
 
-class _Unsound(Exception):
+class _UnsoundUnit(Exception):
     """A unit is not sound; `status` is that of its inspection."""
 
     def __init__(self, status: str, why: str) -> None:

@@ -132,10 +132,11 @@ async def put_back(
 
 def _check_watched(manifest: Manifest) -> None:
     if not any(file.path == UNIT_NAME for file in manifest.files):
-        one = manifest.part.checkpoint
+        checkpoint = manifest.part.checkpoint
         raise NotWatched(
-            f"run {one.run!r} step {one.step}: no `tierd watch` took it, so it has no place in a directory; "
-            f"`tierd restore URL --run {one.run} --to EMPTY` gives its files"
+            f"run {checkpoint.run!r} step {checkpoint.step}: no `tierd watch` took it, so it has no place in a "
+            "directory; "
+            f"`tierd restore URL --run {checkpoint.run} --to EMPTY` gives its files"
         )
 
 
@@ -144,16 +145,16 @@ def place(
 ) -> PutBack:
     """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
     home = Path(exported.directories[0])
-    about = _described(home, exported)
+    about = _read_description(home, exported)
     files = _files(home, about)
-    if taken := sorted(spared.whole & {*files}):
+    if occupied := sorted(spared.whole & {*files}):
         remove(target)
-        raise PlaceTaken(f"{directory / taken[0]}: another checkpoint that is whole lies there")
+        raise PlaceTaken(f"{directory / occupied[0]}: another checkpoint that is whole lies there")
     names = _names(directory, about, files) if spared.but is None else sorted({*spared.but} & {*files})
     if spared.newer:
         names = [name for name in names if not _is_newer(directory / name, about)]
-    was_there = [swap_in(home / name, directory, name) for name in names]
-    named = _point(directory, about, files, pointing)
+    replaced_paths = [swap_in(home / name, directory, name) for name in names]
+    pointer_paths = _point(directory, about, files, pointing)
     remove(target)
     return PutBack(
         run=exported.run,
@@ -164,8 +165,8 @@ def place(
         size=exported.size,
         tiers=exported.tiers,
         skipped=exported.skipped,
-        moved=tuple(path for path in was_there if path is not None),
-        pointers=tuple(named),
+        moved=tuple(path for path in replaced_paths if path is not None),
+        pointers=tuple(pointer_paths),
         files=tuple(files),
     )
 
@@ -175,10 +176,10 @@ def _point(directory: Path, about: UnitFile, files: Sequence[str], pointing: Poi
     recorded = recorded_or_known(about, files)
     if pointing == "if lost":
         return write_lost(directory, recorded)
-    named = recorded if pointing == "always" else []
-    for pointer in named:
+    pointers = recorded if pointing == "always" else []
+    for pointer in pointers:
         write_pointer(directory, pointer)
-    return [pointer.path for pointer in named]
+    return [pointer.path for pointer in pointers]
 
 
 def _clear(target: Path) -> None:
@@ -186,7 +187,7 @@ def _clear(target: Path) -> None:
         remove(target)  # what an interrupted command had not put in place yet
 
 
-def _described(home: Path, exported: Exported) -> UnitFile:
+def _read_description(home: Path, exported: Exported) -> UnitFile:
     where = f"run {exported.run!r} step {exported.step}"
     data = (home / UNIT_NAME).read_bytes()
     if len(exported.directories) > 1 or len(data) > MAX_SIZE:
@@ -196,17 +197,21 @@ def _described(home: Path, exported: Exported) -> UnitFile:
 
 def _files(home: Path, about: UnitFile) -> list[str]:
     """Return the paths of a unit's files, with their times set; all lie in the directory in which the unit lies."""
-    own = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and path.parent != home}
-    own |= {path.name for path in home.iterdir() if path.is_file()} - {UNIT_NAME, "manifest.json"}
-    entries = _entries(about, own)
+    own_paths = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and path.parent != home}
+    own_paths |= {path.name for path in home.iterdir() if path.is_file()} - {UNIT_NAME, "manifest.json"}
+    entries = _entries(about, own_paths)
     # Files beside each other, or the directory that is named, or all that has no step.
-    is_unit = entries == own or about.path in entries or about.path.rpartition("/")[2] == WITHOUT_STEP
-    if own != set(about.modified_ns) or not is_unit or not all(path.startswith(_top(about)) for path in own):
+    is_unit = entries == own_paths or about.path in entries or about.path.rpartition("/")[2] == WITHOUT_STEP
+    if (
+        own_paths != set(about.modified_ns)
+        or not is_unit
+        or not all(path.startswith(_top(about)) for path in own_paths)
+    ):
         raise ManifestError(f"{home / UNIT_NAME}: it describes other files than its checkpoint has")
-    for path in own:
+    for path in own_paths:
         modified_ns = about.modified_ns[path]
         os.utime(home / path, ns=(modified_ns, modified_ns))  # so that a watch knows it again
-    return sorted(own)
+    return sorted(own_paths)
 
 
 def _names(directory: Path, about: UnitFile, files: Sequence[str]) -> list[str]:
@@ -219,12 +224,12 @@ def _names(directory: Path, about: UnitFile, files: Sequence[str]) -> list[str]:
 
 def _without_others(directory: Path, name: str, files: Sequence[str]) -> Iterator[str]:
     """Yield an entry, or, if it is a directory without a step that has others' files now, the entries in it."""
-    there = directory / name
-    own = {path for path in files if path.startswith(f"{name}/")}
-    inside = (path for path in there.rglob("*") if own and not there.is_symlink() and not path.is_dir())
-    has_others = any(str(path.relative_to(directory)) not in own for path in inside)
-    if has_others and directory_step(there.name) is None:
-        for entry in {f"{name}/{path[len(name) + 1 :].partition('/')[0]}" for path in own}:
+    entry_path = directory / name
+    own_paths = {path for path in files if path.startswith(f"{name}/")}
+    inside = (path for path in entry_path.rglob("*") if own_paths and not entry_path.is_symlink() and not path.is_dir())
+    has_foreign_files = any(str(path.relative_to(directory)) not in own_paths for path in inside)
+    if has_foreign_files and directory_step(entry_path.name) is None:
+        for entry in {f"{name}/{path[len(name) + 1 :].partition('/')[0]}" for path in own_paths}:
             yield from _without_others(directory, entry, files)
     else:
         yield name

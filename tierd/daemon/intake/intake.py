@@ -82,36 +82,45 @@ class Intake:
     def busy(self) -> bool:
         """Whether a directory holds a unit that may still be taken."""
         appear_s = self._reconciler.timings.appear_s
-        return any(one not in self._watching or not self._watching[one].is_at_rest(appear_s) for one in self._wanted())
+        return any(
+            watch not in self._watching or not self._watching[watch].is_at_rest(appear_s)
+            for watch in self._watches_to_run()
+        )
 
-    def _wanted(self) -> dict[WatchConfig, bool]:
+    def _watches_to_run(self) -> dict[WatchConfig, bool]:
         """Return the watches that are to be at work, and whether each takes only the units without a step."""
-        wanted = dict.fromkeys(self._reconciler.config.watch, False)
+        watches = dict.fromkeys(self._reconciler.config.watch, False)
         for watch in self._reconciler.config.watch:
             if watch in self._watching and self._watching[watch].leaves_stepless:
-                wanted[structs.replace(watch, run=stepless_run(watch.run))] = True
-        return wanted
+                watches[structs.replace(watch, run=stepless_run(watch.run))] = True
+        return watches
 
     @property
     def failure(self) -> TierdError | None:
         """Why a directory cannot be watched, after some tries; at once if its run is another program's."""
-        for one in self._watching.values():
-            if isinstance(one.error, RunNotWatched):
-                return one.error
-            if one.error is not None and one.has_failed(self._reconciler.timings.appear_s):
-                return StoreRefused(f"{one.watch.directory}: it cannot be watched: {one.error}")
+        for active_watch in self._watching.values():
+            if isinstance(active_watch.error, RunNotWatched):
+                return active_watch.error
+            if active_watch.error is not None and active_watch.has_failed(self._reconciler.timings.appear_s):
+                return StoreRefused(f"{active_watch.watch.directory}: it cannot be watched: {active_watch.error}")
         return None
 
     @property
     def refused(self) -> tuple[str, ...]:
         """The units that are not taken as they are, as paths."""
-        return tuple(f"{one.watch.directory}/{path}" for one in self._watching.values() for path in one.refused)
+        return tuple(
+            f"{active_watch.watch.directory}/{path}"
+            for active_watch in self._watching.values()
+            for path in active_watch.refused
+        )
 
     @property
     def untaken(self) -> tuple[str, ...]:
         """The directories of which nothing was ever taken, in words that say why."""
         return tuple(
-            nothing_taken(self._reconciler.watches[one.watch.run]) for one in self._watching.values() if one.is_untaken
+            nothing_taken(self._reconciler.watches[active_watch.watch.run])
+            for active_watch in self._watching.values()
+            if active_watch.is_untaken
         )
 
     async def run(self) -> None:
@@ -119,39 +128,39 @@ class Intake:
         asked_s = time.monotonic()
         try:
             while True:
-                wanted = self._wanted()
-                for watch in self._watching.keys() - wanted.keys():
+                watches = self._watches_to_run()
+                for watch in self._watching.keys() - watches.keys():
                     await self._end(self._watching.pop(watch))
                     self._reconciler.journal.worked(("watch", watch.run))  # end the alert of a watch that was removed
-                for watch, stepless in wanted.items():
+                for watch, stepless in watches.items():
                     if watch not in self._watching:
-                        one = self._watching[watch] = WatchAtWork(watch, stepless)
-                        one.task = asyncio.ensure_future(self._watch(one))
+                        active_watch = self._watching[watch] = WatchAtWork(watch, stepless)
+                        active_watch.task = asyncio.ensure_future(self._watch(active_watch))
                 before_s, asked_s = asked_s, time.monotonic()
-                for one in self._watching.values():
-                    if one.has_hung(asked_s - before_s):
-                        self._report_silence(one)
+                for active_watch in self._watching.values():
+                    if active_watch.has_hung(asked_s - before_s):
+                        self._report_silence(active_watch)
                 await asyncio.sleep(1.0)
         finally:
-            await asyncio.gather(*(self._end(one) for one in self._watching.values()))
+            await asyncio.gather(*(self._end(active_watch) for active_watch in self._watching.values()))
 
-    async def _end(self, one: WatchAtWork) -> None:
-        one.ending = True
-        forget(self._reconciler, one)
-        if one.task is not None:
-            one.task.cancel()
-            await asyncio.gather(one.task, return_exceptions=True)
+    async def _end(self, active_watch: WatchAtWork) -> None:
+        active_watch.ending = True
+        forget(self._reconciler, active_watch)
+        if active_watch.task is not None:
+            active_watch.task.cancel()
+            await asyncio.gather(active_watch.task, return_exceptions=True)
 
-    async def _watch(self, one: WatchAtWork) -> None:
-        run = one.watch.run
+    async def _watch(self, active_watch: WatchAtWork) -> None:
+        run = active_watch.watch.run
         await self._observe(run, list(self._reconciler.workers))
         who, timings = self._reconciler.tiers.who, self._reconciler.timings
         taker = Taker(run, who, self._find_first, timings)
-        others = OtherWatches(run, who, self._reconciler.spool, self._find_first, timings)
-        signs = (taker.keep_renewing(), others.keep_renewing(lambda: one.idle))
+        other_watches = OtherWatches(run, who, self._reconciler.spool, self._find_first, timings)
+        signs = (taker.keep_renewing(), other_watches.keep_renewing(lambda: active_watch.idle))
         renewing = [asyncio.ensure_future(sign) for sign in signs]
         try:
-            await self._observe_for_ever(one, taker, others)
+            await self._observe_for_ever(active_watch, taker, other_watches)
         finally:
             for task in renewing:
                 task.cancel()
@@ -159,90 +168,92 @@ class Intake:
             try:
                 await taker.release()
             finally:
-                await others.end()
+                await other_watches.end()
 
-    async def _observe_for_ever(self, one: WatchAtWork, taker: Taker, others: OtherWatches) -> None:
-        run = one.watch.run
+    async def _observe_for_ever(self, active_watch: WatchAtWork, taker: Taker, other_watches: OtherWatches) -> None:
+        run = active_watch.watch.run
         reports = ToReconciler(self._reconciler, run)
         watch: UnitWatch | None = None
-        log.info("watching %s as run %s", one.watch.directory, run)
+        log.info("watching %s as run %s", active_watch.watch.directory, run)
         while True:
             self._stay_interested(run)
             try:
                 if watch is None:
                     await self._check_run(run)
-                    watch = await run_in(one, self._make, one, reports)
-                directory = await run_in(one, identify, Path(one.watch.directory))
-                await self._appeared(one)
-                if alone := await others.may_go_on(directory, time.monotonic()):
-                    await self._observe_watch(one, watch, taker)
+                    watch = await run_in(active_watch, self._make, active_watch, reports)
+                directory = await run_in(active_watch, identify, Path(active_watch.watch.directory))
+                await self._take_up_directory(active_watch)
+                if alone := await other_watches.may_go_on(directory, time.monotonic()):
+                    await self._observe_watch(active_watch, watch, taker)
                     await self._share_pins(run, but=await watch.pins.share(*self._on_every_tier()))
-                one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
-                one.leaves_stepless = one.leaves_stepless or watch.leaves_stepless
-                report(self._reconciler, one, watch, others.awaited)
+                active_watch.idle, active_watch.tries, active_watch.error = alone and not watch.waiting, 0, None
+                active_watch.leaves_stepless = active_watch.leaves_stepless or watch.leaves_stepless
+                report(self._reconciler, active_watch, watch, other_watches.awaited)
                 rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.waiting)
             except DirectoryAbsent as error:
-                rest_s = self._wait_for(one, error, is_new=watch is None or watch.is_new)
+                rest_s = self._wait_for(active_watch, error, is_new=watch is None or watch.is_new)
             except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
                 if not isinstance(error, OSError | StoreRefused | ConfigError):
-                    log.exception("%s: a look failed", one.watch.directory)
-                rest_s = self._failed(one, error)
+                    log.exception("%s: a look failed", active_watch.watch.directory)
+                rest_s = self._failed(active_watch, error)
             else:
                 self._reconciler.journal.worked(("watch", run))
             await asyncio.sleep(rest_s)
 
-    async def _appeared(self, one: WatchAtWork) -> None:
+    async def _take_up_directory(self, active_watch: WatchAtWork) -> None:
         """Take up a directory that exists. One that appeared only now is compared with the spool and the tiers, as all
         are at the daemon's start, because it may be a link into one of them.
         """
-        if one.awaited_s is not None and not one.was_there:
+        if active_watch.awaited_s is not None and not active_watch.was_there:
             await check_apart(self._reconciler.config)
-        if isinstance(one.error, DirectoryAbsent):
-            one.awaited_s = time.monotonic()
-            log.info("%s is there now, and is watched", one.watch.directory)
-        one.was_there = True
+        if isinstance(active_watch.error, DirectoryAbsent):
+            active_watch.awaited_s = time.monotonic()
+            log.info("%s is there now, and is watched", active_watch.watch.directory)
+        active_watch.was_there = True
 
-    def _wait_for(self, one: WatchAtWork, error: DirectoryAbsent, *, is_new: bool) -> float:
+    def _wait_for(self, active_watch: WatchAtWork, error: DirectoryAbsent, *, is_new: bool) -> float:
         """Wait for a directory, and return the seconds until the next try. One that existed before may be a mount that
         is missing, which is a failure; a program has yet to make any other.
         """
-        fresh, one.idle = not isinstance(one.error, DirectoryAbsent), False
+        fresh, active_watch.idle = not isinstance(active_watch.error, DirectoryAbsent), False
         if fresh:
-            one.awaited_s = time.monotonic()
-        if one.was_there or not is_new:
-            return self._failed(one, error)
-        directory, timings = one.watch.directory, self._reconciler.timings
-        one.error = DirectoryAbsent("it does not exist; name the directory that the program writes to, or make it")
-        report_absent(self._reconciler, one)
+            active_watch.awaited_s = time.monotonic()
+        if active_watch.was_there or not is_new:
+            return self._failed(active_watch, error)
+        directory, timings = active_watch.watch.directory, self._reconciler.timings
+        active_watch.error = DirectoryAbsent(
+            "it does not exist; name the directory that the program writes to, or make it"
+        )
+        report_absent(self._reconciler, active_watch)
         if fresh:
             log.info("%s does not exist yet: waiting for it; --until-idle waits %g s", directory, timings.appear_s)
         return timings.watch_s
 
-    def _failed(self, one: WatchAtWork, error: Exception) -> float:
+    def _failed(self, active_watch: WatchAtWork, error: Exception) -> float:
         """Report that a directory cannot be watched now, and return the seconds until the next try."""
-        one.tries, one.error = one.tries + 1, error
-        thing, directory = ("watch", one.watch.run), one.watch.directory
-        self._reconciler.journal.failed(thing, "observe", SPOOL, directory, f"{directory}: {error}")
+        active_watch.tries, active_watch.error = active_watch.tries + 1, error
+        subject, directory = ("watch", active_watch.watch.run), active_watch.watch.directory
+        self._reconciler.journal.failed(subject, "observe", SPOOL, directory, f"{directory}: {error}")
         log.warning("%s: it cannot be watched now: %s", directory, error)
         # Without a limit on the exponent, the product of a mount that is missing for hours is no float any more.
-        return min(_RETRY_S, self._reconciler.timings.watch_s * 2.0 ** min(one.tries, 10))
+        return min(_RETRY_S, self._reconciler.timings.watch_s * 2.0 ** min(active_watch.tries, 10))
 
-    def _report_silence(self, one: WatchAtWork) -> None:
+    def _report_silence(self, active_watch: WatchAtWork) -> None:
         """Report a call that may hang, as a failed try, and again if it goes on."""
-        one.silent_s, one.idle = 0.0, False
-        self._failed(one, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
+        active_watch.silent_s, active_watch.idle = 0.0, False
+        self._failed(active_watch, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
 
-    async def _observe_watch(self, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
+    async def _observe_watch(self, active_watch: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
         """Look once; take what is due if no other node does. What another node took is known only after it is done.
 
         An idle daemon lists its tiers seldom. So the first one is observed here while another node takes: retention may
         delete what that node took before this one has its turn, and this one would take it again.
         """
-        run = one.watch.run
+        run = active_watch.watch.run
 
         async def observe(may_take: bool) -> None:
-            known = history(self._reconciler.inventory(), run)
-            await run_in(one, watch.observe, known, time.monotonic(), may_take=may_take)
+            run_history = history(self._reconciler.inventory(), run)
+            await run_in(active_watch, watch.observe, run_history, time.monotonic(), may_take=may_take)
 
         await observe(taker.held)
         if watch.wanted is not None and await taker.may_take(watch.wanted, time.monotonic()):
@@ -268,23 +279,23 @@ class Intake:
         """Whether the first tier still lacks checkpoints of a run that this node sends there."""
         await self._observe(run, [SPOOL])  # because what was taken just now may not have been observed yet
         inventory = self._reconciler.inventory()
-        left = {part for part, tier in self._reconciler.backlog.flushes(inventory) if tier in self._first}
-        return any(part.checkpoint.run == run for part in left | inventory.busy)
+        unsent = {part for part, tier in self._reconciler.backlog.flushes(inventory) if tier in self._first}
+        return any(part.checkpoint.run == run for part in unsent | inventory.busy)
 
     def _find_first(self) -> Store | None:
         """Return the first tier's store; None if it did not answer when it was last observed, or is paused."""
         for name, store in self._reconciler.stores.items():
-            there = self._reconciler.tiers.observed.places[name] is not None
-            return store if there and not self._reconciler.pause.paused else None
+            is_reachable = self._reconciler.tiers.observed.places[name] is not None
+            return store if is_reachable and not self._reconciler.pause.paused else None
         return None
 
     async def _check_run(self, run: str) -> None:
         """Raise `RunNotWatched` if a trainer saved the run's newest checkpoint: a watch would prune what it saves."""
         inventory = self._reconciler.inventory()
-        found = {part for place in inventory.places.values() for part in place.parts() if part.checkpoint.run == run}
-        if not found:
+        parts = {part for place in inventory.places.values() for part in place.parts() if part.checkpoint.run == run}
+        if not parts:
             return
-        part = max(found, key=lambda one: one.checkpoint)
+        part = max(parts, key=lambda candidate: candidate.checkpoint)
         manifest = None
         with suppress(StoreUnavailable):  # as with a tier that cannot be observed
             manifest = await first_manifest(part, self._reconciler.spool, self._reconciler.stores)
@@ -295,32 +306,32 @@ class Intake:
         """Return the checkpoints that every tier shows as pinned, and those that each has, as last observed."""
         places = [place or Place() for place in self._reconciler.inventory().tiers.values()] or [Place()]
         pinned = frozenset[CheckpointId].intersection(*(place.pins for place in places))
-        whole = ({one for one, copy in place.checkpoints.items() if copy.usable} for place in places)
-        return pinned, set[CheckpointId].intersection(*whole)
+        usable = ({checkpoint for checkpoint, copy in place.checkpoints.items() if copy.usable} for place in places)
+        return pinned, set[CheckpointId].intersection(*usable)
 
     async def _share_pins(self, run: str, but: Set[CheckpointId]) -> None:
         """Put the pins that only the spool has on every tier, because a spool may be lost."""
-        own = {one for one in self._reconciler.inventory().local_pins if one.run == run} - but
+        local_pins = {pin for pin in self._reconciler.inventory().local_pins if pin.run == run} - but
         # The inventory may be from before a pin of `but` ended. Put on the tiers again, it would count as a person's.
-        for checkpoint in own & self._reconciler.spool.pins() if own else own:
+        for checkpoint in local_pins & self._reconciler.spool.pins() if local_pins else local_pins:
             for name, store in self._reconciler.stores.items():
                 try:
                     await store.put(pin_key(checkpoint), b"")
                 except (StoreUnavailable, StoreRefused) as error:
                     log.info("%s: %s cannot be pinned there yet: %s", name, checkpoint, error)
 
-    def _make(self, one: WatchAtWork, reports: ToReconciler) -> UnitWatch:
+    def _make(self, active_watch: WatchAtWork, reports: ToReconciler) -> UnitWatch:
         return UnitWatch(
             self._reconciler.spool,
-            Path(one.watch.directory),
-            one.watch.run,
+            Path(active_watch.watch.directory),
+            active_watch.watch.run,
             reports,
             settle_s=self._reconciler.timings.settle_s,
-            own=own_layout(one.watch),
-            stepless=one.stepless,
+            own=own_layout(active_watch.watch),
+            stepless=active_watch.stepless,
             room=self._find_room,
-            going=one.going,
-            writes=one.writes,
+            going=active_watch.going,
+            writes=active_watch.writes,
             reads=lower,
             stores=lambda: self._reconciler.stores,
         )

@@ -101,10 +101,10 @@ def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str)
         stepless: the run of its units without a step; `run` itself if no place has another.
     """
     about = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
-    made = made_at(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
+    created = made_at(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
     if unit.step is None and stepless != run:
-        return Judged(unit, stepless, order_of(made), made)
-    return Judged(unit, run, step_of(about, made), made)
+        return Judged(unit, stepless, order_of(created), created)
+    return Judged(unit, run, step_of(about, created), created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Record:
 
 
 async def records(
-    one: Judged, known: History, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
+    judged: Judged, history: History, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
 ) -> AsyncIterator[Record]:
     """Yield the checkpoints that a unit should be byte for byte, because it was taken as one of these.
 
@@ -131,24 +131,30 @@ async def records(
     the save. A unit that lost its newest file, or whose times are of a later copy, has the bytes of the checkpoint.
     Such ones follow, the newest first.
     """
-    is_order = one.unit.step is None and one.step == order_of(one.made)
-    like = {checkpoint: made for checkpoint, made in known.made.items() if _is_like(checkpoint, made, one, is_order)}
-    same = [(made, checkpoint) for checkpoint, made in like.items() if checkpoint.step == one.step]
-    exact = sorted((checkpoint for made, checkpoint in same if made == one.made), reverse=True)
-    oldest = made_at(min((listing.entries[path].mtime_ns for path in one.unit.files), default=0))
-    mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
+    is_order = judged.unit.step is None and judged.step == order_of(judged.made)
+    like = {
+        checkpoint: created
+        for checkpoint, created in history.made.items()
+        if _is_like(checkpoint, created, judged, is_order)
+    }
+    same = [(created, checkpoint) for checkpoint, created in like.items() if checkpoint.step == judged.step]
+    exact = sorted((checkpoint for created, checkpoint in same if created == judged.made), reverse=True)
+    oldest = made_at(min((listing.entries[path].mtime_ns for path in judged.unit.files), default=0))
+    mixed = sorted(
+        ((created, checkpoint) for created, checkpoint in same if oldest <= created < judged.made), reverse=True
+    )
     for checkpoint in (*exact, *(checkpoint for _, checkpoint in mixed)):
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
-        if manifest is None or not is_of(one.unit, manifest):
+        if manifest is None or not is_of(judged.unit, manifest):
             continue
-        if known.made[checkpoint] == one.made or not await _is_saved_again(
-            one.unit, listing, checkpoint, manifest, stores
+        if history.made[checkpoint] == judged.made or not await _is_saved_again(
+            judged.unit, listing, checkpoint, manifest, stores
         ):
-            yield Record(checkpoint, known.made[checkpoint], manifest, is_certain=True)
+            yield Record(checkpoint, history.made[checkpoint], manifest, is_certain=True)
     for checkpoint in sorted(like.keys() - {*exact}, reverse=True)[:_MOST_TRIED]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
-        if manifest is not None and _has_sizes_of(one.unit, listing, manifest):
-            yield Record(checkpoint, known.made[checkpoint], manifest, is_certain=False)
+        if manifest is not None and _has_sizes_of(judged.unit, listing, manifest):
+            yield Record(checkpoint, history.made[checkpoint], manifest, is_certain=False)
 
 
 async def _is_saved_again(
@@ -163,11 +169,11 @@ async def _is_saved_again(
     )
 
 
-def _is_like(checkpoint: CheckpointId, made: datetime, one: Judged, is_order: bool) -> bool:
+def _is_like(checkpoint: CheckpointId, created: datetime, judged: Judged, is_order: bool) -> bool:
     """Whether a checkpoint has the step of a unit, or has no step either."""
-    if checkpoint.run != one.run:
+    if checkpoint.run != judged.run:
         return False
-    return checkpoint.step == one.step or (is_order and checkpoint.step == order_of(made))
+    return checkpoint.step == judged.step or (is_order and checkpoint.step == order_of(created))
 
 
 def is_of(unit: Unit, manifest: Manifest) -> bool:
@@ -183,7 +189,7 @@ def _has_sizes_of(unit: Unit, listing: Listing, manifest: Manifest) -> bool:
     return of_size and bool(unit.files) and not unit.strange
 
 
-def judge_by_digests(tree: Tree, one: Judged, listing: Listing, record: Record) -> bool:
+def judge_by_digests(tree: Tree, judged: Judged, listing: Listing, record: Record) -> bool:
     """Decide by digests whether a unit is whole; return False if nothing says that it was taken as this checkpoint."""
     manifest = record.manifest
     if all(file.path != UNIT_NAME for file in manifest.files):
@@ -194,72 +200,80 @@ def judge_by_digests(tree: Tree, one: Judged, listing: Listing, record: Record) 
             if difference.absent is not None:
                 absent[difference.absent] = difference.why
             elif record.is_certain:
-                one.verdict, one.why = "damaged", difference.why
+                judged.verdict, judged.why = "damaged", difference.why
                 break
             else:
                 return False
         else:
-            one.verdict, one.why, one.absent = "verified", "", (*absent,)
+            judged.verdict, judged.why, judged.absent = "verified", "", (*absent,)
             if absent:
-                one.verdict, one.why, one.is_left = "damaged", next(iter(absent.values())), not one.unit.begun
+                judged.verdict, judged.why, judged.is_left = (
+                    "damaged",
+                    next(iter(absent.values())),
+                    not judged.unit.begun,
+                )
     except (Changed, OSError) as error:
-        one.unreadable = not isinstance(error, Changed)
-        one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
-    one.checkpoint = record.checkpoint
+        judged.unreadable = not isinstance(error, Changed)
+        judged.why = f"it cannot be read: {error}" if judged.unreadable else CHANGING
+    judged.checkpoint = record.checkpoint
     if not record.is_certain:
-        one.step, one.made = record.checkpoint.step, record.made  # its files' times are later
+        judged.step, judged.made = record.checkpoint.step, record.made  # its files' times are later
     copied = {file.path for file in manifest.files}
-    if one.verdict == "verified" and (added := [path for path in one.unit.files if path not in copied]):
-        _judge_added(tree, one, listing, added)
+    if judged.verdict == "verified" and (added := [path for path in judged.unit.files if path not in copied]):
+        _judge_added(tree, judged, listing, added)
     return True
 
 
-def judge(tree: Tree, one: Judged, listing: Listing) -> None:
+def judge(tree: Tree, judged: Judged, listing: Listing) -> None:
     """Decide by its structure whether a unit is whole."""
-    if one.unit.missing is not None:
-        one.verdict, one.why = "unfinished" if one.unit.begun else "unknown", one.unit.missing
+    if judged.unit.missing is not None:
+        judged.verdict, judged.why = "unfinished" if judged.unit.begun else "unknown", judged.unit.missing
         return
-    found = _inspect(tree, one, listing)
-    if found.status == "changing":
-        one.why = CHANGING
+    inspected = _inspect(tree, judged, listing)
+    if inspected.status == "changing":
+        judged.why = CHANGING
         return
     verdicts: dict[str, Verdict] = {"sound": "sound", "damaged": "damaged", "incomplete": "unfinished"}
-    one.verdict = verdicts.get(found.status, "unknown")
-    one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
-    if one.verdict == "unknown" and not one.why:
-        one.why = "its format is not known, and no place has it with this size and time: it may be a save written again"
-    one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
-    one.damaged = tuple(finding.file for finding in found.findings if finding.status in ("damaged", "incomplete"))
-    right = {*one.unit.files} - {*one.damaged}
-    one.left = made_at(max(listing.entries[path].mtime_ns for path in right)) if one.damaged and right else None
+    judged.verdict = verdicts.get(inspected.status, "unknown")
+    judged.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in inspected.findings[:2])
+    if judged.verdict == "unknown" and not judged.why:
+        judged.why = (
+            "its format is not known, and no place has it with this size and time: it may be a save written again"
+        )
+    judged.unreadable = any(finding.status == "unreadable" for finding in inspected.findings)
+    judged.damaged = tuple(
+        finding.file for finding in inspected.findings if finding.status in ("damaged", "incomplete")
+    )
+    right = {*judged.unit.files} - {*judged.damaged}
+    judged.left = made_at(max(listing.entries[path].mtime_ns for path in right)) if judged.damaged and right else None
 
 
-def _judge_added(tree: Tree, one: Judged, listing: Listing, added: list[str]) -> None:
+def _judge_added(tree: Tree, judged: Judged, listing: Listing, added: list[str]) -> None:
     """Judge the files of a taken unit that were added since: no copy has them."""
-    found = _inspect(tree, one, listing)
-    bad = [finding for finding in found.findings if finding.file in added]
-    one.verdict, one.why = "sound", f"{added[0]} is in no copy"
-    one.unreadable = any(finding.status == "unreadable" for finding in bad)
-    damaged = [finding for finding in bad if finding.status in ("damaged", "incomplete")]
+    inspected = _inspect(tree, judged, listing)
+    added_findings = [finding for finding in inspected.findings if finding.file in added]
+    judged.verdict, judged.why = "sound", f"{added[0]} is in no copy"
+    judged.unreadable = any(finding.status == "unreadable" for finding in added_findings)
+    damaged = [finding for finding in added_findings if finding.status in ("damaged", "incomplete")]
     if damaged:
-        one.verdict, one.damaged, one.is_copied = "damaged", tuple(finding.file for finding in damaged), False
-        one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in damaged[:2])
-        one.entries = [finding.file for finding in damaged]
+        judged.verdict, judged.damaged, judged.is_copied = "damaged", tuple(finding.file for finding in damaged), False
+        judged.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in damaged[:2])
+        judged.entries = [finding.file for finding in damaged]
 
 
-def _inspect(tree: Tree, one: Judged, listing: Listing) -> Inspected:
-    sizes = {path: listing.entries[path].size for path in one.unit.files}
-    return inspect_unit(one.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
+def _inspect(tree: Tree, judged: Judged, listing: Listing) -> Inspected:
+    sizes = {path: listing.entries[path].size for path in judged.unit.files}
+    return inspect_unit(judged.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
 
 
-def is_newer(checkpoint: CheckpointId, known: History, one: Judged) -> bool:
+def is_newer(checkpoint: CheckpointId, history: History, judged: Judged) -> bool:
     """Whether a checkpoint is newer than a unit: by the run's order, or by time if no place has the unit.
 
     Of a unit without a step, of which damaged files were moved, it may have the files that are left: a program that was
     killed while it wrote `last.pt` anew left `best.pt` as it was.
     """
-    if one.checkpoint is not None and one.checkpoint.run == checkpoint.run:
-        return checkpoint > one.checkpoint
-    if one.unit.step is None and one.left is not None and not one.replaced:
-        return known.made.get(checkpoint, NEVER) >= one.left
-    return known.made.get(checkpoint, NEVER) > one.made
+    if judged.checkpoint is not None and judged.checkpoint.run == checkpoint.run:
+        return checkpoint > judged.checkpoint
+    if judged.unit.step is None and judged.left is not None and not judged.replaced:
+        return history.made.get(checkpoint, NEVER) >= judged.left
+    return history.made.get(checkpoint, NEVER) > judged.made

@@ -22,41 +22,49 @@ _MOST_READ = 8  # newest checkpoints, of which one is of the unit's series; each
 
 
 async def judge_series(
-    judged: Sequence[Judged], known: History, spool: Spool | None, stores: Mapping[str, Store]
+    judged: Sequence[Judged], history: History, spool: Spool | None, stores: Mapping[str, Store]
 ) -> None:
     """Judge as unknown what is newer than each checkpoint of its series, and lacks a file that the newest of them has.
 
     A second such unit in a row is whole, because its program writes fewer files now.
     """
-    fresh = [one for one in judged if one.verdict == "sound" and one.checkpoint is None]
-    named = [one for one in fresh if one.unit.path.rpartition("/")[2] != WITHOUT_STEP]  # else not of one save
+    fresh = [judged_unit for judged_unit in judged if judged_unit.verdict == "sound" and judged_unit.checkpoint is None]
+    of_one_save = [
+        judged_unit for judged_unit in fresh if judged_unit.unit.path.rpartition("/")[2] != WITHOUT_STEP
+    ]  # else not of one save
     reasons = {}
-    for one in named:
-        if one.unit.layout not in UNCERTAIN:
+    for judged_unit in of_one_save:
+        if judged_unit.unit.layout not in UNCERTAIN:
             continue
-        paths = await _newest_of_series(one, known, spool, stores)
-        absent = lacking(one.unit.files, paths, one.unit.layout)
-        if absent is not None and not any(_is_before(other, one) for other in fresh):
-            reasons[one.unit.path] = f"the checkpoint that was taken before it has {absent}; it may be unfinished"
-    for one in fresh:
-        if one.unit.path in reasons:
-            one.verdict, one.why = "unknown", reasons[one.unit.path]
+        paths = await _newest_of_series(judged_unit, history, spool, stores)
+        absent = lacking(judged_unit.unit.files, paths, judged_unit.unit.layout)
+        if absent is not None and not any(_is_before(sibling, judged_unit) for sibling in fresh):
+            reasons[judged_unit.unit.path] = (
+                f"the checkpoint that was taken before it has {absent}; it may be unfinished"
+            )
+    for judged_unit in fresh:
+        if judged_unit.unit.path in reasons:
+            judged_unit.verdict, judged_unit.why = "unknown", reasons[judged_unit.unit.path]
 
 
 async def _newest_of_series(
-    one: Judged, known: History, spool: Spool | None, stores: Mapping[str, Store]
+    judged: Judged, history: History, spool: Spool | None, stores: Mapping[str, Store]
 ) -> Sequence[str]:
     """Return the files of the newest checkpoint of a unit's series; none if that is not older than the unit."""
-    made = {checkpoint: at for checkpoint, at in known.made.items() if checkpoint.run == one.run}
-    for checkpoint in sorted(made, reverse=True)[:_MOST_READ]:
+    times = {checkpoint: at for checkpoint, at in history.made.items() if checkpoint.run == judged.run}
+    for checkpoint in sorted(times, reverse=True)[:_MOST_READ]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
         paths = [file.path for file in manifest.files if file.path != UNIT_NAME] if manifest else []
-        if is_of_series(one.unit.files, paths):
-            return paths if made[checkpoint] < one.made else []
+        if is_of_series(judged.unit.files, paths):
+            return paths if times[checkpoint] < judged.made else []
     return []
 
 
-def _is_before(other: Judged, one: Judged) -> bool:
+def _is_before(earlier: Judged, judged: Judged) -> bool:
     """Whether a unit is an earlier one of the same series that has no other files."""
-    files, own = other.unit.files, one.unit.files
-    return other.made < one.made and is_of_series(own, files) and lacking(own, files, one.unit.layout) is None
+    files, own_files = earlier.unit.files, judged.unit.files
+    return (
+        earlier.made < judged.made
+        and is_of_series(own_files, files)
+        and lacking(own_files, files, judged.unit.layout) is None
+    )

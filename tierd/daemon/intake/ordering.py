@@ -28,73 +28,75 @@ class Ordering:
         beside: the units of the last listing.
     """
 
-    def __init__(self, settling: Settling, taken: TakenUnits) -> None:
-        self._settling, self._taken = settling, taken
-        self._foreign: CheckpointId | None = None  # the newest that was known before the first listing
+    def __init__(self, settling: Settling, taken_units: TakenUnits) -> None:
+        self._settling, self._taken_units = settling, taken_units
+        self._newest_foreign: CheckpointId | None = None  # the newest that was known before the first listing
         self._listed = False
         self.beside = Beside({}, {})
 
-    def see(self, known: History) -> None:
+    def see(self, history: History) -> None:
         """Record the last listing."""
-        newest = max(known.made, default=None)
+        newest = max(history.made, default=None)
         if not self._listed:
-            self._listed, self._foreign = True, newest
+            self._listed, self._newest_foreign = True, newest
         shapes = self._settling.shapes
         self.beside = Beside(self._settling.units, shapes)
         has_steps = any(unit.step is not None for unit in self._settling.units.values())
-        self._taken.see(shapes, newest, has_steps=has_steps)
+        self._taken_units.see(shapes, newest, has_steps=has_steps)
 
-    def sort(self, due: list[Due]) -> list[Due]:
+    def sort(self, due_units: list[Due]) -> list[Due]:
         """Order due units: those that were there from the start, the newest first; then the others, the oldest first.
 
         The newest of many is safe soon. Later ones follow as they were written, because each is named after the last.
         """
-        first = [one for one in due if self._taken.after(one.unit.path) is None]
-        return first + [one for one in reversed(due) if self._taken.after(one.unit.path) is not None]
+        first = [due_unit for due_unit in due_units if self._taken_units.after(due_unit.unit.path) is None]
+        return first + [
+            due_unit for due_unit in reversed(due_units) if self._taken_units.after(due_unit.unit.path) is not None
+        ]
 
-    def has(self, path: str, step: int, made: datetime, known: History) -> bool:
+    def has(self, path: str, step: int, created: datetime, history: History) -> bool:
         """Whether a place has a unit; if several have its step and its time, whether a place has that many.
 
         Several are other units of the directory, and versions of this one that were taken before.
         """
-        earlier = self._taken.earlier(path, self._settling.shapes[path])
-        return len(known.find(step, made)) >= self.beside.count(path, step, made) + earlier
+        earlier = self._taken_units.earlier(path, self._settling.shapes[path])
+        return len(history.find(step, created)) >= self.beside.count(path, step, created) + earlier
 
-    def series(self, path: str, known: History) -> dict[CheckpointId, datetime]:
+    def series(self, path: str, history: History) -> dict[CheckpointId, datetime]:
         """Return the known checkpoints of a unit's series, and when each was made.
 
         The record says as which checkpoint a unit was taken. Of one that another node took, its step and its time do,
         and units of other series may share both.
         """
-        own, shapes = series_of(self._settling.units[path].files or [path]), self._settling.shapes
-        recorded = self._taken.checkpoints()
-        of_others = {one for one, series in recorded.values() if series != own}
+        unit_series, shapes = series_of(self._settling.units[path].files or [path]), self._settling.shapes
+        recorded = self._taken_units.checkpoints()
+        other_checkpoints = {checkpoint for checkpoint, series in recorded.values() if series != unit_series}
         by_time: dict[tuple[int, datetime], set[CheckpointId]] = {}
-        for one, at in known.made.items():
-            by_time.setdefault((one.step, at), set()).add(one)
-        found = {one for one, series in recorded.values() if series == own}
+        for checkpoint, at in history.made.items():
+            by_time.setdefault((checkpoint.step, at), set()).add(checkpoint)
+        checkpoints = {checkpoint for checkpoint, series in recorded.values() if series == unit_series}
         for unit in self._settling.units.values():
-            if unit.path in recorded and self._taken.has(unit.path, shapes[unit.path]):
+            if unit.path in recorded and self._taken_units.has(unit.path, shapes[unit.path]):
                 continue
-            if unit.path != path and series_of(unit.files or [unit.path]) == own:
-                made = made_of(shapes[unit.path])
-                step = order_of(made) if unit.step is None else unit.step
-                found |= by_time.get((step, made), set()) - of_others
-        return {one: known.made[one] for one in found if one in known.made}
+            if unit.path != path and series_of(unit.files or [unit.path]) == unit_series:
+                created = made_of(shapes[unit.path])
+                step = order_of(created) if unit.step is None else unit.step
+                checkpoints |= by_time.get((step, created), set()) - other_checkpoints
+        return {checkpoint: history.made[checkpoint] for checkpoint in checkpoints if checkpoint in history.made}
 
-    def is_in_doubt(self, path: str, named: Named, made: datetime, known: History) -> bool:
+    def is_in_doubt(self, path: str, assigned: Named, created: datetime, history: History) -> bool:
         """Whether a unit may be newer than checkpoints that sort after it."""
-        checkpoint = named.checkpoint
-        contradicting = self.beside.contradicting(path, checkpoint.step, made)
-        if named.below or any(self._sorts_after(checkpoint, unit, at, known) for unit, at in contradicting):
+        checkpoint = assigned.checkpoint
+        contradicting = self.beside.contradicting(path, checkpoint.step, created)
+        if assigned.below or any(self._sorts_after(checkpoint, unit, at, history) for unit, at in contradicting):
             return True
         # On a new node the directory may lack the files of which the tiers tell.
-        newest = self._foreign
+        newest = self._newest_foreign
         return newest is not None and checkpoint < newest and checkpoint.step > newest.step
 
-    def _sorts_after(self, checkpoint: CheckpointId, unit: Unit, made: datetime, known: History) -> bool:
+    def _sorts_after(self, checkpoint: CheckpointId, unit: Unit, created: datetime, history: History) -> bool:
         """Whether a unit sorts after a checkpoint, or will when it is taken. One that was pruned does not."""
-        found = known.find(unit.step or 0, made)
-        if not found:
-            return not self._taken.has(unit.path, self._settling.shapes[unit.path])
-        return max(found) > checkpoint
+        matches = history.find(unit.step or 0, created)
+        if not matches:
+            return not self._taken_units.has(unit.path, self._settling.shapes[unit.path])
+        return max(matches) > checkpoint

@@ -67,8 +67,8 @@ class DirectoryOrigin:
 
     is_brought: ClassVar[bool] = False
 
-    def __init__(self, shown: str, tree: FollowingTree, directory: Path, name: str | None) -> None:
-        self.shown, self.name = shown, name
+    def __init__(self, display_name: str, tree: FollowingTree, directory: Path, name: str | None) -> None:
+        self.shown, self.name = display_name, name
         self._tree, self._directory = tree, directory
 
     def stray(self, units: Iterable[Unit]) -> Mapping[str, tuple[Status, str]]:

@@ -40,7 +40,7 @@ _ANSWER_S = 20.0  # seconds for which a watch waits for the tier's answer
 _HELD_S = 2.0  # seconds for which a watch waits for another spool's lock to be looked at
 _MAX_SIZE = 65536  # bytes of a record
 _FAILURES = (StoreUnavailable, StoreRefused, TimeoutError)
-_GOES_ON = (
+_OTHER_DIRECTORY_WARNING = (
     "run %r was the run of %s, and %s goes on with it; if that is not the same program's directory, end this watch now "
     "and give --run another name"
 )
@@ -71,7 +71,7 @@ _Records: TypeAlias = dict[str, tuple[ObjectInfo, WatchRecord]]  # by key
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ObservedRecord:
     """A node's record as it was last listed, since when, and whether it had changed before that."""
 
     token: str
@@ -101,7 +101,7 @@ class OtherWatches:
         self._key = watching_key(run, who)
         self._own: tuple[Store, WatchRecord] | None = None  # set once this watch may go on, and where it is recorded
         self._every_s = timings.silent_s / 2  # seconds from one record to the next
-        self._seen: dict[str, _Seen] = {}  # others' records, by key
+        self._observed_records: dict[str, _ObservedRecord] = {}  # others' records, by key
         self._asked: dict[tuple[str, tuple[int, int]], asyncio.Future[bool | None]] = {}  # by spool and lock
         self.awaited = ""
 
@@ -131,11 +131,11 @@ class OtherWatches:
             return True
 
     async def _compare_all(self, store: Store, directory: DirectoryId, now_s: float) -> bool:
-        found = await self._read(store)
-        if await self._is_contested(found, directory, now_s):
+        records = await self._read(store)
+        if await self._is_contested(records, directory, now_s):
             return False
-        own, contested = self._record(directory), True
-        await self._put(store, own)
+        record, contested = self._record(directory), True
+        await self._put_record(store, record)
         try:
             contested = await self._is_contested(await self._read(store), directory, now_s)
         finally:
@@ -143,26 +143,26 @@ class OtherWatches:
                 await clear(store, [self._key])
         if contested:
             return False
-        self._own = store, own
-        await self._tell(store, found, directory)
+        self._own = store, record
+        await self._log_others(store, records, directory)
         return True
 
     async def _read(self, store: Store) -> _Records:
         """Read the records of all nodes, by key. One that cannot be read counts as absent."""
-        found = {}
+        records = {}
         async for info in store.scan(watching_prefix(self._run)):
             if parse_watching(self._run, info.key) and info.size <= _MAX_SIZE:
                 with suppress(ObjectNotFound, CorruptChunk, ManifestError, msgspec.DecodeError, ValueError):
-                    found[info.key] = info, _decoder.decode(await store.get(info.key))
-        return found
+                    records[info.key] = info, _decoder.decode(await store.get(info.key))
+        return records
 
-    async def _is_contested(self, found: _Records, directory: DirectoryId, now_s: float) -> bool:
+    async def _is_contested(self, records: _Records, directory: DirectoryId, now_s: float) -> bool:
         """Whether another directory may be being watched; raises `RunNotWatched` if it certainly is."""
         before, self.awaited = self.awaited, ""
-        for key, (info, record) in found.items():
-            if compare(record.directory, directory) != "different" or self._is_own(key, record, directory):
+        for key, (info, record) in records.items():
+            if compare(record.directory, directory) != "different" or self._is_from_this_spool(key, record, directory):
                 continue
-            lives = await self._lives(info, record, directory, now_s)
+            lives = await self._is_watch_alive(info, record, directory, now_s)
             if lives:
                 raise RunNotWatched(
                     f"run {self._run!r} is the run of {record.directory}, which a daemon watches (spool {record.spool} "
@@ -176,48 +176,52 @@ class OtherWatches:
             log.warning("%s: %s", directory, self.awaited)
         return bool(self.awaited)
 
-    def _is_own(self, key: str, record: WatchRecord, directory: DirectoryId) -> bool:
+    def _is_from_this_spool(self, key: str, record: WatchRecord, directory: DirectoryId) -> bool:
         """Whether this daemon, or an earlier one of its spool, put a record. A copy of the whole volume, on another
         machine of this name, has the same id and so the same key; there a daemon may live.
         """
-        own = self._record(directory)
-        is_here = record.directory.boot == directory.boot
-        return key == self._key and is_here and (record.spool, record.lock) == (own.spool, own.lock)
+        own_record = self._record(directory)
+        is_local = record.directory.boot == directory.boot
+        return key == self._key and is_local and (record.spool, record.lock) == (own_record.spool, own_record.lock)
 
-    async def _lives(self, info: ObjectInfo, record: WatchRecord, directory: DirectoryId, now_s: float) -> bool | None:
+    async def _is_watch_alive(
+        self, info: ObjectInfo, record: WatchRecord, directory: DirectoryId, now_s: float
+    ) -> bool | None:
         """Whether the watch of a record lives; None if that is not known yet."""
         if record.ended:
             return False
         # On another machine, a spool of that path and number is not the one here.
-        is_here = record.directory.boot == directory.boot
-        if is_here and (held := await self._is_held(record)) is not None:
-            return held
-        seen = self._seen.get(info.key)
-        if seen is None or seen.token != info.token:
-            seen = self._seen[info.key] = _Seen(info.token, now_s, renewed=seen is not None)
-        if now_s - seen.since_s >= 2 * record.every_s:
+        is_local = record.directory.boot == directory.boot
+        if is_local and (holds_spool := await self._is_spool_held(record)) is not None:
+            return holds_spool
+        observed = self._observed_records.get(info.key)
+        if observed is None or observed.token != info.token:
+            observed = self._observed_records[info.key] = _ObservedRecord(
+                info.token, now_s, renewed=observed is not None
+            )
+        if now_s - observed.since_s >= 2 * record.every_s:
             return False
-        return True if seen.renewed else None
+        return True if observed.renewed else None
 
-    async def _is_held(self, record: WatchRecord) -> bool | None:
+    async def _is_spool_held(self, record: WatchRecord) -> bool | None:
         """Whether the daemon of a record holds its spool; None if that cannot be told, as of a spool on a dead mount.
 
         A call on a dead mount does not return. Its thread is left behind, and no other one is started beside it.
         """
         key = record.spool, record.lock
-        if (asked := self._asked.get(key)) is not None and not asked.done():
+        if (probe := self._asked.get(key)) is not None and not probe.done():
             return None
         answer = self._asked[key] = in_own_thread(lambda: is_held(Path(record.spool), record.lock), "tierd-is-held")
         done, _ = await asyncio.wait([answer], timeout=_HELD_S)
         return answer.result() if done else None
 
-    async def _tell(self, store: Store, found: _Records, directory: DirectoryId) -> None:
+    async def _log_others(self, store: Store, records: _Records, directory: DirectoryId) -> None:
         """Log which other directories were this run's, and delete the records of watches that are over."""
         over = []
-        for key, (_, record) in found.items():
+        for key, (_, record) in records.items():
             likeness = compare(record.directory, directory)
             if likeness == "different" or (likeness == "unknown" and record.directory.path != directory.path):
-                log.warning(_GOES_ON, self._run, record.directory, directory)
+                log.warning(_OTHER_DIRECTORY_WARNING, self._run, record.directory, directory)
             is_over = likeness == "different" or record.ended or self._timings.now_ms() - record.at_ms > STALE_MS
             if is_over and key != self._key:
                 over.append(key)
@@ -252,7 +256,7 @@ class OtherWatches:
                 if not [info async for info in store.scan(self._key) if info.key == self._key]:
                     self._own = None
                     return
-                await self._put(store, structs.replace(record, at_ms=self._timings.now_ms(), every_s=every_s))
+                await self._put_record(store, structs.replace(record, at_ms=self._timings.now_ms(), every_s=every_s))
                 if self._own is not None:
                     self._own = store, self._own[1]
         except _FAILURES as error:
@@ -260,17 +264,17 @@ class OtherWatches:
 
     async def end(self) -> None:
         """Record that the watch has ended; a tier that fails raises nothing."""
-        own, self._own = self._own, None
-        if own is None or (store := self._find()) is None:
+        published, self._own = self._own, None
+        if published is None or (store := self._find()) is None:
             return
-        record = own[1]
+        record = published[1]
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._put(store, structs.replace(record, at_ms=self._timings.now_ms(), ended=True))
+                await self._put_record(store, structs.replace(record, at_ms=self._timings.now_ms(), ended=True))
         except _FAILURES as error:
             log.info("%s: that its watch ended could not be recorded: %s", self._run, error or type(error).__name__)
 
-    async def _put(self, store: Store, record: WatchRecord) -> None:
+    async def _put_record(self, store: Store, record: WatchRecord) -> None:
         await store.put(self._key, msgspec.json.encode(record))
 
     def _record(self, directory: DirectoryId) -> WatchRecord:

@@ -16,19 +16,19 @@ class OutwardLinks:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._seen: set[str] = set()
+        self._logged_links: set[str] = set()
 
     def see(self, tree: Tree, listing: Listing) -> None:
         """Log the new ones of a listing in one line."""
-        fresh = {path for path, entry in listing.entries.items() if entry.kind == "link"} - self._seen
-        self._seen |= fresh
-        if found := tree.leading_out(sorted(fresh)):
-            path, target = next(iter(found.items()))
+        fresh = {path for path, entry in listing.entries.items() if entry.kind == "link"} - self._logged_links
+        self._logged_links |= fresh
+        if targets := tree.leading_out(sorted(fresh)):
+            path, target = next(iter(targets.items()))
             log.warning(
                 "%s/%s leads to %s, and is not followed: if a program saves there, watch that directory as a run of "
                 "its own%s",
                 self._directory,
                 path,
                 target,
-                f"; and {len(found) - 1} more links" if found.keys() - {path} else "",
+                f"; and {len(targets) - 1} more links" if targets.keys() - {path} else "",
             )

@@ -26,21 +26,21 @@ def own_layout(watch: WatchConfig) -> OwnLayout | None:
     return OwnLayout(watch.unit, watch.step, watch.complete_when) if watch.unit else None
 
 
-async def check_rules(run: str, known: History, spool: Spool | None, stores: Mapping[str, Store]) -> None:
+async def check_rules(run: str, history: History, spool: Spool | None, stores: Mapping[str, Store]) -> None:
     """Refuse to find the units of a run by the usual rules if a watch found its newest one by a person's own.
 
     The usual rules may take a part of such a unit for a whole one.
 
     Args:
         run: the run.
-        known: its checkpoints.
+        history: its checkpoints.
         spool: its spool, if this node has one.
         stores: the tiers.
 
     Raises:
         ConfigError: a watch found the newest unit by a person's own rules.
     """
-    for checkpoint in sorted(known.made, key=lambda one: known.made[one], reverse=True)[:_TRIED]:
+    for checkpoint in sorted(history.made, key=lambda checkpoint: history.made[checkpoint], reverse=True)[:_TRIED]:
         about = (spool and _in_spool(spool, checkpoint)) or await recorded_unit(stores, checkpoint)
         if about is None:
             continue  # no place has the description, or only a damaged one

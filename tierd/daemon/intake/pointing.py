@@ -23,19 +23,21 @@ from tierd.watching.unit_file import UnitFile
 
 def is_named(directory: Path, program: str, path: str, files: Sequence[str]) -> bool:
     """Whether the program has pointers, and all of them name this unit."""
-    found = [*pointers(program, path, files)]
-    return bool(found) and all(_named(directory / one.path, one) == _first_line(one.text) for one in found)
+    expected = [*pointers(program, path, files)]
+    return bool(expected) and all(
+        _pointed_name(directory / pointer.path, pointer) == _first_line(pointer.text) for pointer in expected
+    )
 
 
 def recorded_or_known(about: UnitFile, files: Sequence[str]) -> list[Pointer]:
     """Return the pointers to a unit; as they were when it was taken, if they named it then."""
-    found = {pointer.path: pointer for pointer in pointers(about.program, about.path, files)}
-    return [*(found | {pointer.path: pointer for pointer in about.pointers or ()}).values()]
+    by_path = {pointer.path: pointer for pointer in pointers(about.program, about.path, files)}
+    return [*(by_path | {pointer.path: pointer for pointer in about.pointers or ()}).values()]
 
 
 def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> list[str]:
     """Write the pointers to a unit, each by one rename, if they do not name it yet; return their paths."""
-    return [one.path for one in pointers(program, path, files) if write_pointer(directory, one)]
+    return [pointer.path for pointer in pointers(program, path, files) if write_pointer(directory, pointer)]
 
 
 def write_lost(directory: Path, recorded: Sequence[Pointer], torn: Iterable[Unit] = ()) -> list[str]:
@@ -44,22 +46,26 @@ def write_lost(directory: Path, recorded: Sequence[Pointer], torn: Iterable[Unit
     Ranks may have a pointer each. So where one still names the recorded unit, those are written, too, that name one of
     the `torn` units, which lack files: its program was killed between two ranks.
     """
-    stays = any(_named(directory / pointer.path, pointer) == _first_line(pointer.text) for pointer in recorded)
-    parts = [*torn] if stays else []
-    lost = [pointer for pointer in recorded if _is_lost(directory, pointer) or _names_one(directory, pointer, parts)]
-    return [pointer.path for pointer in lost if write_pointer(directory, pointer)]
+    has_intact = any(
+        _pointed_name(directory / pointer.path, pointer) == _first_line(pointer.text) for pointer in recorded
+    )
+    parts = [*torn] if has_intact else []
+    dangling = [
+        pointer for pointer in recorded if _is_dangling(directory, pointer) or _names_one(directory, pointer, parts)
+    ]
+    return [pointer.path for pointer in dangling if write_pointer(directory, pointer)]
 
 
 def _names_one(directory: Path, pointer: Pointer, units: Iterable[Unit]) -> bool:
-    text = _named(directory / pointer.path, pointer)
+    text = _pointed_name(directory / pointer.path, pointer)
     return text is not None and any(points_to(replace(pointer, text=text), unit) for unit in units)
 
 
-def _is_lost(directory: Path, pointer: Pointer) -> bool:
+def _is_dangling(directory: Path, pointer: Pointer) -> bool:
     path = directory / pointer.path
     if pointer.link or not path.exists():
         return not path.exists()
-    text = _named(path, pointer)
+    text = _pointed_name(path, pointer)
     # A text of the same form whose names are gone, or its beginning. Whether a number names something is unknown.
     form, was = (re.sub(r"\d+", "#", line) for line in (text or "", _first_line(pointer.text).strip()))
     same_form = text is not None and was.startswith(form)
@@ -74,7 +80,7 @@ def _names_any(home: Path, text: str) -> bool:
 
 def write_pointer(directory: Path, pointer: Pointer) -> bool:
     path = way_to(directory, pointer.path)
-    if _named(path, pointer) == _first_line(pointer.text):
+    if _pointed_name(path, pointer) == _first_line(pointer.text):
         return False
     if path.is_dir() and not path.is_symlink():
         return False  # no pointer any more
@@ -82,7 +88,7 @@ def write_pointer(directory: Path, pointer: Pointer) -> bool:
     return True
 
 
-def _named(path: Path, pointer: Pointer) -> str | None:
+def _pointed_name(path: Path, pointer: Pointer) -> str | None:
     """Return what a pointer names now; None if it cannot be read. Raises `ConfigError` for a FIFO or a directory."""
     try:
         if pointer.link:

@@ -90,12 +90,12 @@ class Prepared:
     pointers: tuple[str, ...]
 
 
-def _shown(one: Judged) -> PreparedUnit:
-    return PreparedUnit(one.unit.path, one.step, one.verdict, one.why, one.moved, one.replaced)
+def _judged_as_prepared(judged: Judged) -> PreparedUnit:
+    return PreparedUnit(judged.unit.path, judged.step, judged.verdict, judged.why, judged.moved, judged.replaced)
 
 
-def _fetched(put: PutBack) -> PreparedUnit:
-    return PreparedUnit(put.path, put.step, "missing", "", put.moved, replaced=True)
+def _fetched_as_prepared(restored_unit: PutBack) -> PreparedUnit:
+    return PreparedUnit(restored_unit.path, restored_unit.step, "missing", "", restored_unit.moved, replaced=True)
 
 
 async def prepare(
@@ -104,7 +104,7 @@ async def prepare(
     spool: Spool | None,
     stores: Mapping[str, Store],
     progress: Progress,
-    own: OwnLayout | None = None,
+    layout: OwnLayout | None = None,
 ) -> Prepared:
     """Verify every unit below a directory, move damaged and unfinished ones away, and fetch replacements.
 
@@ -114,7 +114,7 @@ async def prepare(
         spool: the run's spool, if this node has one; its manifests are used, too.
         stores: the tiers.
         progress: updated while a checkpoint is fetched.
-        own: a person's own rules about which paths are checkpoints, as of the watch; None: the usual ones.
+        layout: a person's own rules about which paths are checkpoints, as of the watch; None: the usual ones.
 
     Raises:
         ConfigError: a program still writes below the directory, this account may not write there, another command held
@@ -123,7 +123,7 @@ async def prepare(
         StoreRefused: a file cannot be read, which proves nothing. Nothing was moved.
     """
     async with alone_in(directory):
-        return await _prepare(directory, run, spool, stores, progress, own)
+        return await _prepare(directory, run, spool, stores, progress, layout)
 
 
 async def _prepare(
@@ -132,61 +132,69 @@ async def _prepare(
     spool: Spool | None,
     stores: Mapping[str, Store],
     progress: Progress,
-    own: OwnLayout | None,
+    layout: OwnLayout | None,
 ) -> Prepared:
     unmoved, stepless = "; nothing was moved", stepless_run(run)
     inventory = await _observed(spool, stores, run, unmoved)
-    beside = history(await _observed(spool, stores, stepless, unmoved), stepless)
-    known = history(inventory, run).merged(beside)
-    if own is None:
-        await check_rules(run, known, spool, stores)
-    judged = await _judged(directory, own, run, stepless if beside.made else run, known, spool, stores)
-    for one in to_replace(judged):
-        good = {path for other in judged if other is not one and other.is_good for path in other.unit.files}
-        await replace(one, directory, stores, progress, good)
+    stepless_history = history(await _observed(spool, stores, stepless, unmoved), stepless)
+    run_history = history(inventory, run).merged(stepless_history)
+    if layout is None:
+        await check_rules(run, run_history, spool, stores)
+    judged = await _judge_units(
+        directory, layout, run, stepless if stepless_history.made else run, run_history, spool, stores
+    )
+    for judged_unit in to_replace(judged):
+        good_paths = {
+            path for sibling in judged if sibling is not judged_unit and sibling.is_good for path in sibling.unit.files
+        }
+        await replace(judged_unit, directory, stores, progress, good_paths)
     pointers = await to_the_end(_point, directory, judged)  # before, because what is fetched has pointers of its own
     fetched = list[PutBack]()
     tried = set[CheckpointId]()
     for _ in range(_LISTINGS):
         try:
-            fetched = await _newest(judged, directory, inventory, run, known, stores, progress, tried)
+            fetched = await _fetch_newest(judged, directory, inventory, run, run_history, stores, progress, tried)
             break
         except CheckpointNotFound:  # proven corrupt; or pruned, because a newer one is there now
             inventory = await _observed(spool, stores, run, "")
-            known = history(inventory, run).merged(beside)
-    fetched += await _others(judged, directory, run, known, stores, progress, fetched)
-    pointers += [path for put in fetched for path in put.pointers]
-    pointers += await _lost_pointers(directory, judged, fetched, known, stores)
-    return Prepared((*map(_shown, judged), *map(_fetched, fetched)), tuple(dict.fromkeys(pointers)))
+            run_history = history(inventory, run).merged(stepless_history)
+    fetched += await _others(judged, directory, run, run_history, stores, progress, fetched)
+    pointers += [path for restored_unit in fetched for path in restored_unit.pointers]
+    pointers += await _restore_lost_pointers(directory, judged, fetched, run_history, stores)
+    return Prepared(
+        (*map(_judged_as_prepared, judged), *map(_fetched_as_prepared, fetched)), tuple(dict.fromkeys(pointers))
+    )
 
 
-async def _judged(
+async def _judge_units(
     directory: Path,
-    own: OwnLayout | None,
+    layout: OwnLayout | None,
     run: str,
     stepless: str,
-    known: History,
+    run_history: History,
     spool: Spool | None,
     stores: Mapping[str, Store],
 ) -> list[Judged]:
     """Judge every unit of a directory; raises if a program still writes to one, or one cannot be read."""
-    with Tree(directory, own=own) as tree:
+    with Tree(directory, own=layout) as tree:
         listing = await to_the_end(tree.listing)
         judged = await to_the_end(lambda: [described(tree, unit, listing, run, stepless) for unit in units(listing)])
-        for one in judged:
-            async for record in records(one, known, listing, spool, stores):
-                if await to_the_end(judge_by_digests, tree, one, listing, record):
+        for judged_unit in judged:
+            async for record in records(judged_unit, run_history, listing, spool, stores):
+                if await to_the_end(judge_by_digests, tree, judged_unit, listing, record):
                     break
             else:
-                await to_the_end(judge, tree, one, listing)
-            await judge_decay(tree, one, known, listing, stores)
-            one.entries = one.entries or entries_of(one, listing)
-            one.is_named = bool(one.absent) and await to_the_end(names_absent, tree, one, listing)
-        if own is None:
-            await judge_series(judged, known, spool, stores)
-    if busy := [one.unit.path for one in judged if one.why == CHANGING]:
+                await to_the_end(judge, tree, judged_unit, listing)
+            await judge_decay(tree, judged_unit, run_history, listing, stores)
+            judged_unit.entries = judged_unit.entries or entries_of(judged_unit, listing)
+            judged_unit.is_named = bool(judged_unit.absent) and await to_the_end(
+                names_absent, tree, judged_unit, listing
+            )
+        if layout is None:
+            await judge_series(judged, run_history, spool, stores)
+    if busy := [judged_unit.unit.path for judged_unit in judged if judged_unit.why == CHANGING]:
         raise ConfigError(f"{directory / busy[0]}: {CHANGING}; stop the program first. Nothing was moved")
-    if unread := [one for one in judged if one.unreadable]:
+    if unread := [judged_unit for judged_unit in judged if judged_unit.unreadable]:
         raise StoreRefused(
             f"{directory / unread[0].unit.path}: {unread[0].why}. Nothing was moved; make it readable for this "
             "account, or move it away"
@@ -201,12 +209,12 @@ async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, 
     return inventory
 
 
-async def _newest(
+async def _fetch_newest(
     judged: list[Judged],
     directory: Path,
     inventory: Inventory,
     run: str,
-    known: History,
+    run_history: History,
     stores: Mapping[str, Store],
     progress: Progress,
     tried: set[CheckpointId],
@@ -219,23 +227,36 @@ async def _newest(
     Raises:
         CheckpointNotFound: it could not be verified, or was pruned meanwhile.
     """
-    chosen = await to_the_end(read_chosen, directory, run)
+    rollback = await to_the_end(read_chosen, directory, run)
     order = restore_candidates(inventory, run)
-    there = [one for one in judged if one.holds_its_place and one.run == run]
-    newer = [one for one in order.candidates if all(is_newer(one.checkpoint, known, other) for other in there)]
-    if chosen is not None:
-        newer = [one for one in newer if chosen.permits(one.checkpoint, known.made.get(one.checkpoint, NEVER))]
+    in_place = [judged_unit for judged_unit in judged if judged_unit.holds_its_place and judged_unit.run == run]
+    newer = [
+        candidate
+        for candidate in order.candidates
+        if all(is_newer(candidate.checkpoint, run_history, judged_unit) for judged_unit in in_place)
+    ]
+    if rollback is not None:
+        newer = [
+            candidate
+            for candidate in newer
+            if rollback.permits(candidate.checkpoint, run_history.made.get(candidate.checkpoint, NEVER))
+        ]
     on_tiers = [
-        one for one in newer if any(place and one.checkpoint in place.checkpoints for place in inventory.tiers.values())
+        candidate
+        for candidate in newer
+        if any(place and candidate.checkpoint in place.checkpoints for place in inventory.tiers.values())
     ]
     if not on_tiers:
         return []
     newest = on_tiers[0].checkpoint
-    is_there = any((one.replaced or one.verdict == "unknown") and one.step == newest.step for one in judged)
-    if is_there or newest in tried:
+    is_present = any(
+        (judged_unit.replaced or judged_unit.verdict == "unknown") and judged_unit.step == newest.step
+        for judged_unit in judged
+    )
+    if is_present or newest in tried:
         return []
     tried.add(newest)
-    keeps = any(_keeps_pointer(one, newest, known, directory) for one in judged)
+    keeps = any(_keeps_pointer(judged_unit, newest, run_history, directory) for judged_unit in judged)
     pointing: Pointing = "never" if keeps else "always"
     step, attempt, spared = newest.step, newest.attempt, Spared(newer=True)
     return [await put_back(stores, run, directory, step, attempt, progress, pointing=pointing, spared=spared)]
@@ -245,7 +266,7 @@ async def _others(
     judged: list[Judged],
     directory: Path,
     run: str,
-    known: History,
+    run_history: History,
     stores: Mapping[str, Store],
     progress: Progress,
     fetched: list[PutBack],
@@ -258,40 +279,48 @@ async def _others(
     """
     if await to_the_end(read_chosen, directory, run) is not None:
         return []
-    good = [one for one in judged if one.holds_its_place]
+    intact = [judged_unit for judged_unit in judged if judged_unit.holds_its_place]
     placed, stepless = [*fetched], stepless_run(run)
-    whole = [known.made.get(CheckpointId(put.run, put.attempt, put.step), NEVER) for put in fetched]
-    newest = max((*whole, *(one.made for one in good)), default=NEVER)
+    fetched_times = [
+        run_history.made.get(CheckpointId(restored_unit.run, restored_unit.attempt, restored_unit.step), NEVER)
+        for restored_unit in fetched
+    ]
+    newest = max((*fetched_times, *(judged_unit.made for judged_unit in intact)), default=NEVER)
 
-    def is_due(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
+    def should_fetch(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
         rivals = [
-            one
-            for one in good
-            if series_of(one.unit.files or [one.unit.path]) == series or not paths.isdisjoint(one.unit.files)
+            judged_unit
+            for judged_unit in intact
+            if series_of(judged_unit.unit.files or [judged_unit.unit.path]) == series
+            or not paths.isdisjoint(judged_unit.unit.files)
         ]
-        is_newest = all(known.made.get(checkpoint, NEVER) > one.made for one in good)
-        was_there = checkpoint.run == stepless and _home(directory, paths).is_dir()
-        return all(is_newer(checkpoint, known, one) for one in rivals) and (bool(fetched) or is_newest or was_there)
+        is_newest = all(run_history.made.get(checkpoint, NEVER) > judged_unit.made for judged_unit in intact)
+        had_home = checkpoint.run == stepless and _common_directory(directory, paths).is_dir()
+        return all(is_newer(checkpoint, run_history, rival) for rival in rivals) and (
+            bool(fetched) or is_newest or had_home
+        )
 
-    if any(one.run == stepless for one in known.made):  # first, because `run` may have older versions of these files
+    if any(
+        checkpoint.run == stepless for checkpoint in run_history.made
+    ):  # first, because `run` may have older versions of these files
         placed += await put_back_each(
-            stores, stepless, directory, progress, is_due, placed, spares_newer=True, newest=newest
+            stores, stepless, directory, progress, should_fetch, placed, spares_newer=True, newest=newest
         )
     if fetched:
-        placed += await put_back_each(stores, run, directory, progress, is_due, placed, spares_newer=True)
+        placed += await put_back_each(stores, run, directory, progress, should_fetch, placed, spares_newer=True)
     return placed[len(fetched) :]
 
 
-def _home(directory: Path, paths: Set[str]) -> Path:
+def _common_directory(directory: Path, paths: Set[str]) -> Path:
     """Return the directory in which all of these files lie, at any depth."""
     return directory / os.path.commonpath([str(Path(path).parent) for path in paths])
 
 
-def _keeps_pointer(one: Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
+def _keeps_pointer(judged: Judged, newest: CheckpointId, run_history: History, directory: Path) -> bool:
     """Whether the program's pointers name a unit that cannot be checked, and is as new as the newest checkpoint."""
-    if one.verdict != "unknown" or is_newer(newest, known, one):
+    if judged.verdict != "unknown" or is_newer(newest, run_history, judged):
         return False
-    return is_named(directory, one.unit.layout.program, one.unit.path, one.unit.files)
+    return is_named(directory, judged.unit.layout.program, judged.unit.path, judged.unit.files)
 
 
 def _point(directory: Path, judged: list[Judged]) -> list[str]:
@@ -300,23 +329,27 @@ def _point(directory: Path, judged: list[Judged]) -> list[str]:
     The program, or a person who went back, has chosen that one.
     """
     newest: dict[tuple[str, str], Judged] = {}
-    chosen = set[tuple[str, str]]()
-    for one in sorted(judged, key=lambda one: one.made):
-        key = one.unit.layout.program, one.unit.path.rpartition("/")[0]
-        if one.is_good:
-            newest[key] = one
-        if (one.is_good or one.verdict == "unknown") and is_named(directory, key[0], one.unit.path, one.unit.files):
-            chosen.add(key)
-    wrong = [(key[0], one) for key, one in newest.items() if key not in chosen]
-    found = (point_to(directory, program, one.unit.path, one.unit.files) for program, one in wrong)
-    return [path for paths in found for path in paths]
+    pointed = set[tuple[str, str]]()
+    for judged_unit in sorted(judged, key=lambda judged_unit: judged_unit.made):
+        key = judged_unit.unit.layout.program, judged_unit.unit.path.rpartition("/")[0]
+        if judged_unit.is_good:
+            newest[key] = judged_unit
+        if (judged_unit.is_good or judged_unit.verdict == "unknown") and is_named(
+            directory, key[0], judged_unit.unit.path, judged_unit.unit.files
+        ):
+            pointed.add(key)
+    wrong = [(key[0], judged_unit) for key, judged_unit in newest.items() if key not in pointed]
+    rewritten = (
+        point_to(directory, program, judged_unit.unit.path, judged_unit.unit.files) for program, judged_unit in wrong
+    )
+    return [path for paths in rewritten for path in paths]
 
 
-async def _lost_pointers(
+async def _restore_lost_pointers(
     directory: Path,
     judged: list[Judged],
     fetched: Sequence[PutBack],
-    known: History,
+    run_history: History,
     stores: Mapping[str, Store],
 ) -> list[str]:
     """Put back the pointers that are gone: in each directory as the program wrote them for its newest whole unit.
@@ -324,30 +357,39 @@ async def _lost_pointers(
     A program that was killed before it wrote a pointer anew left its newest unit without one. Then they are those of
     the newest before it that had some, and name the newest.
     """
-    there = [(one.made, one.checkpoint, one.unit.path) for one in judged if one.is_good and one.checkpoint is not None]
-    put = [(CheckpointId(one.run, one.attempt, one.step), one.path) for one in fetched]
-    there += [(known.made.get(checkpoint, NEVER), checkpoint, path) for checkpoint, path in put]
+    placed = [
+        (judged_unit.made, judged_unit.checkpoint, judged_unit.unit.path)
+        for judged_unit in judged
+        if judged_unit.is_good and judged_unit.checkpoint is not None
+    ]
+    restored = [
+        (CheckpointId(restored_unit.run, restored_unit.attempt, restored_unit.step), restored_unit.path)
+        for restored_unit in fetched
+    ]
+    placed += [(run_history.made.get(checkpoint, NEVER), checkpoint, path) for checkpoint, path in restored]
     homes: dict[tuple[str, str], list[tuple[datetime, CheckpointId, str]]] = {}
-    for unit in sorted(there, key=lambda unit: unit[0], reverse=True):
+    for unit in sorted(placed, key=lambda unit: unit[0], reverse=True):
         homes.setdefault((unit[1].run, unit[2].rpartition("/")[0]), []).append(unit)
     recorded: dict[CheckpointId, UnitFile | None] = {}  # read once, because directories share former checkpoints
-    torn = [one.unit for one in judged if one.verdict == "unknown" and one.unit.missing]
-    written = []
-    for (made, newest, path), *older in homes.values():
-        before = [one for one, at in known.made.items() if one.run == newest.run and at < made]
-        before.sort(key=lambda one: known.made[one], reverse=True)
+    torn = [judged_unit.unit for judged_unit in judged if judged_unit.verdict == "unknown" and judged_unit.unit.missing]
+    pointer_paths = []
+    for (created, newest, path), *older in homes.values():
+        before = [
+            checkpoint for checkpoint, at in run_history.made.items() if checkpoint.run == newest.run and at < created
+        ]
+        before.sort(key=lambda checkpoint: run_history.made[checkpoint], reverse=True)
         formers = dict.fromkeys([newest, *(checkpoint for _, checkpoint, _ in older), *before])
         covered = set[str]()
         for former in [*formers][:_POINTED]:
             if former not in recorded:
                 recorded[former] = await recorded_unit(stores, former)
             about = recorded[former]
-            named = about.pointers if about and about.pointers else ()
+            pointers = about.pointers if about and about.pointers else ()
             if about and former != newest:
-                named = tuple(filter(None, (moved_on(pointer, about.path, path) for pointer in named)))
-            named = tuple(pointer for pointer in named if pointer.path not in covered)
-            written += await to_the_end(write_lost, directory, named, torn)
-            covered |= {pointer.path for pointer in named}
-            if named and former != newest:
+                pointers = tuple(filter(None, (moved_on(pointer, about.path, path) for pointer in pointers)))
+            pointers = tuple(pointer for pointer in pointers if pointer.path not in covered)
+            pointer_paths += await to_the_end(write_lost, directory, pointers, torn)
+            covered |= {pointer.path for pointer in pointers}
+            if pointers and former != newest:
                 break
-    return written
+    return pointer_paths

@@ -106,9 +106,9 @@ class Refusals:
         self._open = {path: since_s for path, since_s in self._open.items() if self._settling.is_seen(path)}
         self.unread = {path for path in self.unread if self._settling.is_seen(path)}
         self._unstored = {path for path in self._unstored if self._settling.is_seen(path)}
-        again = self.unread | self._unstored
-        kept = {path for path in self.reasons if path in again or self._settling.is_judged(path)}
-        self.reasons = {path: why for path, why in self.reasons.items() if path in kept}
+        retried = self.unread | self._unstored
+        remaining = {path for path in self.reasons if path in retried or self._settling.is_judged(path)}
+        self.reasons = {path: why for path, why in self.reasons.items() if path in remaining}
 
     def _refuse_restless(self) -> None:
         """Report the units that a program never leaves alone for long enough to be taken."""

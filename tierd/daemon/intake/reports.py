@@ -44,53 +44,55 @@ class ToReconciler:
         self._loop.call_soon_threadsafe(report)
 
 
-def report(reconciler: Reconciler, one: WatchAtWork, watch: UnitWatch, awaited: str) -> None:
+def report(reconciler: Reconciler, active_watch: WatchAtWork, watch: UnitWatch, awaited: str) -> None:
     """Have the status show what is not taken, passed over or not readable, or for what a watch waits.
 
     Args:
         reconciler: the reconciler.
-        one: the watch, which has just listed its directory.
+        active_watch: the watch, which has just listed its directory.
         watch: the directory.
         awaited: for which other watch it waits; empty: for none.
     """
-    directory, thing = one.watch.directory, ("watch", one.watch.run)
-    status = reconciler.watches[one.watch.run] = replace(watch.status, waits=awaited)
-    one.awaited_s = None if status.checkpoints else one.awaited_s
-    one.refused = dict(watch.refused)
-    one.is_untaken = not (watch.has_taken or awaited or one.stepless or watch.leaves_stepless)
+    directory, subject = active_watch.watch.directory, ("watch", active_watch.watch.run)
+    status = reconciler.watches[active_watch.watch.run] = replace(watch.status, waits=awaited)
+    active_watch.awaited_s = None if status.checkpoints else active_watch.awaited_s
+    active_watch.refused = dict(watch.refused)
+    active_watch.is_untaken = not (watch.has_taken or awaited or active_watch.stepless or watch.leaves_stepless)
     texts = [f"{directory}: {awaited}"] if awaited else []
     texts += [f"{directory}/{path} is not taken: {why}" for path, why in watch.refused.items()]
     texts += [f"{directory}/{path} cannot be listed, and is skipped" for path in watch.unreadable]
-    if not texts and _is_untaken_for_long(reconciler, one, watch, status):
+    if not texts and _is_untaken_for_long(reconciler, active_watch, watch, status):
         texts = [nothing_taken(status)]
-        if not one.untaken_reported:
-            one.untaken_reported = True
-            reconciler.journal.record("nothing taken", SPOOL, directory, texts[0], run=one.watch.run)
+        if not active_watch.untaken_reported:
+            active_watch.untaken_reported = True
+            reconciler.journal.record("nothing taken", SPOOL, directory, texts[0], run=active_watch.watch.run)
     if texts:
-        more = f"; and {len(texts) - 1} more" if texts[1:] else ""
-        reconciler.journal.warnings[thing] = f"{texts[0]}{more}"
+        suffix = f"; and {len(texts) - 1} more" if texts[1:] else ""
+        reconciler.journal.warnings[subject] = f"{texts[0]}{suffix}"
     else:
-        reconciler.journal.warnings.pop(thing, None)
+        reconciler.journal.warnings.pop(subject, None)
 
 
-def _is_untaken_for_long(reconciler: Reconciler, one: WatchAtWork, watch: UnitWatch, status: WatchStatus) -> bool:
+def _is_untaken_for_long(
+    reconciler: Reconciler, active_watch: WatchAtWork, watch: UnitWatch, status: WatchStatus
+) -> bool:
     """Whether nothing was ever taken of a directory that has had files for long, and no unit may be being written."""
-    if not one.is_untaken or not (status.files or status.checkpoints):
-        one.untaken_s = None
+    if not active_watch.is_untaken or not (status.files or status.checkpoints):
+        active_watch.untaken_s = None
         return False
-    if one.untaken_s is None:
-        one.untaken_s = time.monotonic()
-    return not watch.waiting and time.monotonic() - one.untaken_s >= reconciler.timings.untaken_s
+    if active_watch.untaken_s is None:
+        active_watch.untaken_s = time.monotonic()
+    return not watch.waiting and time.monotonic() - active_watch.untaken_s >= reconciler.timings.untaken_s
 
 
-def report_absent(reconciler: Reconciler, one: WatchAtWork) -> None:
+def report_absent(reconciler: Reconciler, active_watch: WatchAtWork) -> None:
     """Have the status show that a watch waits for its directory."""
-    directory, run = one.watch.directory, one.watch.run
+    directory, run = active_watch.watch.directory, active_watch.watch.run
     reconciler.watches[run] = WatchStatus(directory, run, waits="it does not exist yet")
     reconciler.journal.warnings["watch", run] = f"{directory} does not exist yet, and is waited for"
 
 
-def forget(reconciler: Reconciler, one: WatchAtWork) -> None:
+def forget(reconciler: Reconciler, active_watch: WatchAtWork) -> None:
     """Have the status show nothing of a watch that ends."""
-    reconciler.journal.warnings.pop(("watch", one.watch.run), None)
-    reconciler.watches.pop(one.watch.run, None)
+    reconciler.journal.warnings.pop(("watch", active_watch.watch.run), None)
+    reconciler.watches.pop(active_watch.watch.run, None)

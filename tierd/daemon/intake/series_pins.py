@@ -38,18 +38,20 @@ class SeriesPins:
         stores: returns the tiers.
     """
 
-    def __init__(self, spool: Spool, run: str, taken: TakenUnits, stores: Callable[[], Mapping[str, Store]]) -> None:
-        self._spool, self._run, self._taken, self._stores = spool, run, taken, stores
+    def __init__(
+        self, spool: Spool, run: str, taken_units: TakenUnits, stores: Callable[[], Mapping[str, Store]]
+    ) -> None:
+        self._spool, self._run, self._taken_units, self._stores = spool, run, taken_units, stores
         self._shared: dict[str, Set[CheckpointId]] = {}  # by tier, what was found pinned there
 
     def hold(self, checkpoint: CheckpointId) -> None:
         """Pin a checkpoint in the spool before it is committed, until it is pinned on the tiers."""
-        self._taken.hold(checkpoint)
+        self._taken_units.hold(checkpoint)
         self._spool.pin(checkpoint, pinned=True)
 
     def keep(self, checkpoint: CheckpointId, paths: Iterable[str]) -> None:
         """Pin a checkpoint with these files, whose order is in doubt, in the spool before it is committed."""
-        self._taken.doubt(checkpoint, paths)
+        self._taken_units.doubt(checkpoint, paths)
         self._spool.pin(checkpoint, pinned=True)
 
     async def share(self, observed: Set[CheckpointId], stored: Set[CheckpointId]) -> Set[CheckpointId]:
@@ -61,35 +63,37 @@ class SeriesPins:
             observed: the checkpoints that this node's retention knows to be pinned on every tier.
             stored: those that every tier has, verified.
         """
-        wanted, released, held = self._taken.newest_of_series()
-        doubted = self._taken.doubted
-        newest = max((one for one in stored if one.run == self._run), default=None)
-        ended = {one for one, later in doubted.items() if newest and later and newest >= later}
-        doubts = (doubted.keys() - ended) & self._spool.pins() if doubted else set()  # a person may have unpinned some
-        texts = dict.fromkeys(doubts, DOUBT) | dict.fromkeys(wanted, TEXT)
+        to_pin, released, held_pins = self._taken_units.newest_of_series()
+        doubted = self._taken_units.doubted
+        newest = max((checkpoint for checkpoint in stored if checkpoint.run == self._run), default=None)
+        settled = {checkpoint for checkpoint, later in doubted.items() if newest and later and newest >= later}
+        doubts = (
+            (doubted.keys() - settled) & self._spool.pins() if doubted else set()
+        )  # a person may have unpinned some
+        texts = dict.fromkeys(doubts, DOUBT) | dict.fromkeys(to_pin, TEXT)
         stores, everywhere = self._stores(), True
         for name, store in stores.items():
             try:
-                for one in texts.keys() - self._shared.get(name, frozenset()):
-                    if await _text(store, one) is None:
-                        await store.put(pin_key(one), texts[one])
-                for one in (released | ended) - texts.keys():
-                    if await _text(store, one) in (TEXT, DOUBT):
-                        await clear(store, [pin_key(one)])
+                for checkpoint in texts.keys() - self._shared.get(name, frozenset()):
+                    if await _read_pin_text(store, checkpoint) is None:
+                        await store.put(pin_key(checkpoint), texts[checkpoint])
+                for checkpoint in (released | settled) - texts.keys():
+                    if await _read_pin_text(store, checkpoint) in (TEXT, DOUBT):
+                        await clear(store, [pin_key(checkpoint)])
                 self._shared[name] = texts.keys()
             except (StoreUnavailable, StoreRefused) as error:
                 log.info("%s: the newest of each series cannot be pinned there yet: %s", name, error)
                 everywhere = False
         if stores and everywhere:
-            done = {one for one in held if one in observed or one not in wanted}
-            for one in (done | (ended - (held - done))) - doubts:
-                self._spool.pin(one, pinned=False)
-            self._taken.shared(released, done)
-            self._taken.end_doubts(ended)
-        return wanted | released | held | doubted.keys()
+            to_unpin = {checkpoint for checkpoint in held_pins if checkpoint in observed or checkpoint not in to_pin}
+            for checkpoint in (to_unpin | (settled - (held_pins - to_unpin))) - doubts:
+                self._spool.pin(checkpoint, pinned=False)
+            self._taken_units.shared(released, to_unpin)
+            self._taken_units.end_doubts(settled)
+        return to_pin | released | held_pins | doubted.keys()
 
 
-async def _text(store: Store, checkpoint: CheckpointId) -> bytes | None:
+async def _read_pin_text(store: Store, checkpoint: CheckpointId) -> bytes | None:
     """Return the text of a pin; None if there is none."""
     try:
         return bytes(await store.get(pin_key(checkpoint)))

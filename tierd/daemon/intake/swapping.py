@@ -66,27 +66,27 @@ def _is_same(fresh: Path, final: Path) -> bool:
     """Whether a plain file with the same bytes lies there."""
     if not all(path.is_file() and not path.is_symlink() for path in (fresh, final)):
         return False
-    with fresh.open("rb") as one, final.open("rb") as other:
-        if os.fstat(one.fileno()).st_size != os.fstat(other.fileno()).st_size:
+    with fresh.open("rb") as fresh_file, final.open("rb") as final_file:
+        if os.fstat(fresh_file.fileno()).st_size != os.fstat(final_file.fileno()).st_size:
             return False
-        return all(piece == other.read(PIECE) for piece in iter(lambda: one.read(PIECE), b""))
+        return all(piece == final_file.read(PIECE) for piece in iter(lambda: fresh_file.read(PIECE), b""))
 
 
 def way_to(directory: Path, name: str) -> Path:
     """Make the directories above a path, and return the path. A link among them would lead elsewhere."""
-    here = directory
+    parent = directory
     *above, last = name.split("/")
     for piece in above:
-        here /= piece
-        if here.is_symlink():
-            raise ConfigError(f"{here}: a symbolic link; name the directory to which it leads")
+        parent /= piece
+        if parent.is_symlink():
+            raise ConfigError(f"{parent}: a symbolic link; name the directory to which it leads")
         try:
-            here.mkdir(exist_ok=True)
+            parent.mkdir(exist_ok=True)
         except FileExistsError:
             raise ConfigError(
-                f"{here}: not a directory; tierd needs one of that name there: move that file away"
+                f"{parent}: not a directory; tierd needs one of that name there: move that file away"
             ) from None
-    return here / last
+    return parent / last
 
 
 def _free_name(directory: Path, name: str) -> Path:
@@ -98,16 +98,16 @@ def _free_name(directory: Path, name: str) -> Path:
     return target
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange two names in one step; False if the file system or the C library cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         return False
     at = ctypes.c_int(_AT_FDCWD)
-    if not rename(at, os.fsencode(one), at, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)):
+    if not rename(at, os.fsencode(first), at, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)):
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(second))

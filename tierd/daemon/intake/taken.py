@@ -45,8 +45,8 @@ from tierd.watching.settle import Shape
 from tierd.watching.unit_file import UNIT_NAME
 
 _WATCHED = "watched"
-_MOST_BEGUN = 16  # refused saves that are remembered
-_MOST_GONE = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
+_MAX_REFUSED_SAVES = 16  # refused saves that are remembered
+_MAX_ABSENT_FILES = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
 _T = TypeVar("_T", Sizes, Waiting)
 
 
@@ -103,7 +103,7 @@ class TakenUnits:
         """
         record = self._record or Record({}, {})
         was, sizes = record.taken.get(path), sizes_of(shape)
-        if was is None or was == sizes or is_saved_again(_masked(was, record.amended.get(path, ())), sizes):
+        if was is None or was == sizes or is_saved_again(_mask_files(was, record.amended.get(path, ())), sizes):
             return None
         saved = record.saved.get(path) or made_at(_time(was))
         version = xxhash.xxh3_64_intdigest(repr(sorted(sizes.items())).encode())  # nodes with one record agree on it
@@ -124,7 +124,7 @@ class TakenUnits:
         record = self._record
         if record is not None and record.begun.get(path) != sizes:
             record.begun.pop(path, None)
-            record.begun = dict([*record.begun.items(), (path, sizes)][-_MOST_BEGUN:])
+            record.begun = dict([*record.begun.items(), (path, sizes)][-_MAX_REFUSED_SAVES:])
             self._write(record)
 
     def before(self, sizes: Sizes) -> Sequence[str]:
@@ -143,15 +143,17 @@ class TakenUnits:
         record = self._record or Record({}, {})
         was = record.contents.get(path)
         saved = record.saved.get(path) or made_at(_time(record.taken.get(path, {})))  # the latter in an older record
-        return (CheckpointId(self._run, *was[1:]), saved) if was and was[0] == _content(files) else None
+        return (CheckpointId(self._run, *was[1:]), saved) if was and was[0] == _content_digest(files) else None
 
     def checkpoints(self) -> Mapping[str, tuple[CheckpointId, str]]:
         """Return the checkpoint as which each unit was last taken, and its series, by the unit's path."""
         record = self._record or Record({}, {})
-        named = ((path, attempt, step) for path, (_, attempt, step) in record.contents.items() if path in record.taken)
+        contents = (
+            (path, attempt, step) for path, (_, attempt, step) in record.contents.items() if path in record.taken
+        )
         return {
             path: (CheckpointId(self._run, attempt, step), series_of(record.taken[path]))
-            for path, attempt, step in named
+            for path, attempt, step in contents
         }
 
     def decayed(self, shape: Shape, files: Iterable[File]) -> list[str]:
@@ -176,16 +178,16 @@ class TakenUnits:
         files = tuple(files)
         add_digests(record, sizes_of(shape), files)
         if checkpoint is not None:
-            record.contents[path] = (_content(files), *_pair(checkpoint))
-            again = written_again(record.taken.get(path, {}), sizes_of(shape)) | {*record.amended.get(path, [])}
+            record.contents[path] = (_content_digest(files), *_attempt_and_step(checkpoint))
+            rewritten = written_again(record.taken.get(path, {}), sizes_of(shape)) | {*record.amended.get(path, [])}
             if self.amended(path, shape) is None:
                 record.amended.pop(path, None)
-            elif again:
-                record.amended[path] = sorted(again)
-            record.newest = max(_pair(checkpoint), record.newest or ("", 0))
+            elif rewritten:
+                record.amended[path] = sorted(rewritten)
+            record.newest = max(_attempt_and_step(checkpoint), record.newest or ("", 0))
             series = series_of(name for name, _ in shape)
-            add_to_series(record, series, _pair(checkpoint))
-            settle(record, path, series, _pair(checkpoint))
+            add_to_series(record, series, _attempt_and_step(checkpoint))
+            settle(record, path, series, _attempt_and_step(checkpoint))
         if saved is not None:
             record.saved[path] = saved
         if self.has(path, shape):
@@ -200,15 +202,15 @@ class TakenUnits:
         those that are pinned in the spool.
         """
         record = self._record or Record({}, {})
-        wanted = [pair for newest in record.series.values() for pair in newest] if record.has_several else []
-        pairs = (wanted, record.released, record.held)
-        first, second, third = ({CheckpointId(self._run, *pair) for pair in some} for some in pairs)
+        newest_pairs = [pair for newest in record.series.values() for pair in newest] if record.has_several else []
+        pairs = (newest_pairs, record.released, record.held)
+        first, second, third = ({CheckpointId(self._run, *pair) for pair in group} for group in pairs)
         return first, second, third
 
     def hold(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint is about to be pinned in the spool. Raises nothing."""
         record = self._record = self._record or Record({}, {})
-        record.held.append(_pair(checkpoint))
+        record.held.append(_attempt_and_step(checkpoint))
         record.has_several = True
         self._write(record)
 
@@ -217,9 +219,9 @@ class TakenUnits:
         nothing.
         """
         record = self._record = self._record or Record({}, {})
-        if any(doubt.checkpoint == _pair(checkpoint) for doubt in record.doubted):
+        if any(entry.checkpoint == _attempt_and_step(checkpoint) for entry in record.doubted):
             return  # it could not be committed then
-        record.doubted.append(Doubt(_pair(checkpoint), series_of(paths), record.doubts))
+        record.doubted.append(Doubt(_attempt_and_step(checkpoint), series_of(paths), record.doubts))
         record.doubts += 1
         self._write(record)
 
@@ -228,8 +230,8 @@ class TakenUnits:
         """The checkpoints that are pinned because their order is in doubt, each with a later one of its series, whose
         order is in none.
         """
-        found = self._record.doubted if self._record else []
-        settled = {one.checkpoint: one.settled for one in found}
+        doubts = self._record.doubted if self._record else []
+        settled = {entry.checkpoint: entry.settled for entry in doubts}
         return {
             CheckpointId(self._run, *pair): later and CheckpointId(self._run, *later) for pair, later in settled.items()
         }
@@ -239,16 +241,16 @@ class TakenUnits:
         record = self._record
         if record is not None and checkpoints:
             record.doubted = [
-                one for one in record.doubted if CheckpointId(self._run, *one.checkpoint) not in checkpoints
+                entry for entry in record.doubted if CheckpointId(self._run, *entry.checkpoint) not in checkpoints
             ]
             self._write(record)
 
-    def shared(self, released: Set[CheckpointId], held: Set[CheckpointId]) -> None:
+    def shared(self, released: Set[CheckpointId], held_pins: Set[CheckpointId]) -> None:
         """Record that each tier has the pins as `newest_of_series` returned them. Raises nothing."""
         record = self._record
-        if record is not None and (released or held):
+        if record is not None and (released or held_pins):
             record.released = [pair for pair in record.released if CheckpointId(self._run, *pair) not in released]
-            record.held = [pair for pair in record.held if CheckpointId(self._run, *pair) not in held]
+            record.held = [pair for pair in record.held if CheckpointId(self._run, *pair) not in held_pins]
             self._write(record)
 
     def see(self, shapes: Mapping[str, Shape], newest: CheckpointId | None, *, has_steps: bool = False) -> None:
@@ -263,25 +265,27 @@ class TakenUnits:
         """
         if not shapes:
             return
-        record, known = self._record or Record({}, {}), _pair(newest) if newest else None
+        record, newest_pair = self._record or Record({}, {}), _attempt_and_step(newest) if newest else None
         # What appears now was not there in the listing before, so it is newer than what was taken until then.
-        after = min(record.newest or known, known) if known and self._record else None
-        taken = _gone(record.taken, shapes) | {path: one for path, one in record.taken.items() if path in shapes}
-        waiting = _gone(record.waiting, shapes)
+        after = min(record.newest or newest_pair, newest_pair) if newest_pair and self._record else None
+        taken_sizes = _absent_units(record.taken, shapes) | {
+            path: sizes for path, sizes in record.taken.items() if path in shapes
+        }
+        waiting = _absent_units(record.waiting, shapes)
         for path, shape in shapes.items():
-            if taken.get(path) != (sizes := sizes_of(shape)):
+            if taken_sizes.get(path) != (sizes := sizes_of(shape)):
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else Waiting(sizes, after, record.doubts)
-        earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
-        files = {name for sizes in taken.values() for name in sizes}
+        earlier = {path: count for path, count in record.earlier.items() if count and path in taken_sizes}
+        files = {name for sizes in taken_sizes.values() for name in sizes}
         fresh = Record(
-            *(taken, waiting, earlier, known, has_steps or record.has_steps),
-            {path: digest for path, digest in record.contents.items() if path in taken},
-            {path: saved for path, saved in record.saved.items() if path in taken},
+            *(taken_sizes, waiting, earlier, newest_pair, has_steps or record.has_steps),
+            {path: digest for path, digest in record.contents.items() if path in taken_sizes},
+            {path: saved for path, saved in record.saved.items() if path in taken_sizes},
             *(record.has_several, record.series, record.released, record.held, record.begun),
             *(record.doubts, record.doubted),
             {name: digest for name, digest in record.digests.items() if name in files},
-            {path: again for path, again in record.amended.items() if path in taken},
+            {path: names for path, names in record.amended.items() if path in taken_sizes},
         )
         if fresh != self._record:
             self._write(fresh)
@@ -305,31 +309,31 @@ class TakenUnits:
                 fresh.unlink(missing_ok=True)  # of a failed write, as on a full disk
 
 
-def _gone(units: Mapping[str, _T], shapes: Mapping[str, Shape]) -> dict[str, _T]:
+def _absent_units(units: Mapping[str, _T], shapes: Mapping[str, Shape]) -> dict[str, _T]:
     """Return the units that a listing lacks, in order, without the first ones if they are of too many files."""
-    found: dict[str, _T] = {}
+    absent: dict[str, _T] = {}
     files = 0
     for path in reversed(list(units)):
         if path not in shapes:
-            one = units[path]
-            files += len(one.sizes if isinstance(one, Waiting) else one)
-            if files > _MOST_GONE:
+            unit = units[path]
+            files += len(unit.sizes if isinstance(unit, Waiting) else unit)
+            if files > _MAX_ABSENT_FILES:
                 break
-            found[path] = one
-    return dict(reversed(found.items()))
+            absent[path] = unit
+    return dict(reversed(absent.items()))
 
 
-def _masked(sizes: Sizes, names: Iterable[str]) -> Sizes:
+def _mask_files(sizes: Sizes, names: Iterable[str]) -> Sizes:
     """Return sizes and times of which those of some files are no file's."""
     return sizes | {name: (sizes[name][0], -1) for name in names if name in sizes}
 
 
-def _content(files: Iterable[File]) -> str:
-    named = sorted((file.path, [chunk.xxh3_128 for chunk in file.chunks]) for file in files if file.path != UNIT_NAME)
-    return xxhash.xxh3_128_hexdigest(repr(named).encode())
+def _content_digest(files: Iterable[File]) -> str:
+    digests = sorted((file.path, [chunk.xxh3_128 for chunk in file.chunks]) for file in files if file.path != UNIT_NAME)
+    return xxhash.xxh3_128_hexdigest(repr(digests).encode())
 
 
-def _pair(checkpoint: CheckpointId) -> tuple[str, int]:
+def _attempt_and_step(checkpoint: CheckpointId) -> tuple[str, int]:
     return checkpoint.attempt, checkpoint.step
 
 

@@ -73,10 +73,10 @@ def is_saved_again(was: Sizes, now: Sizes) -> bool:
     A save writes at least as many bytes again as it leaves. A file that is gone counts as written again if files were
     added, because a save may give its files other names, as `model-00001-of-00003` for `model-00001-of-00002`.
     """
-    again = written_again(was, now)
-    gone = was.keys() - now.keys() if now.keys() - was.keys() else set[str]()
-    left_bytes = sum(size for name, (size, _) in now.items() if name in was and name not in again)
-    return sum(now[name][0] for name in again) + sum(was[name][0] for name in gone) >= left_bytes
+    rewritten = written_again(was, now)
+    deleted = was.keys() - now.keys() if now.keys() - was.keys() else set[str]()
+    left_bytes = sum(size for name, (size, _) in now.items() if name in was and name not in rewritten)
+    return sum(now[name][0] for name in rewritten) + sum(was[name][0] for name in deleted) >= left_bytes
 
 
 def add_digests(record: Record, sizes: Sizes, files: Iterable[File]) -> None:
@@ -90,7 +90,7 @@ def decayed(record: Record, sizes: Sizes, files: Iterable[File]) -> list[str]:
     return [
         file.path
         for file, was in recorded
-        if was is not None and was[:2] == sizes[file.path] and was[2] != _digest(file) and _is_own(was[2])
+        if was is not None and was[:2] == sizes[file.path] and was[2] != _digest(file) and _is_own_digest(was[2])
     ]
 
 
@@ -100,7 +100,7 @@ def _digest(file: File) -> str:
     return f"{__version__} {xxhash.xxh3_128_hexdigest(repr(chunks).encode())}"
 
 
-def _is_own(digest: str) -> bool:
+def _is_own_digest(digest: str) -> bool:
     return digest.startswith(f"{__version__} ")
 
 
@@ -109,7 +109,7 @@ def add_to_series(record: Record, series: str, pair: tuple[str, int]) -> None:
     newest = record.series.pop(series, [])
     record.series[series] = sorted({*newest, pair}, reverse=True)  # last in the dict, because it was saved last
     oldest = [next(iter(record.series))] if len(record.series) > _MOST_SERIES else []
-    over = [*record.series[series][_NEWEST:], *(one for name in oldest for one in record.series.pop(name))]
+    over = [*record.series[series][_NEWEST:], *(old_pair for name in oldest for old_pair in record.series.pop(name))]
     if series in record.series:
         del record.series[series][_NEWEST:]
     if record.has_several:
@@ -119,11 +119,11 @@ def add_to_series(record: Record, series: str, pair: tuple[str, int]) -> None:
 def settle(record: Record, path: str, series: str, pair: tuple[str, int]) -> None:
     """Settle the doubts about what was taken before a unit of the series appeared, unless it is in doubt itself."""
     waiting = record.waiting.get(path)
-    if waiting is None or any(doubt.checkpoint == pair for doubt in record.doubted):
+    if waiting is None or any(entry.checkpoint == pair for entry in record.doubted):
         return
     record.doubted = [
-        msgspec.structs.replace(doubt, settled=pair)
-        if doubt.series == series and doubt.number < waiting.doubts and doubt.settled is None
-        else doubt
-        for doubt in record.doubted
+        msgspec.structs.replace(entry, settled=pair)
+        if entry.series == series and entry.number < waiting.doubts and entry.settled is None
+        else entry
+        for entry in record.doubted
     ]

@@ -45,56 +45,56 @@ class Taker:
 
     def __init__(self, run: str, who: str, find: Callable[[], Store | None], timings: DaemonTimings) -> None:
         self._run, self._who, self._find, self._timings = run, who, find, timings
-        self._own: tuple[Store, CheckpointId, str] | None = None  # the announcement, by its key
-        self._seen: dict[str, float] = {}  # others' announcements, and when each was first listed
-        self._left: tuple[CheckpointId, float] | None = None  # what is left to others, and since when
+        self._announcement: tuple[Store, CheckpointId, str] | None = None  # the announcement, by its key
+        self._first_listed_at: dict[str, float] = {}  # others' announcements, and when each was first listed
+        self._yielded: tuple[CheckpointId, float] | None = None  # what is left to others, and since when
         self._ask_at_s = 0.0
         self._refused = False  # the tier refuses deletions, so an announcement there would never end
 
     @property
     def held(self) -> bool:
-        return self._own is not None
+        return self._announcement is not None
 
-    async def may_take(self, wanted: CheckpointId, now_s: float) -> bool:
+    async def may_take(self, checkpoint: CheckpointId, now_s: float) -> bool:
         """Return whether this node may take a unit now, with an agreement (`held`) or without one.
 
         Args:
-            wanted: the checkpoint that the unit would become, as far as this node knows.
+            checkpoint: the checkpoint that the unit would become, as far as this node knows.
             now_s: a monotonic clock, in seconds.
         """
         store = self._find()
         if self.held or store is None or self._refused:
             return True
-        if self._left is None or self._left[0] != wanted:
-            self._left = wanted, now_s
-        if now_s - self._left[1] >= self._timings.yield_s:
-            log.info("%s: it is taken, although another node announces it for long", wanted)
+        if self._yielded is None or self._yielded[0] != checkpoint:
+            self._yielded = checkpoint, now_s
+        if now_s - self._yielded[1] >= self._timings.yield_s:
+            log.info("%s: it is taken, although another node announces it for long", checkpoint)
             return True
         if now_s < self._ask_at_s:
             return False
         self._ask_at_s = now_s + self._timings.renew_s / 3 * random.uniform(0.5, 1.0)  # noqa: S311
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await self._claim(store, wanted, now_s)
+                return await self._claim(store, checkpoint, now_s)
         except _FAILURES as error:
-            log.info("%s: it is taken without asking other nodes: %s", wanted, error or type(error).__name__)
+            log.info("%s: it is taken without asking other nodes: %s", checkpoint, error or type(error).__name__)
             return True
 
-    async def _claim(self, store: Store, wanted: CheckpointId, now_s: float) -> bool:
+    async def _claim(self, store: Store, checkpoint: CheckpointId, now_s: float) -> bool:
         if await self._others(store, now_s):
             return False
-        key = await announce(store, wanted, self._who, self._timings)
+        key = await announce(store, checkpoint, self._who, self._timings)
         if await self._others(store, now_s):  # it announced meanwhile: both withdraw, and ask again at other times
             await self._withdraw(store, key)
             return False
-        self._own, self._left, self._ask_at_s = (store, wanted, key), None, 0.0
+        self._announcement, self._yielded, self._ask_at_s = (store, checkpoint, key), None, 0.0
         return True
 
     async def _others(self, store: Store, now_s: float) -> bool:
         """Whether another node that is alive announces parts of the run."""
-        found = await announcements(store, self._run, self._who)
-        self._seen = {key: self._seen.get(key, now_s) for key in found}
-        return any(now_s - since_s < self._timings.silent_s for since_s in self._seen.values())
+        announced_keys = await announcements(store, self._run, self._who)
+        self._first_listed_at = {key: self._first_listed_at.get(key, now_s) for key in announced_keys}
+        return any(now_s - since_s < self._timings.silent_s for since_s in self._first_listed_at.values())
 
     async def keep_renewing(self) -> None:
         """Renew the announcement until cancelled. Each time it is another object, so that others see it change."""
@@ -110,23 +110,23 @@ class Taker:
 
         If a reload made another tier the first one, the announcement on the former tier counts as over by itself.
         """
-        if self._own is None or self._refused or (store := self._find()) is None:
+        if self._announcement is None or self._refused or (store := self._find()) is None:
             return  # never on the former store: a reload has closed it
-        _, checkpoint, key = self._own
+        _, checkpoint, key = self._announcement
         try:
             fresh = await announce(store, checkpoint, self._who, self._timings)
         except _FAILURES as error:
             log.info("%s: it could not be announced again: %s", checkpoint, error)
             return
-        self._own = store, checkpoint, fresh
+        self._announcement = store, checkpoint, fresh
         if fresh != key:  # the same, within a millisecond
             await self._withdraw(store, key)
 
     async def release(self) -> None:
         """End the agreement, because the tier has what was taken, or because the watch ends. Raises nothing."""
-        if self._own is None:
+        if self._announcement is None:
             return
-        (store, _, key), self._own = self._own, None
+        (store, _, key), self._announcement = self._announcement, None
         await self._withdraw(self._find() or store, key)
 
     async def _withdraw(self, store: Store, key: str) -> None:

@@ -49,7 +49,7 @@ from tierd.watching.unit import Unit
 
 log = logging.getLogger("tierd.daemon")
 
-_MANY = 3  # tries in which a unit changed, until that is reported
+_CHANGES_UNTIL_REPORT = 3  # tries in which a unit changed, until that is reported
 
 
 class Reports(Protocol):
@@ -68,7 +68,7 @@ class Reports(Protocol):
         ...
 
 
-class _Unchanged(Exception):
+class _UnitUnchanged(Exception):
     """A unit has the bytes that were taken last from its place, as this checkpoint, which was saved at this time."""
 
     def __init__(self, checkpoint: CheckpointId, saved: datetime, files: Sequence[File]) -> None:
@@ -76,7 +76,7 @@ class _Unchanged(Exception):
         self.checkpoint, self.saved, self.files = checkpoint, saved, files
 
 
-class _Decayed(Exception):
+class _UnitDecayed(Exception):
     """Files of a unit have the size and the time with which they were taken, and other bytes."""
 
 
@@ -125,19 +125,21 @@ class UnitWatch:
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes, self._reads = room, going, writes, reads
-        self._taken = TakenUnits(spool, run)
-        self._settling = Settling(settle_s, self._choose, self._is_taken)
-        self._own, self._stepless, self.leaves_stepless = own, stepless, False
-        self._ordering = Ordering(self._settling, self._taken)
-        self.pins = SeriesPins(spool, run, self._taken, stores)
+        self._taken_units = TakenUnits(spool, run)
+        self._settling = Settling(settle_s, self._choose, self._was_taken)
+        self._layout, self._stepless, self.leaves_stepless = own, stepless, False
+        self._ordering = Ordering(self._settling, self._taken_units)
+        self.pins = SeriesPins(spool, run, self._taken_units, stores)
         self._refusals = Refusals(self._settling, settle_s, reports.not_taken)
-        self._known, self._listing = History(), Listing({})
+        self._history, self._listing = History(), Listing({})
         self.wanted: CheckpointId | None = None
         self.listing_s = 0.0
         self.unreadable: tuple[str, ...] = ()
         self._links = OutwardLinks(directory)
         self._series = LoneSaves()
-        self._all: Sequence[Unit] = ()  # the units of the last listing, also those that this watch does not take
+        self._listed_units: Sequence[
+            Unit
+        ] = ()  # the units of the last listing, also those that this watch does not take
         self._passed_over: tuple[int, tuple[PassedOver, ...]] = (0, ())  # by the last listing
         self._doubted = False  # whether a doubt about the order was reported
 
@@ -157,32 +159,32 @@ class UnitWatch:
     @property
     def is_new(self) -> bool:
         """Whether no listing of the directory has shown a unit yet, also to an earlier daemon of the spool."""
-        return self._taken.is_new
+        return self._taken_units.is_new
 
     @property
     def has_taken(self) -> bool:
         """Whether a unit was taken, also by an earlier daemon of the spool or by another node."""
-        return self._taken.has_any or bool(self._known.made)
+        return self._taken_units.has_any or bool(self._history.made)
 
     @property
     def status(self) -> WatchStatus:
         """What the last listing shows."""
-        not_taken = {**self._settling.left, **self.refused}
+        reasons_by_path = {**self._settling.left, **self.refused}
         return WatchStatus(
             directory=str(self._directory),
             run=self._run,
             checkpoints=len(self._settling.units),
-            not_taken=len(not_taken),
-            reasons=reasons(not_taken),
+            not_taken=len(reasons_by_path),
+            reasons=reasons(reasons_by_path),
             files=self._passed_over[0],
             passed_over=self._passed_over[1],
         )
 
-    def observe(self, known: History, now_s: float, *, may_take: bool = True) -> None:
+    def observe(self, history: History, now_s: float, *, may_take: bool = True) -> None:
         """List the directory, and take every unit that is due.
 
         Args:
-            known: the run's checkpoints in all places.
+            history: the run's checkpoints in all places.
             now_s: any monotonic clock, in seconds.
             may_take: without it, the first unit that is due and that no place has is named in `wanted`, and not read.
 
@@ -190,186 +192,188 @@ class UnitWatch:
             OSError: the directory cannot be opened.
             StoreRefused, ConfigError: it cannot be listed.
         """
-        self._known, self.wanted = self._known.merged(known), None
-        with Tree(self._directory, skip=True, own=self._own, going=self._going) as tree:
+        self._history, self.wanted = self._history.merged(history), None
+        with Tree(self._directory, skip=True, own=self._layout, going=self._going) as tree:
             began_s = time.monotonic() - cpu_wait_s()
             listing = self._listing = tree.names()
-            due = self._settling.observe(listing, now_s)
-            self._passed_over = (0, ()) if self._stepless else passed_over(listing, self._all)
+            due_units = self._settling.observe(listing, now_s)
+            self._passed_over = (0, ()) if self._stepless else passed_over(listing, self._listed_units)
             self.listing_s = time.monotonic() - cpu_wait_s() - began_s
             self.unreadable = tuple(tree.unreadable)
             self._refusals.look(tree.unnamed, now_s)
             self._links.see(tree, listing)
-            self._ordering.see(self._known)
+            self._ordering.see(self._history)
             self._reads()
-            for one in self._ordering.sort(due):
-                if not self._refusals.is_off(one.unit.path):
-                    self._consider_apart(tree, one, listing, may_take)
+            for due_unit in self._ordering.sort(due_units):
+                if not self._refusals.is_off(due_unit.unit.path):
+                    self._consider_apart(tree, due_unit, listing, may_take)
                 if self.wanted is not None:
                     break
 
-    def _choose(self, found: Sequence[Unit]) -> Sequence[Unit]:
+    def _choose(self, listed: Sequence[Unit]) -> Sequence[Unit]:
         """Return the units of a listing that this watch takes."""
-        found = self._all = [self._series.judge(unit) for unit in found]
+        listed = self._listed_units = [self._series.judge(unit) for unit in listed]
         if self._stepless:
-            return [unit for unit in found if unit.step is None]
-        stepped = [unit for unit in found if unit.step is not None]
-        has_steps = bool(stepped) or self._taken.has_steps
-        self.leaves_stepless = has_steps and len(stepped) < len(found)
-        return stepped if has_steps else found
+            return [unit for unit in listed if unit.step is None]
+        stepped = [unit for unit in listed if unit.step is not None]
+        has_steps = bool(stepped) or self._taken_units.has_steps
+        self.leaves_stepless = has_steps and len(stepped) < len(listed)
+        return stepped if has_steps else listed
 
-    def _is_taken(self, unit: Unit, shape: Shape) -> bool:
+    def _was_taken(self, unit: Unit, shape: Shape) -> bool:
         """Whether a unit was taken as it is now, or with files that its program has deleted since."""
-        return self._taken.has(unit.path, shape) or (unit.step is not None and self._taken.is_rest(shape))
+        return self._taken_units.has(unit.path, shape) or (unit.step is not None and self._taken_units.is_rest(shape))
 
-    def _consider_apart(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
+    def _consider_apart(self, tree: Tree, due_unit: Due, listing: Listing, may_take: bool) -> None:
         """Consider a unit. An error that nobody foresaw refuses this unit for now, so that it stops no other."""
         try:
-            self._consider(tree, due, listing, may_take)
+            self._consider(tree, due_unit, listing, may_take)
         except (Stopped, OSError, StoreRefused, ConfigError):  # these are of the directory, the spool or the daemon
             raise
         except Exception as error:
-            log.warning("%s: not taken", due.unit.path, exc_info=error)
+            log.warning("%s: not taken", due_unit.unit.path, exc_info=error)
             self._refusals.try_again(
-                due.unit.path, f"it cannot be taken, and is tried again: {type(error).__name__}: {error}"
+                due_unit.unit.path, f"it cannot be taken, and is tried again: {type(error).__name__}: {error}"
             )
 
-    def _consider(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
-        path, entries = due.unit.path, dict(due.shape)
-        if self._is_taken(due.unit, due.shape):
-            self._settling.finish(due, True, listing)
+    def _consider(self, tree: Tree, due_unit: Due, listing: Listing, may_take: bool) -> None:
+        path, entries = due_unit.unit.path, dict(due_unit.shape)
+        if self._was_taken(due_unit.unit, due_unit.shape):
+            self._settling.finish(due_unit, True, listing)
             return
-        if any(one.startswith(f"{path}/") for one in self._refusals.unnamed):
-            self._refuse_as_it_is(tree, due, "the name of a file in it is not UTF-8")
+        if any(name.startswith(f"{path}/") for name in self._refusals.unnamed):
+            self._refuse_as_it_is(tree, due_unit, "the name of a file in it is not UTF-8")
             return
         self._refusals.unread.discard(path)
-        if (why := lacks(due, self._all, self._taken)) is not None:
-            self._refuse_as_it_is(tree, due, why)
+        if (why := lacks(due_unit, self._listed_units, self._taken_units)) is not None:
+            self._refuse_as_it_is(tree, due_unit, why)
             return
 
         def opener(name: str) -> AbstractContextManager[ByteSource]:
             return tree.opened(name, entries[name])
 
-        made, after = made_of(due.shape), self._taken.after(path)
+        created, after = made_of(due_unit.shape), self._taken_units.after(path)
         # What has no step is rewritten file by file, and the newest of it is the newest.
-        saved = self._taken.amended(path, due.shape) if due.unit.step is not None else None
+        saved = self._taken_units.amended(path, due_unit.shape) if due_unit.unit.step is not None else None
         if saved is not None and self._has_newer(saved):
-            made, after = saved, None  # most of it was saved then, before newer checkpoints
-        described = describe(due.unit, opener)
-        step = order_of(made) if self._stepless else step_of(described, made)
-        if self._ordering.has(path, step, made, self._known):
-            self._finish(tree, due)
+            created, after = saved, None  # most of it was saved then, before newer checkpoints
+        described = describe(due_unit.unit, opener)
+        step = order_of(created) if self._stepless else step_of(described, created)
+        if self._ordering.has(path, step, created, self._history):
+            self._finish(tree, due_unit)
             return
-        series = self._ordering.series(path, self._known)
-        named = name_unit(self._run, path, step, made, self._known, after, series)
+        series = self._ordering.series(path, self._history)
+        assigned = name_unit(self._run, path, step, created, self._history, after, series)
         if not may_take:
-            self.wanted = named.checkpoint
+            self.wanted = assigned.checkpoint
             return
-        if self._is_open(tree, due):
+        if self._is_open(tree, due_unit):
             return
-        found = self._inspect(due, opener)
-        if found.status != "sound" and not (found.status == "unknown" and not found.findings):
-            self._refuse(tree, due, found)
+        inspected = self._inspect(due_unit, opener)
+        if inspected.status != "sound" and not (inspected.status == "unknown" and not inspected.findings):
+            self._refuse(tree, due_unit, inspected)
             return
-        self._take(tree, due, described, named, made)
+        self._take(tree, due_unit, described, assigned, created)
 
-    def _has_newer(self, made: datetime) -> bool:
+    def _has_newer(self, created: datetime) -> bool:
         """Whether a checkpoint was made later, but not in the same millisecond."""
-        return any(at > made + timedelta(milliseconds=1) for at in self._known.made.values())
+        return any(at > created + timedelta(milliseconds=1) for at in self._history.made.values())
 
-    def _is_open(self, tree: Tree, due: Due) -> bool:
+    def _is_open(self, tree: Tree, due_unit: Due) -> bool:
         """Whether a process has a file of a unit open for writing. Other errors are left to the check of the unit."""
         try:
-            check_closed(tree, due.unit, dict(due.shape))
+            check_closed(tree, due_unit.unit, dict(due_unit.shape))
         except Busy as error:
-            self._refusals.wait_for_close(due.unit.path, error)
+            self._refusals.wait_for_close(due_unit.unit.path, error)
             return True
         except (Changed, OSError):
             return False
-        self._refusals.closed(due.unit.path)
+        self._refusals.closed(due_unit.unit.path)
         return False
 
-    def _inspect(self, due: Due, opener: Opener) -> Inspected:
-        sizes = {path: entry.size for path, entry in due.shape}
+    def _inspect(self, due_unit: Due, opener: Opener) -> Inspected:
+        sizes = {path: entry.size for path, entry in due_unit.shape}
 
         def open_next(path: str) -> AbstractContextManager[ByteSource]:
             self._going()
             return opener(path)
 
-        return inspect_unit(due.unit, sizes, open_next)
+        return inspect_unit(due_unit.unit, sizes, open_next)
 
-    def _refuse(self, tree: Tree, due: Due, found: Inspected) -> None:
-        path = due.unit.path
-        if found.status == "changing":
-            self._changed(due, found.findings[0].reason)
-        elif found.status == "unreadable":
-            self._refusals.try_again(path, f"it cannot be read, and is tried again: {found.findings[0].reason}")
+    def _refuse(self, tree: Tree, due_unit: Due, inspected: Inspected) -> None:
+        path = due_unit.unit.path
+        if inspected.status == "changing":
+            self._wait_after_change(due_unit, inspected.findings[0].reason)
+        elif inspected.status == "unreadable":
+            self._refusals.try_again(path, f"it cannot be read, and is tried again: {inspected.findings[0].reason}")
         else:
-            why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
-            self._refuse_as_it_is(tree, due, f"it is {found.status}: {why or 'no format that can be checked'}")
+            why = "; ".join(f"{finding.file}: {finding.reason}" for finding in inspected.findings[:3])
+            self._refuse_as_it_is(tree, due_unit, f"it is {inspected.status}: {why or 'no format that can be checked'}")
 
-    def _refuse_as_it_is(self, tree: Tree, due: Due, why: str) -> None:
+    def _refuse_as_it_is(self, tree: Tree, due_unit: Due, why: str) -> None:
         """Refuse a unit until it changes, unless it has changed since it was due."""
-        if self._settling.finish(due, False, tree.again(due.unit)) == "refused":
-            self._refusals.refuse(due.unit.path, why)
+        if self._settling.finish(due_unit, False, tree.again(due_unit.unit)) == "refused":
+            self._refusals.refuse(due_unit.unit.path, why)
 
-    def _changed(self, due: Due, why: str) -> None:
+    def _wait_after_change(self, due_unit: Due, why: str) -> None:
         """Wait longer each time, because a unit changed while it was read; report it after some tries."""
-        self._settling.finish(due, False, Listing({}))
-        if due.tries + 1 == _MANY:
-            again = f"it changed {_MANY} times while it was taken, and is tried again: {why}"
-            self._reports.not_taken(due.unit.path, again)
+        self._settling.finish(due_unit, False, Listing({}))
+        if due_unit.tries + 1 == _CHANGES_UNTIL_REPORT:
+            message = f"it changed {_CHANGES_UNTIL_REPORT} times while it was taken, and is tried again: {why}"
+            self._reports.not_taken(due_unit.unit.path, message)
 
-    def _finish(self, tree: Tree, due: Due, files: Iterable[File] = ()) -> None:
-        if self._settling.finish(due, True, tree.again(due.unit)) == "taken":
-            self._record(due, files=files)
+    def _finish(self, tree: Tree, due_unit: Due, files: Iterable[File] = ()) -> None:
+        if self._settling.finish(due_unit, True, tree.again(due_unit.unit)) == "taken":
+            self._record(due_unit, files=files)
 
     def _record(
         self,
-        due: Due,
+        due_unit: Due,
         checkpoint: CheckpointId | None = None,
         saved: datetime | None = None,
         files: Iterable[File] = (),
     ) -> None:
-        self._taken.add(due.unit.path, due.shape, checkpoint, saved, files)
-        self._refusals.taken(due.unit.path)
+        self._taken_units.add(due_unit.unit.path, due_unit.shape, checkpoint, saved, files)
+        self._refusals.taken(due_unit.unit.path)
 
-    def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
-        path, part = due.unit.path, PartId(named.checkpoint, 0, 1)
+    def _take(self, tree: Tree, due_unit: Due, described: Described, assigned: Named, created: datetime) -> None:
+        path, part = due_unit.unit.path, PartId(assigned.checkpoint, 0, 1)
         try:
             try:
-                self._commit(tree, due, described, named, made)
+                self._commit(tree, due_unit, described, assigned, created)
             except OSError as error:
-                if not self._has_room(part, due, error):
+                if not self._has_room(part, due_unit, error):
                     raise
-                self._commit(tree, due, described, named, made)
+                self._commit(tree, due_unit, described, assigned, created)
         except Busy as error:
             self._refusals.wait_for_close(path, error)
         except (Changed, CorruptChunk) as error:
-            self._changed(due, str(error))
-        except _Unchanged as error:  # whatever its files' times are now, its place in the order is that of its bytes
-            if error.checkpoint in self._known.made or error.checkpoint in self._known.unread:
-                self._finish(tree, due, error.files)
+            self._wait_after_change(due_unit, str(error))
+        except (
+            _UnitUnchanged
+        ) as error:  # whatever its files' times are now, its place in the order is that of its bytes
+            if error.checkpoint in self._history.made or error.checkpoint in self._history.unread:
+                self._finish(tree, due_unit, error.files)
             else:  # no place has it any more, because retention deleted it
-                again = Named(error.checkpoint, self._known.origins.get(error.checkpoint.attempt))
-                self._take(tree, due, described, again, error.saved)
+                reassigned = Named(error.checkpoint, self._history.origins.get(error.checkpoint.attempt))
+                self._take(tree, due_unit, described, reassigned, error.saved)
         except StepRefused:  # it was committed since the spool was observed
-            self._finish(tree, due)
+            self._finish(tree, due_unit)
         except ManifestError as error:
-            self._settling.finish(due, False, tree.again(due.unit))
+            self._settling.finish(due_unit, False, tree.again(due_unit.unit))
             self._refusals.refuse(path, str(error))
-        except _Decayed as error:
-            self._refuse_as_it_is(tree, due, str(error))
+        except _UnitDecayed as error:
+            self._refuse_as_it_is(tree, due_unit, str(error))
         except OSError as error:
             failure = condition(error, f"spool {self._spool.root}", self._spool.root)
             self._refusals.wait_for_room(path, f"{failure}; it is tried again")
             self._reports.taken(part, failure)
 
-    def _has_room(self, part: PartId, due: Due, error: OSError) -> bool:
+    def _has_room(self, part: PartId, due_unit: Due, error: OSError) -> bool:
         """Free disk space if an error says that there is none; return whether a second try can succeed."""
         if not is_full(error) or self._room is None:
             return False
-        return self._room(part, sum(entry.size for _, entry in due.shape), error.errno == errno.EDQUOT)
+        return self._room(part, sum(entry.size for _, entry in due_unit.shape), error.errno == errno.EDQUOT)
 
     def _keep(self, path: str, checkpoint: CheckpointId, files: Iterable[str]) -> None:
         """Pin a checkpoint whose place in the order is in doubt, before retention can see it; report the first."""
@@ -383,43 +387,43 @@ class UnitWatch:
     def _has_decayed(self, checkpoint: CheckpointId) -> bool:
         """Whether the spool's copy of a checkpoint lost its bytes, as when a program writes to files that it links."""
         part = PartId(checkpoint, 0, 1)
-        there = self._spool.holds(part) or part in self._spool.quarantined()
-        return there and not self._spool.is_whole(part)
+        is_present = self._spool.holds(part) or part in self._spool.quarantined()
+        return is_present and not self._spool.is_whole(part)
 
     def _has_several_series(self) -> bool:
         """Whether the complete units of the last listing are of several series. Others may lack a file that tells."""
-        whole = (unit for unit in self._settling.units.values() if unit.files and not unit.missing)
-        return len({series_of(unit.files) for unit in whole}) > 1
+        complete = (unit for unit in self._settling.units.values() if unit.files and not unit.missing)
+        return len({series_of(unit.files) for unit in complete}) > 1
 
-    def _commit(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
-        part, entries = PartId(named.checkpoint, 0, 1), dict(due.shape)
+    def _commit(self, tree: Tree, due_unit: Due, described: Described, assigned: Named, created: datetime) -> None:
+        part, entries = PartId(assigned.checkpoint, 0, 1), dict(due_unit.shape)
         self._writes(max(entry.size for entry in entries.values()))
         with self._spool.stage(part) as stage:
-            beside = tree.pointers(may_point(due.unit, self._listing), self._listing)
-            pointers = [pointer for pointer in beside if points_to(pointer, due.unit)]
-            staged = stage_unit(tree, due.unit, entries, described.ranks, pointers, stage, self._going)
-            after = tree.again(due.unit)
-            if not is_unchanged(due, after):
+            listed_pointers = tree.pointers(may_point(due_unit.unit, self._listing), self._listing)
+            pointers = [pointer for pointer in listed_pointers if points_to(pointer, due_unit.unit)]
+            staged = stage_unit(tree, due_unit.unit, entries, described.ranks, pointers, stage, self._going)
+            after = tree.again(due_unit.unit)
+            if not is_unchanged(due_unit, after):
                 raise Changed("it was written to, renamed or deleted")
-            same = self._taken.same(due.unit.path, staged.files)
-            if same is not None and same != (named.checkpoint, made) and not self._has_decayed(same[0]):
-                raise _Unchanged(*same, staged.files)
-            if decayed := self._taken.decayed(due.shape, staged.files):
-                raise _Decayed(
+            same = self._taken_units.same(due_unit.unit.path, staged.files)
+            if same is not None and same != (assigned.checkpoint, created) and not self._has_decayed(same[0]):
+                raise _UnitUnchanged(*same, staged.files)
+            if decayed := self._taken_units.decayed(due_unit.shape, staged.files):
+                raise _UnitDecayed(
                     f"{decayed[0]} was damaged since it was taken: it has the size and the time of then, and other "
                     "bytes; end the program, and run `tierd prepare`, which puts a verified copy back"
                 )
-            if same is None and self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
-                self._keep(due.unit.path, named.checkpoint, entries)
+            if same is None and self._ordering.is_in_doubt(due_unit.unit.path, assigned, created, self._history):
+                self._keep(due_unit.unit.path, assigned.checkpoint, entries)
             elif self._has_several_series():
-                self.pins.hold(named.checkpoint)
-            stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
-        self._settling.finish(due, True, after)
-        self._known = self._known.with_one(named.checkpoint, made, named.origin)
-        self._record(due, named.checkpoint, made, staged.files)
+                self.pins.hold(assigned.checkpoint)
+            stage.commit(Manifest.of(part, assigned.origin, described.metrics, created, __version__, staged.files))
+        self._settling.finish(due_unit, True, after)
+        self._history = self._history.with_one(assigned.checkpoint, created, assigned.origin)
+        self._record(due_unit, assigned.checkpoint, created, staged.files)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
-        log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
+        log.info("%s: taken as %s: %s", due_unit.unit.path, assigned.checkpoint, how)
         if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
-            log.warning("%s: a file's time is not one of 1970 to 2069, and counts as 1970", due.unit.path)
+            log.warning("%s: a file's time is not one of 1970 to 2069, and counts as 1970", due_unit.unit.path)
         size = sum(file.size for file in staged.files)
         self._reports.taken(part, CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics)))

@@ -117,21 +117,21 @@ class WatchAtWork:
         self.silent_s = -size / _SLOWEST
 
 
-async def run_in(one: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in(active_watch: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a call in a thread of its own. If cancelled, have it end, and wait `_END_S` for that."""
-    one.silent_s = 0.0
+    active_watch.silent_s = 0.0
     work = in_own_thread(partial(call, *args, **kwargs), "tierd-watch")
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        one.ending = True
+        active_watch.ending = True
         await asyncio.wait([work], timeout=_END_S)
         if not work.done():
-            log.warning("%s does not answer: a thread that waits for it is left behind", one.watch.directory)
+            log.warning("%s does not answer: a thread that waits for it is left behind", active_watch.watch.directory)
         work.add_done_callback(_retrieve)
         raise
     finally:
-        one.silent_s = None
+        active_watch.silent_s = None
 
 
 def _retrieve(work: asyncio.Future[T]) -> None:

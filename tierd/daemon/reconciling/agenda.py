@@ -75,8 +75,8 @@ class Agenda:
             if slow or recent:
                 await self._setup.live.observe(sparing=True)
                 action = self._next(worker)
-                enough = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
-                if isinstance(action, Flush) and (enough or self._is_ours(action, worker.name)):
+                suffices = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
+                if isinstance(action, Flush) and (suffices or self._is_safe_to_send(action, worker.name)):
                     return action
                 if action is None and (slow or after_flush):
                     return None
@@ -93,14 +93,14 @@ class Agenda:
         """Whether a relay's run was observed on the tier, where another node may have the run in its care."""
         return not flush.relayed or self._setup.tiers.observed.knows(tier, flush.part.checkpoint.run)
 
-    def _is_ours(self, flush: Flush, tier: str) -> bool:
+    def _is_safe_to_send(self, flush: Flush, tier: str) -> bool:
         """Whether an observation younger than `rescan` suffices to send a part.
 
         It does if this node has all parts of the checkpoint, so that no other node sends any, and if the observation
         covered the run.
         """
-        seen = self._setup.live.place.checkpoints.get(flush.part.checkpoint)
-        return seen is not None and seen.complete and self._setup.tiers.observed.knows(tier, flush.part.checkpoint.run)
+        copy = self._setup.live.place.checkpoints.get(flush.part.checkpoint)
+        return copy is not None and copy.complete and self._setup.tiers.observed.knows(tier, flush.part.checkpoint.run)
 
     def _next(self, worker: TierWorker) -> Action | None:
         setup, live, phase = self._setup, self._setup.live, self._setup.phase
@@ -110,24 +110,28 @@ class Agenda:
         if planned and live.place.has(planned.part) and not setup.tiers.observed.has(planned.part, worker.name):
             return planned
         began = time.thread_time()
-        backoff = {name: other.retry_at for name, other in setup.workers.items()}
+        backoff = {name: tier_worker.retry_at for name, tier_worker in setup.workers.items()}
         actions = setup.planner.plan(live.inventory(), setup.config, backoff, worker.now(), worker.name)
         if worker.name != SPOOL:
             waiting = len(setup.planner.retired(live.inventory(), setup.config, worker.name))
             grows = self._prunes_left[worker.name].count(waiting, worker.now())
             setup.journal.waiting(worker.name, waiting, grows)
-        own = [
+        candidates = [
             action
             for action in actions
-            if not self._rests(worker, action) and (isinstance(action, Flush) or not phase.draining)
+            if not self._is_deferred(worker, action) and (isinstance(action, Flush) or not phase.draining)
         ]
         # Prune after each sent part, because where saves outrun flushes there is always another part to send.
-        prunes = [action for action in own if isinstance(action, Prune)] if worker.sent else []
-        ours = [one for one in own if isinstance(one, Flush) and not one.relayed and self._is_ours(one, worker.name)]
-        worker.plan_ahead(ours[1:] if len(ours) == len(own) else (), time.thread_time() - began)
-        return next(iter(prunes or own), None)
+        prunes = [action for action in candidates if isinstance(action, Prune)] if worker.sent else []
+        own_flushes = [
+            flush
+            for flush in candidates
+            if isinstance(flush, Flush) and not flush.relayed and self._is_safe_to_send(flush, worker.name)
+        ]
+        worker.plan_ahead(own_flushes[1:] if len(own_flushes) == len(candidates) else (), time.thread_time() - began)
+        return next(iter(prunes or candidates), None)
 
-    def _rests(self, worker: TierWorker, action: Action) -> bool:
+    def _is_deferred(self, worker: TierWorker, action: Action) -> bool:
         """Whether an action is deferred: its subject was put off, or a copy that it needs cannot be read for now."""
         return worker.is_off(subject(action)) or (isinstance(action, Prune) and self._pruner.rests(action))
 
@@ -141,9 +145,9 @@ class Agenda:
         if worker.name == SPOOL:
             return rescan
         rescan = max(rescan, self._setup.tiers.observed.good_for(worker.name))
-        return pause_s(rescan, cost, len(self._setup.stores)) if self._is_at_rest(worker) else rescan
+        return pause_s(rescan, cost, len(self._setup.stores)) if self._is_idle(worker) else rescan
 
-    def _is_at_rest(self, worker: TierWorker) -> bool:
+    def _is_idle(self, worker: TierWorker) -> bool:
         """Whether nobody trains or restores here, and nothing is left to do or expected to arrive."""
         live, tiers, requests = self._setup.live, self._setup.tiers, self._setup.requests
         place = tiers.observed.places[worker.name]

@@ -41,33 +41,33 @@ class Backfill:
         self, config: Config, stores: Mapping[str, Store], observed: Observations, timings: DaemonTimings
     ) -> None:
         self._config, self._stores, self._observed, self._timings = config, stores, observed, timings
-        self._wanted = any(tier.backfill for tier in config.tier)
+        self._is_enabled = any(tier.backfill for tier in config.tier)
         self._due = 0.0  # monotonic seconds
         self._listed = False  # whether every tier's runs were listed at least once
         self.runs: set[str] = set()
         self.left: dict[str, tuple[LeftToNode, ...]] = {}
 
-    async def list_runs(self, own: Collection[str]) -> bool:
+    async def list_runs(self, own_runs: Collection[str]) -> bool:
         """List all runs of all tiers, if that is due; return whether there are others than before.
 
         A tier that does not answer is listed later.
 
         Args:
-            own: the runs that the spool has, which are observed anyway.
+            own_runs: the runs that the spool has, which are observed anyway.
         """
-        if not self._wanted or time.monotonic() < self._due:
+        if not self._is_enabled or time.monotonic() < self._due:
             return False
         self._due = time.monotonic() + self._timings.list_again_s  # workers of several tiers call this at once
-        found, failed = set[str](), False
+        listed, failed = set[str](), False
         for name, store in self._stores.items():
             try:
-                found |= await TierObserver(store).runs()
+                listed |= await TierObserver(store).runs()
             except TierdError as error:
                 failed = True
                 log.warning("%s: its runs cannot be listed, so none is copied from there yet: %s", name, error)
         if not failed:
             self._due, self._listed = time.monotonic() + _AGAIN_S, True
-        before, self.runs = self.runs, self.runs | (found - set(own))
+        before, self.runs = self.runs, self.runs | (listed - set(own_runs))
         return self.runs != before
 
     def settle(self, flushes: Collection[str], inventory: Inventory) -> None:
@@ -79,19 +79,19 @@ class Backfill:
         """
         places = self._observed.places
         if None not in places.values():
-            seen = {run for run in self.runs if all(self._observed.knows(name, run) for name in places)}
-            done = seen - set(flushes)
-            for run in done:
-                found = [left_to_node(inventory, self._config, run, name) for name in places]
+            observed_runs = {run for run in self.runs if all(self._observed.knows(name, run) for name in places)}
+            settled = observed_runs - set(flushes)
+            for run in settled:
+                unsent = [left_to_node(inventory, self._config, run, name) for name in places]
                 latest_s = self._timings.now_s() - self._timings.left_undone_s
-                self.left[run] = tuple(one for one in found if one and one.made_s <= latest_s)
-            self.runs -= done
+                self.left[run] = tuple(entry for entry in unsent if entry and entry.made_s <= latest_s)
+            self.runs -= settled
 
     @property
     def settled(self) -> bool:
         """Whether every tier's runs were listed, and nothing is left to send of any."""
-        return not self._wanted or (self._listed and not self.runs)
+        return not self._is_enabled or (self._listed and not self.runs)
 
     def undone(self) -> list[LeftToNode]:
         """Return what other nodes were to send and have not sent."""
-        return [one for found in self.left.values() for one in found]
+        return [entry for entries in self.left.values() for entry in entries]

@@ -29,18 +29,18 @@ class Backlog:
 
         While a tier does not answer, these are all parts that this daemon would send to it if it were empty.
         """
-        return {one.part for one in self.remaining()} | set(self._setup.live.busy)
+        return {entry.part for entry in self.remaining()} | set(self._setup.live.busy)
 
     def remaining(self) -> tuple[Remaining, ...]:
         """Return the parts of `parts`, newest first, each with the tiers that have it and the tiers that lack it."""
         inventory = self._setup.live.inventory()
-        wanted = set(self.flushes(inventory))
+        unsent = set(self.flushes(inventory))
         if silent := {name for name, place in inventory.tiers.items() if place is None}:
             # Assume that a tier that does not answer is empty, because its contents are unknown.
             empty = replace(inventory, tiers={name: place or Place() for name, place in inventory.tiers.items()})
             sent = flushes(empty, self._setup.config, {}, 0.0)
-            wanted |= {(flush.part, flush.tier) for flush in sent if flush.tier in silent}
-        return remaining(inventory, wanted)
+            unsent |= {(flush.part, flush.tier) for flush in sent if flush.tier in silent}
+        return remaining(inventory, unsent)
 
     def summary(self) -> Unflushed:
         """Return the parts that are left to flush, and for each tier whether it accepts them."""
@@ -53,7 +53,7 @@ class Backlog:
         for name, _, at in self._setup.tiers.flushes.moving():
             moved[name] += at.done
         until = self._setup.pause.until
-        undone = tuple(f"{one.tier}: {one}" for one in self._setup.backfill.undone())
+        undone = tuple(f"{entry.tier}: {entry}" for entry in self._setup.backfill.undone())
         return Unflushed(
             left=self.remaining(), tiers=tiers, paused=until, moved_bytes=dict(moved), left_to_nodes=undone
         )
@@ -85,16 +85,16 @@ class Backlog:
         if inventory != self._given_up[0]:
             setup = self._setup
             retired = {name: setup.planner.retired(inventory, setup.config, name) for name in setup.stores}
-            found = {name: Counter(one.checkpoint.run for one in prunes) for name, prunes in retired.items()}
-            self._given_up = inventory, found
+            counts = {name: Counter(prune.checkpoint.run for prune in prunes) for name, prunes in retired.items()}
+            self._given_up = inventory, counts
         return self._given_up[1].get(tier, Counter())
 
     def of(self, tier: str) -> dict[PartId, int]:
         """Return the parts that this daemon can send and that the tier lacks and wants, each with its size in bytes."""
         live, place = self._setup.live, self._setup.tiers.observed.places[tier]
         inventory = live.inventory()
-        found = {part for run in live.runs() for part in pending(live.place, place or Place(), run)}
+        parts = {part for run in live.runs() for part in pending(live.place, place or Place(), run)}
         if place is not None:
             sent = {part for part, name in self.flushes(inventory) if name == tier}
-            found = (found & live.busy.keys()) | sent
-        return {part: inventory.size_bytes(part) for part in found}
+            parts = (parts & live.busy.keys()) | sent
+        return {part: inventory.size_bytes(part) for part in parts}

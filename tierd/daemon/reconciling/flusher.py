@@ -48,7 +48,7 @@ class Flusher:
         """
         setup, live, tiers, journal = self._setup, self._setup.live, self._setup.tiers, self._setup.journal
         live.busy[part] += 1
-        begun, place = time.monotonic(), tiers.observed.places[tier]
+        started_s, place = time.monotonic(), tiers.observed.places[tier]
         aloud = is_contended(live.inventory(), tier, part)
         flushes = tiers.flushes
         send = flushes.relay if relayed else flushes.flush_aloud if aloud else flushes.flush
@@ -57,8 +57,8 @@ class Flusher:
         if relayed:
             setup.save_events.relayed(tier, part)
         try:
-            done = await self._send(tier, part, send(part, tier, self._spread(part, tier)))
-            if done is None:
+            flushed = await self._send(tier, part, send(part, tier, self._spread(part, tier)))
+            if flushed is None:
                 return
         except ObjectNotFound:
             if relayed:
@@ -81,16 +81,16 @@ class Flusher:
             live.busy -= Counter([part])
         setup.scrubber.verified(tier, part)
         journal.counters["flushed"] += 1
-        journal.counters["flushed_raw_bytes"] += done.raw
-        journal.counters["flushed_sent_bytes"] += done.sent
-        journal.counters["flushed_shared_bytes"] += done.shared
+        journal.counters["flushed_raw_bytes"] += flushed.raw
+        journal.counters["flushed_sent_bytes"] += flushed.sent
+        journal.counters["flushed_shared_bytes"] += flushed.shared
         self._note_sent(tier, part.checkpoint, leads=leading)
-        tiers.observed.put(tier, part, done.facts)
+        tiers.observed.put(tier, part, flushed.facts)
         how = ", from another tier" if relayed else ""
-        why = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent{how}"
-        sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
-        more: dict[str, Any] = {**sizes, "metrics": metrics_of(done.facts.metrics)}
-        journal.record("flushed", tier, part, why, **more, seconds=round(time.monotonic() - begun, 3))
+        why = f"verified, {flushed.raw} bytes as {flushed.stored}, {flushed.sent} of them sent{how}"
+        sizes = {"raw_bytes": flushed.raw, "stored_bytes": flushed.stored, "sent_bytes": flushed.sent}
+        fields: dict[str, Any] = {**sizes, "metrics": metrics_of(flushed.facts.metrics)}
+        journal.record("flushed", tier, part, why, **fields, seconds=round(time.monotonic() - started_s, 3))
         setup.save_events.durable(tier, live.place, tiers.observed.places)
         await self._records.write_heads(tier, [part.checkpoint.run])
 
@@ -115,8 +115,8 @@ class Flusher:
             return
         for tier, (part, task) in self._sending.items():
             run = part.checkpoint.run
-            newest, there = self._setup.live.place.run(run).newest, self._setup.tiers.observed.places[tier]
-            waits = newest is not None and (there is None or newest not in there.run(run).whole)
+            newest, tier_place = self._setup.live.place.run(run).newest, self._setup.tiers.observed.places[tier]
+            waits = newest is not None and (tier_place is None or newest not in tier_place.run(run).whole)
             if newest is not None and waits and part.checkpoint < newest:
                 task.cancel()
 
@@ -125,10 +125,10 @@ class Flusher:
         live, requests = self._setup.live, self._setup.requests
 
         def hurries() -> bool:
-            newer = any(seen.id > part.checkpoint for seen in live.place.copies(part.checkpoint.run))
-            asked = requests.awaited[part] or part.checkpoint in requests.needed
+            newer = any(copy.id > part.checkpoint for copy in live.place.copies(part.checkpoint.run))
+            awaited = requests.awaited[part] or part.checkpoint in requests.needed
             ends = self._setup.phase.hurries or not requests.attended()
-            return newer or bool(asked) or ends or live.is_low
+            return newer or bool(awaited) or ends or live.is_low
 
         lacking = sum(name == tier for _, name in self._backlog.flushes(live.inventory()))
         return Spread(live.cadence.spread_s(part.checkpoint.run) if lacking <= 1 else 0.0, hurries)

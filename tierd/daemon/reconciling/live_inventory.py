@@ -58,10 +58,16 @@ class LiveInventory:
         requests: ClientRequests,
         repairer: Repairer,
         phase: Phase,
-        seen: Callable[[bool], None],
+        on_observed: Callable[[bool], None],
         timings: DaemonTimings,
     ) -> None:
-        self._spool, self._requests, self._repairer, self._phase, self._seen = spool, requests, repairer, phase, seen
+        self._spool, self._requests, self._repairer, self._phase, self._on_observed = (
+            spool,
+            requests,
+            repairer,
+            phase,
+            on_observed,
+        )
         self.place = Place()
         self.local_only: dict[CheckpointId, CheckpointCopy] = {}
         self.free = 1.0
@@ -75,7 +81,7 @@ class LiveInventory:
         self._leftovers: tuple[str, ...] = ()
         self._unlocked: dict[str, float] = {}
         self._observing = asyncio.Lock()
-        self._begun = self._ended = 0  # observations of the spool
+        self._observations_started = self._last_completed = 0  # observations of the spool
         self._thorough = False  # whether a caller of the next observation needs one that is not sparing
 
     def use(self, config: Config, tiers: Tiers, backfill: Backfill) -> None:
@@ -127,7 +133,7 @@ class LiveInventory:
     @property
     def was_observed(self) -> bool:
         """Whether the spool was observed at least once."""
-        return self._ended > 0
+        return self._last_completed > 0
 
     @property
     def odd(self) -> Mapping[CheckpointId, str]:
@@ -144,13 +150,13 @@ class LiveInventory:
         Args:
             sparing: observe only what suffices to find parts to send, as in `SpoolObserver.look`.
         """
-        asked = self._begun
+        started_before = self._observations_started
         self._thorough |= not sparing
         async with self._observing:
-            if self._ended > asked:
+            if self._last_completed > started_before:
                 return
-            self._begun += 1
-            begun, before = self._begun, self.place
+            self._observations_started += 1
+            observation, before = self._observations_started, self.place
             thorough, self._thorough = self._thorough or not sparing, False
             try:
                 place = await asyncio.to_thread(self._observer.observe, sparing=not thorough)
@@ -162,8 +168,8 @@ class LiveInventory:
                 raise
             self._set_local_only(place)
             self.place = place.managed  # assigned last, because every call before it may fail
-            self._ended = begun
-            self._seen(self._note_saves(before))
+            self._last_completed = observation
+            self._on_observed(self._note_saves(before))
 
     def _set_local_only(self, place: Place) -> None:
         for run in sorted(place.local_only.keys() - self.place.local_only.keys()):
@@ -172,15 +178,19 @@ class LiveInventory:
                 "deleted until a launch names tiers",
                 run,
             )
-        left = place.managed.checkpoints
-        self.local_only = {one: seen for one, seen in place.checkpoints.items() if one not in left}
+        managed = place.managed.checkpoints
+        self.local_only = {
+            checkpoint: copy for checkpoint, copy in place.checkpoints.items() if checkpoint not in managed
+        }
 
     def _note_saves(self, before: Place) -> bool:
         """Note when parts were committed; return whether the spool has other parts than before."""
         differ = differing(before.checkpoints, self.place.checkpoints)
-        changed = [one for one in differ if _parts_of(self.place, one) != _parts_of(before, one)]
+        changed = [
+            checkpoint for checkpoint in differ if _parts_of(self.place, checkpoint) != _parts_of(before, checkpoint)
+        ]
         if changed:
-            self.cadence.saw({part for one in changed for part in _new_parts(before, self.place, one)})
+            self.cadence.saw({part for checkpoint in changed for part in _new_parts(before, self.place, checkpoint)})
             self.cadence.keep(self.runs())
         return bool(changed)
 
@@ -192,23 +202,23 @@ class LiveInventory:
         # A stage is unlocked for a moment after its creation, so it is left over only if it stays unlocked.
         now = time.monotonic()
         self._unlocked = {name: self._unlocked.get(name, now) for name in names}
-        return tuple(name for name, since in self._unlocked.items() if now - since >= self._patience(name))
+        return tuple(name for name, since in self._unlocked.items() if now - since >= self._idle_limit_s(name))
 
-    def _patience(self, name: str) -> float:
+    def _idle_limit_s(self, name: str) -> float:
         # An interrupted fetch is kept so that it can be continued, unless the disk needs its bytes.
-        done = name.startswith("fetch/") and any(
+        is_complete = name.startswith("fetch/") and any(
             name == f"fetch/{self._spool.fetching(part).name}" for part in self.place.parts()
         )
         loose = name.removeprefix("fetch/") in self._repairer.loose
-        kept = name.startswith("fetch/") and not self.is_low and not done and not loose
-        return self._timings.taken_up_s if kept else self._timings.abandoned_s
+        is_resumable = name.startswith("fetch/") and not self.is_low and not is_complete and not loose
+        return self._timings.taken_up_s if is_resumable else self._timings.abandoned_s
 
 
-def _parts_of(place: Place, one: CheckpointId) -> Mapping[int, frozenset[int]] | None:
-    seen = place.checkpoints.get(one)
-    return seen.ranks if seen else None
+def _parts_of(place: Place, checkpoint: CheckpointId) -> Mapping[int, frozenset[int]] | None:
+    copy = place.checkpoints.get(checkpoint)
+    return copy.ranks if copy else None
 
 
-def _new_parts(before: Place, place: Place, one: CheckpointId) -> set[PartId]:
-    was, now = before.checkpoints.get(one), place.checkpoints.get(one)
+def _new_parts(before: Place, place: Place, checkpoint: CheckpointId) -> set[PartId]:
+    was, now = before.checkpoints.get(checkpoint), place.checkpoints.get(checkpoint)
     return (set(now.parts()) if now else set()) - (set(was.parts()) if was else set())

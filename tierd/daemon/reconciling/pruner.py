@@ -42,7 +42,9 @@ class Pruner:
 
     def __init__(self, setup: Setup, observe: Callable[[str], Awaitable[None]]) -> None:
         self._setup, self._observe = setup, observe
-        self._rest_on: dict[CheckpointId, PartId] = {}  # checkpoint whose prune waits -> the copy to verify first
+        self._copy_to_verify: dict[
+            CheckpointId, PartId
+        ] = {}  # checkpoint whose prune waits -> the copy to verify first
         self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
         self._refused = set[tuple[str, PartId]]()  # tiers and parts whose quarantine was refused, which was reported
         self._releases = Releases(setup)
@@ -53,7 +55,7 @@ class Pruner:
             await self._prune_together(action)
             return
         checkpoint, worker = action.checkpoint, self._setup.workers[SPOOL]
-        self._rest_on.pop(checkpoint, None)
+        self._copy_to_verify.pop(checkpoint, None)
         try:
             # On a full disk, free space matters more than fast writes into recycled blocks.
             if await self.release(checkpoint, action.reasons, reuse=not self._setup.live.is_low):
@@ -69,7 +71,7 @@ class Pruner:
 
     def rests(self, action: Prune) -> bool:
         """Whether a prune in the spool waits for a copy that the scrub cannot read for now."""
-        on = self._rest_on.get(action.checkpoint) if action.tier == SPOOL else None
+        on = self._copy_to_verify.get(action.checkpoint) if action.tier == SPOOL else None
         return on is not None and self._setup.scrubber.rests_s(on) > 0
 
     async def _prune_together(self, first: Prune) -> None:
@@ -79,35 +81,37 @@ class Pruner:
         before, run = live.inventory(), first.checkpoint.run
         # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
         retired = setup.planner.retired(before, setup.config, first.tier)
-        others = [one for one in retired if not worker.is_off(one.checkpoint)]
-        prunes = await self._releases.proven_corrupt(together(first, others, place), place)
+        other_prunes = [prune for prune in retired if not worker.is_off(prune.checkpoint)]
+        prunes = await self._releases.proven_corrupt(together(first, other_prunes, place), place)
         prunes = await self._held_elsewhere(prunes, self._demand(run))
 
-        async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
+        async def confirm(listed: Collection[CheckpointId]) -> frozenset[CheckpointId]:
             await live.observe()
             inventory = live.inventory()
-            known = frozenset[str]().union(*(one.run(run).attempts for one in inventory.places.values()))
-            if not {one.attempt for one in shown} <= known:
+            attempts = frozenset[str]().union(*(place.run(run).attempts for place in inventory.places.values()))
+            if not {checkpoint.attempt for checkpoint in listed} <= attempts:
                 return frozenset()  # another node has begun a launch: what it needs is known after an observation
             actions = setup.planner.plan(inventory, setup.config, {}, 0.0, first.tier)
-            return frozenset(one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == first.tier)
+            return frozenset(
+                action.checkpoint for action in actions if isinstance(action, Prune) and action.tier == first.tier
+            )
 
-        reasons = {one.checkpoint: one.reasons for one in prunes}
+        reasons = {prune.checkpoint: prune.reasons for prune in prunes}
 
         def record(deleted: Collection[CheckpointId]) -> None:
             """Report each checkpoint once: as soon as its manifests are gone, because what follows may fail."""
-            for checkpoint in [one for one in reasons if one in deleted]:
+            for checkpoint in [checkpoint for checkpoint in reasons if checkpoint in deleted]:
                 self._record_pruned(checkpoint, first.tier, reasons.pop(checkpoint), before)
                 live.full.discard(first.tier)  # even if what follows fails: the next put says whether there is room
 
         try:
-            gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm, record)
+            deleted = await setup.tiers.prune([prune.checkpoint for prune in prunes], first.tier, confirm, record)
         except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
-            gone = set()
-        record(gone)  # also those of which only chunks were left
-        for one in prunes:
-            if one.checkpoint not in gone:
-                worker.put_off(one.checkpoint)
+            deleted = set()
+        record(deleted)  # also those of which only chunks were left
+        for prune in prunes:
+            if prune.checkpoint not in deleted:
+                worker.put_off(prune.checkpoint)
 
     async def _held_elsewhere(self, prunes: Sequence[Prune], demand: Demand) -> list[Prune]:
         """Return the prunes of checkpoints that every other tier holds that wants them, and put off the others.
@@ -116,43 +120,47 @@ class Pruner:
         has read. They are asked before any mark is put, because marks hold up flushes and pins. Flushes to this tier
         wait as well, so no answer is awaited for long.
         """
-        going, lost, ends_s = [], set[str](), time.monotonic() + _ASKING_S
+        going, lacking_tiers, ends_s = [], set[str](), time.monotonic() + _ASKING_S
         limit_s, rest_s = self._setup.timings.holds_s, self._setup.timings.stuck_s / 2
-        for one in prunes:
-            worker, relied = self._setup.workers[one.tier], dict(relied_on(demand, one.tier, one.checkpoint))
+        for prune in prunes:
+            worker, relied = self._setup.workers[prune.tier], dict(relied_on(demand, prune.tier, prune.checkpoint))
             if any(time.monotonic() < self._rest_until.get(name, 0.0) for name in relied):
-                worker.put_off(one.checkpoint, rest_s)  # due before the one without an answer, which may never get any
+                worker.put_off(
+                    prune.checkpoint, rest_s
+                )  # due before the one without an answer, which may never get any
                 continue
             lacking, name = set[str](), ""
             try:
-                for name, seen in relied.items():
-                    if not await self._holds(name, seen):
+                for name, copy in relied.items():
+                    if not await self._holds(name, copy):
                         lacking.add(name)
             except (DeleteRefused, StoreFull) as error:  # the copy there is corrupt, and cannot be quarantined
-                log.warning("%s: %s is kept, because another copy is corrupt: %s", one.tier, one.checkpoint, error)
-                worker.put_off(one.checkpoint, REFUSED_S)
+                log.warning("%s: %s is kept, because another copy is corrupt: %s", prune.tier, prune.checkpoint, error)
+                worker.put_off(prune.checkpoint, REFUSED_S)
             except (TierdError, OSError) as error:
-                log.info("%s: %s is kept, because another tier cannot be asked: %s", one.tier, one.checkpoint, error)
+                log.info(
+                    "%s: %s is kept, because another tier cannot be asked: %s", prune.tier, prune.checkpoint, error
+                )
                 self._rest_until[name] = time.monotonic() + rest_s
-                worker.put_off(one.checkpoint)
+                worker.put_off(prune.checkpoint)
             else:
-                lost |= lacking
+                lacking_tiers |= lacking
                 if lacking:
-                    worker.put_off(one.checkpoint)
+                    worker.put_off(prune.checkpoint)
                 else:
-                    going.append(one)
+                    going.append(prune)
             if time.monotonic() > ends_s or self._setup.phase.ends:  # the others are left to the next batch
                 break
-        for name in lost:
+        for name in lacking_tiers:
             with suppress(TierdError, OSError):  # then it is unknown; an observation that takes longer goes on
                 async with asyncio.timeout(limit_s):
                     await self._observe(name)
         return going
 
-    async def _holds(self, tier: str, seen: CheckpointCopy) -> bool:
+    async def _holds(self, tier: str, copy: CheckpointCopy) -> bool:
         """Whether a tier still holds a checkpoint. A part proven corrupt there is quarantined, so that it is sent
         again."""
-        corrupt = await self._setup.tiers.holds(tier, list(seen.parts()))
+        corrupt = await self._setup.tiers.holds(tier, list(copy.parts()))
         for part, judged in (corrupt or {}).items():
             await self._quarantine(tier, part, judged, "it cannot be read")
         return corrupt == {}
@@ -186,10 +194,10 @@ class Pruner:
         """
         spool, live, requests = self._setup.spool, self._setup.live, self._setup.requests
         before = live.inventory()
-        parts = await self._covered(checkpoint)
+        parts = await self._deletable_parts(checkpoint)
         if parts is None or checkpoint in requests.held or any(part.checkpoint == checkpoint for part in live.busy):
             return False  # held or flushed since the tiers were asked; the next plan decides
-        there = [part for part in parts if spool.has(part)]
+        present = [part for part in parts if spool.has(part)]
         writers = requests.writers() if reuse else frozenset[str]()
         await asyncio.to_thread(spool.remove, parts, writers)
         live.place = live.place.without_parts(parts)  # parts committed meanwhile remain in the inventory
@@ -197,7 +205,7 @@ class Pruner:
             not reuse or writers - requests.writers()
         ):  # a writer that left meanwhile cleaned up before this file existed
             await asyncio.to_thread(spool.drop_recycled, requests.writers() if reuse else ())
-        if there:
+        if present:
             self._record_pruned(checkpoint, SPOOL, reasons, before)
         return True
 
@@ -210,23 +218,25 @@ class Pruner:
         journal, live = self._setup.journal, self._setup.live
         journal.counters["pruned"] += 1
         journal.record("pruned", tier, checkpoint, "; ".join(reasons))
-        seen = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
-        if not seen or not (before.silent or before.full):
+        copy = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
+        if not copy or not (before.silent or before.full):
             return
-        if names := lost_to(live.inventory(), before, self._setup.config, tier, seen):
+        if names := lost_to(live.inventory(), before, self._setup.config, tier, copy):
             why = f"its last copy was deleted, and {', '.join(names)} wanted it: {'; '.join(reasons)}"
             journal.record("given up", tier, checkpoint, why)
 
-    async def _covered(self, checkpoint: CheckpointId) -> tuple[PartId, ...] | None:
+    async def _deletable_parts(self, checkpoint: CheckpointId) -> tuple[PartId, ...] | None:
         """Observe the tiers once more before a local copy is deleted, and return the parts that may be deleted.
 
         These are the parts for which the tiers were asked, if one tier holds them all or no tier wants them any more;
         otherwise None. Parts that another rank commits meanwhile are not among them.
         """
         setup, live, tiers = self._setup, self._setup.live, self._setup.tiers
-        seen = live.place.checkpoints.get(checkpoint)
-        parts = tuple(seen.parts()) if seen else ()
-        lacking = await tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
+        copy = live.place.checkpoints.get(checkpoint)
+        parts = tuple(copy.parts()) if copy else ()
+        lacking = await tiers.lacking(
+            {part: await asyncio.to_thread(self._read_local_manifest, part) for part in parts}
+        )
         for name, part, judged in lacking or ():
             await self._quarantine(name, part, judged, "chunks are missing")
             tiers.observed.doubt(name)
@@ -242,10 +252,12 @@ class Pruner:
         if self._are_aged():
             return False
         demand = self._demand(checkpoint.run)
-        is_late = checkpoint in superseded(demand)
-        if is_late:
-            others = [seen for seen in complete_here(demand.inventory, checkpoint.run) if seen.id != checkpoint]
-            is_past = await self._all_right(checkpoint, [part for seen in others for part in seen.parts()])
+        is_superseded = checkpoint in superseded(demand)
+        if is_superseded:
+            other_copies = [copy for copy in complete_here(demand.inventory, checkpoint.run) if copy.id != checkpoint]
+            is_past = await self._verify_spool_copies(
+                checkpoint, [part for copy in other_copies for part in copy.parts()]
+            )
         else:
             is_past = await tiers.are_past(checkpoint, demand.inventory)
         if not is_past:
@@ -253,9 +265,9 @@ class Pruner:
         # Reading those may have taken minutes. A pin, or another node's restore, that began meanwhile counts.
         await live.observe()
         demand = self._demand(checkpoint.run)
-        wanted = demand.inventory.pins | demand.inventory.needed
-        is_wanted = checkpoint not in superseded(demand) if is_late else checkpoint in wanted
-        return not (is_wanted or self._are_aged())
+        protected = demand.inventory.pins | demand.inventory.needed
+        is_protected = checkpoint not in superseded(demand) if is_superseded else checkpoint in protected
+        return not (is_protected or self._are_aged())
 
     def _demand(self, run: str) -> Demand:
         return self._setup.planner.demand(self._setup.live.inventory(), self._setup.config, run)
@@ -268,15 +280,15 @@ class Pruner:
             observed.doubt(name)
         return bool(aged)
 
-    async def _all_right(self, checkpoint: CheckpointId, parts: Iterable[PartId]) -> bool:
+    async def _verify_spool_copies(self, checkpoint: CheckpointId, parts: Iterable[PartId]) -> bool:
         """Whether the spool's copies of `parts`, the reason for which `checkpoint` may be deleted, are intact."""
         for part in parts:
             if not await self._setup.scrubber.is_right(part):
-                self._rest_on[checkpoint] = part
+                self._copy_to_verify[checkpoint] = part
                 return False
         return True
 
-    def _readable(self, part: PartId) -> Manifest | None:
+    def _read_local_manifest(self, part: PartId) -> Manifest | None:
         try:
             return self._setup.spool.manifest(part)
         except (ObjectNotFound, ManifestError):

@@ -49,7 +49,10 @@ class RunRecords:
 
     async def _remember(self, tier: str, runs: Iterable[str]) -> None:
         """Record in the spool the launches of `runs` that any place shows, and the last heads on `tier`."""
-        live, urls = self._setup.live, {one.name: one.url for one in self._setup.config.tier if one.name == tier}
+        live, urls = (
+            self._setup.live,
+            {tier_config.name: tier_config.url for tier_config in self._setup.config.tier if tier_config.name == tier},
+        )
         async with self._remembering:
             inventory = live.inventory()
             for head in [head for run in runs if (head := remembering(inventory, run, urls))]:

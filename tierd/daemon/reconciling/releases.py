@@ -48,16 +48,16 @@ class Releases:
         self._copies = {
             key: copy for key, copy in self._copies.items() if key[0] != tier or key[1] in place.quarantined
         }
-        for one in prunes:
-            own = [part for part in quarantined if part.checkpoint == one.checkpoint]
-            verdict = await self._judge(one, own, ends_s)
+        for prune in prunes:
+            own_parts = [part for part in quarantined if part.checkpoint == prune.checkpoint]
+            verdict = await self._verify_quarantined(prune, own_parts, ends_s)
             if verdict is True:
                 return []
             if verdict is False:
-                going.append(one)
+                going.append(prune)
         return going
 
-    async def _judge(self, prune: Prune, parts: Iterable[PartId], ends_s: float) -> bool | None:
+    async def _verify_quarantined(self, prune: Prune, parts: Iterable[PartId], ends_s: float) -> bool | None:
         """Verify a checkpoint's quarantined parts. Returns whether one is used again; None if that is not known yet."""
         setup, tier = self._setup, prune.tier
         worker, released = setup.workers[tier], False

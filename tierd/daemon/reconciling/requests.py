@@ -62,7 +62,7 @@ class ClientRequests:
         """Whether an attached trainer saves a run, or may."""
         return not self.presence.trainerless([run], self.writers())
 
-    def lose_interest(self, here: Collection[str], after_s: float) -> None:
-        """Forget runs that are not in the spool (`here`) and for which nobody asked for `after_s` seconds."""
-        unheld = dict.fromkeys(self.interest.difference(here) - self._asking.keys())
+    def lose_interest(self, in_spool: Collection[str], after_s: float) -> None:
+        """Forget runs that are not in the spool (`in_spool`) and for which nobody asked for `after_s` seconds."""
+        unheld = dict.fromkeys(self.interest.difference(in_spool) - self._asking.keys())
         self.interest -= self.presence.quiet(unheld, self.writers(), after_s)

@@ -71,7 +71,7 @@ class WorkerLoop:
                     flushes = {part.checkpoint.run for part, _ in self._backlog.flushes(inventory)}
                     self._setup.backfill.settle(flushes, inventory)
                 worker.succeeded(subject(action))
-                self._worked(worker, action)
+                self._report_success(worker, action)
             except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
                 self._failed(worker, action, error)
             finally:
@@ -95,17 +95,17 @@ class WorkerLoop:
             self._setup.live.full.add(worker.name)
         delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused), what=subject(action))
         doing = describe(action) if action else "observing"
-        known = isinstance(error, TierdError | OSError) or is_exhausted(error)
-        log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not known)
+        is_expected = isinstance(error, TierdError | OSError) or is_exhausted(error)
+        log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not is_expected)
         self._setup.journal.failed((WORKER, worker.name), verb(action), worker.name, subject(action), str(error))
 
-    def _worked(self, worker: TierWorker, action: Action | None) -> None:
-        thing = (WORKER, worker.name)
-        self._setup.journal.worked(thing, subject(None), others=False)
+    def _report_success(self, worker: TierWorker, action: Action | None) -> None:
+        topic = (WORKER, worker.name)
+        self._setup.journal.worked(topic, subject(None), others=False)
         if action is not None:
-            self._setup.journal.worked(thing, subject(action))
+            self._setup.journal.worked(topic, subject(action))
         elif not (self._setup.pause.paused or self._setup.phase.draining or worker.retries_later):
-            self._setup.journal.worked(thing)  # no failed action is left to retry
+            self._setup.journal.worked(topic)  # no failed action is left to retry
 
     async def act(self, action: Action) -> None:
         """Carry out one action."""

@@ -22,13 +22,13 @@ log = logging.getLogger("tierd.daemon")
 
 LAST_STATUS = "status.json"  # in `.tierd/`
 _LARGEST = 64 << 20  # bytes
-_EVERY = 60.0  # seconds, so that a killed daemon leaves a status that is not older
+_WRITE_INTERVAL_S = 60.0  # seconds, so that a killed daemon leaves a status that is not older
 
 
 async def keep(control: Path, status: Callable[[], Status]) -> None:
     """Write the status now and then, until cancelled."""
     while True:
-        await asyncio.sleep(_EVERY)
+        await asyncio.sleep(_WRITE_INTERVAL_S)
         await asyncio.to_thread(write, control, status())
 
 

@@ -52,11 +52,11 @@ class _Bound(logging.Handler):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         opened = os.open(fresh, flags, 0o600)
         try:
-            written = os.fstat(_ERR)
+            current_log = os.fstat(_ERR)
             with suppress(FileNotFoundError):  # somebody deleted it
                 self._path.replace(self._path.with_name(f"{DAEMON_LOG}.1"))
             fresh.replace(self._path)
-            if os.path.samestat(os.fstat(_OUT), written):
+            if os.path.samestat(os.fstat(_OUT), current_log):
                 os.dup2(opened, _OUT)
             os.dup2(opened, _ERR)
         finally:

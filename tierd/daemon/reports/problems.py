@@ -32,56 +32,60 @@ class Problem:
 _SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; local copies are deleted early
 
 
-def problems(found: Status) -> tuple[Problem, ...]:
+def problems(status: Status) -> tuple[Problem, ...]:
     """Return what is wrong by a status, alerts first."""
-    alerts = [Problem("alert", one.place, f"{_failing(one)}{one.why}") for one in found.alerts]
-    runs = sorted({one.run for one in found.launches})
+    alerts = [Problem("alert", alert.place, f"{_describe_failure(alert)}{alert.why}") for alert in status.alerts]
+    runs = sorted({launch.run for launch in status.launches})
     alerts += [Problem("alert", SPOOL, f"several launches of run {run} save at the same time") for run in runs]
-    free = f"{found.spool_free:.0%} of the spool's disk is free"
-    if found.spool_free < _SCARCE:
+    free = f"{status.spool_free:.0%} of the spool's disk is free"
+    if status.spool_free < _SCARCE:
         alerts.append(Problem("alert", SPOOL, f"{free}: saves fail soon"))
-    warnings = [Problem("warning", SPOOL, free)] if _SCARCE <= found.spool_free < _LOW else []
-    alerted = {one.place for one in alerts}
-    for tier in found.tiers:
+    warnings = [Problem("warning", SPOOL, free)] if _SCARCE <= status.spool_free < _LOW else []
+    alerted = {alert.place for alert in alerts}
+    for tier in status.tiers:
         if tier.name not in alerted and (tier.failures or not tier.reached or tier.unanswered):
             why = tier.unanswered or tier.last_error or "it has not answered a listing yet"
             warnings.append(Problem("warning", tier.name, why))
     warnings += [
-        Problem("warning", one.tier, f"the policies of run {one.run} disagree, or one cannot be read: {one.key}")
-        for one in found.policies
-        if one.disagrees
+        Problem(
+            "warning", policy.tier, f"the policies of run {policy.run} disagree, or one cannot be read: {policy.key}"
+        )
+        for policy in status.policies
+        if policy.disagrees
     ]
-    if found.paused:
-        warnings.append(Problem("warning", SPOOL, f"paused: {found.paused}"))
-    if found.scrub.due:
-        overdue = "1 copy is" if found.scrub.due == 1 else f"{found.scrub.due} copies are"
+    if status.paused:
+        warnings.append(Problem("warning", SPOOL, f"paused: {status.paused}"))
+    if status.scrub.due:
+        overdue = "1 copy is" if status.scrub.due == 1 else f"{status.scrub.due} copies are"
         warnings.append(Problem("warning", SPOOL, f"{overdue} overdue to be verified again"))
-    warnings += [Problem("warning", one.name, one.last_error) for one in found.notify if one.last_error]
+    warnings += [
+        Problem("warning", notifier.name, notifier.last_error) for notifier in status.notify if notifier.last_error
+    ]
     return (*alerts, *warnings)
 
 
-def all_problems(found: Status, journal: Journal) -> tuple[Problem, ...]:
+def all_problems(status: Status, journal: Journal) -> tuple[Problem, ...]:
     """Return what is wrong by a status and by the journal, which also remembers what ended."""
-    stayed = [_stayed(event, count) for event, count in journal.stayed.values()]
+    stayed = [_lasting_problem(event, count) for event, count in journal.stayed.values()]
     lasting = [Problem("warning", SPOOL, why) for why in journal.warnings.values()]
-    lasting += [_quarantined(*one) for one in sorted(journal.quarantined.items())]
-    return (*stayed, *problems(found), *lasting)
+    lasting += [_quarantine_problem(*place_copies) for place_copies in sorted(journal.quarantined.items())]
+    return (*stayed, *problems(status), *lasting)
 
 
-def _stayed(event: Event, count: int) -> Problem:
+def _lasting_problem(event: Event, count: int) -> Problem:
     times = "" if count == 1 else f" ({count} times since the daemon's start, this is the last)"
     return Problem(
         "alert", event.place, f"{event.what}{times}: {event.subject}: {event.why}; shown until the daemon starts again"
     )
 
 
-def _quarantined(place: str, copies: int) -> Problem:
-    what = "1 copy was" if copies == 1 else f"{copies} copies were"
-    return Problem("warning", place, f"{what} quarantined since the daemon's start")
+def _quarantine_problem(place: str, copies: int) -> Problem:
+    subject = "1 copy was" if copies == 1 else f"{copies} copies were"
+    return Problem("warning", place, f"{subject} quarantined since the daemon's start")
 
 
-def _failing(one: AlertStatus) -> str:
-    if one.subject == ANSWER or one.doing == READ:
+def _describe_failure(alert: AlertStatus) -> str:
+    if alert.subject == ANSWER or alert.doing == READ:
         return ""
-    doing = "observing" if one.doing == "observe" else f"{one.doing} {one.subject}"
-    return f"{doing} failed {one.tries} times in a row: "
+    doing = "observing" if alert.doing == "observe" else f"{alert.doing} {alert.subject}"
+    return f"{doing} failed {alert.tries} times in a row: "

@@ -69,38 +69,38 @@ async def runs(reconciler: Reconciler) -> Runs:
     sent = sent_bytes(list(reconciler.journal.events), [tier.name for tier in config.tier], at)
 
     def compute() -> Runs:
-        found = report(inventory, config)
-        held = tuple(f"{one.run}/{one.name}" for one in sorted(inventory.held))
-        launches = launch_steps(found.checkpoints, inventory.remembered)
-        return Runs(at, found.checkpoints, launches, found.unreached, held, in_flight, sent)
+        run_report = report(inventory, config)
+        held_names = tuple(f"{checkpoint.run}/{checkpoint.name}" for checkpoint in sorted(inventory.held))
+        launches = launch_steps(run_report.checkpoints, inventory.remembered)
+        return Runs(at, run_report.checkpoints, launches, run_report.unreached, held_names, in_flight, sent)
 
     return await asyncio.to_thread(compute)
 
 
 def sent_bytes(events: Iterable[Event], tiers: Iterable[str], at: str) -> dict[str, tuple[int, ...]]:
     """Return by tier the bytes that flushes sent, for each of the `MINUTES` before `at` (RFC 3339)."""
-    found = {name: [0] * MINUTES for name in tiers}
+    by_tier = {name: [0] * MINUTES for name in tiers}
     end = datetime.fromisoformat(at)
     for event in events:
         minute = int((end - datetime.fromisoformat(event.at)).total_seconds() // 60)
-        if event.what == "flushed" and event.place in found and 0 <= minute < MINUTES:
-            found[event.place][MINUTES - 1 - minute] += event.sent_bytes or 0
-    return {name: tuple(counts) for name, counts in found.items()}
+        if event.what == "flushed" and event.place in by_tier and 0 <= minute < MINUTES:
+            by_tier[event.place][MINUTES - 1 - minute] += event.sent_bytes or 0
+    return {name: tuple(counts) for name, counts in by_tier.items()}
 
 
 def _in_flight(reconciler: Reconciler) -> Iterator[InFlight]:
     moving = list(reconciler.tiers.flushes.moving())
     sent = {part for _, part, _ in moving}
     for part in sorted(reconciler.inventory().busy - sent):
-        yield _one(part, "flush")
-    for tier, part, at in sorted(moving, key=lambda one: one[1]):
-        yield _one(part, "flush", tier, at.done, at.total)
+        yield _transfer_in_flight(part, "flush")
+    for tier, part, at in sorted(moving, key=lambda flush: flush[1]):
+        yield _transfer_in_flight(part, "flush", tier, at.done, at.total)
     for part, progress in sorted(reconciler.repairs.under_way.items()):
-        yield _one(part, "fetch", None, progress.done, progress.total)
+        yield _transfer_in_flight(part, "fetch", None, progress.done, progress.total)
 
 
-def _one(
-    part: PartId, doing: str, tier: str | None = None, done: int | None = None, total: int | None = None
+def _transfer_in_flight(
+    part: PartId, doing: str, tier: str | None = None, moved: int | None = None, total: int | None = None
 ) -> InFlight:
-    one = part.checkpoint
-    return InFlight(one.run, one.step, one.attempt, part.rank, doing, tier, done, total)
+    checkpoint = part.checkpoint
+    return InFlight(checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, doing, tier, moved, total)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tierd.watching.passed_over import PassedOver
 
-_MOST = 20  # units that a status names
+_MAX_UNITS = 20  # units that a status names
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class WatchStatus:
     passed_over: tuple[PassedOver, ...] = ()
 
 
-def reasons(not_taken: Mapping[str, str]) -> tuple[NotTaken, ...]:
+def reasons(reasons_by_path: Mapping[str, str]) -> tuple[NotTaken, ...]:
     """Return the first units that are not taken, by path, and why."""
-    return tuple(NotTaken(path, not_taken[path]) for path in sorted(not_taken)[:_MOST])
+    return tuple(NotTaken(path, reasons_by_path[path]) for path in sorted(reasons_by_path)[:_MAX_UNITS])
 
 
-def nothing_taken(found: WatchStatus) -> str:
+def nothing_taken(status: WatchStatus) -> str:
     """Say why nothing was taken from a directory, and what to do about it."""
-    explain = f"`tierd watch --explain {shlex.quote(found.directory)}` says why"
-    if found.reasons:
-        first = found.reasons[0]
-        return f"{found.directory}: nothing was taken; {first.path}: {first.why}; {explain}"
-    if not found.files:
-        return f"{found.directory}: nothing was taken: it has no file; does the program write to another directory?"
-    names = "; ".join(str(group) for group in found.passed_over[:2])
-    of = "its only file belongs to none" if found.files == 1 else f"its {found.files} files belong to none"
-    return f"{found.directory}: nothing was taken: it has no checkpoint that tierd knows, and {of}: {names}; {explain}"
+    explain = f"`tierd watch --explain {shlex.quote(status.directory)}` says why"
+    if status.reasons:
+        first = status.reasons[0]
+        return f"{status.directory}: nothing was taken; {first.path}: {first.why}; {explain}"
+    if not status.files:
+        return f"{status.directory}: nothing was taken: it has no file; does the program write to another directory?"
+    names = "; ".join(str(group) for group in status.passed_over[:2])
+    of = "its only file belongs to none" if status.files == 1 else f"its {status.files} files belong to none"
+    return f"{status.directory}: nothing was taken: it has no checkpoint that tierd knows, and {of}: {names}; {explain}"

@@ -24,7 +24,7 @@ from tierd.spool.file_io import private
 log = logging.getLogger("tierd.daemon")
 
 _LARGEST = 32 << 20  # bytes of the file that are read
-_MOST = 100_000  # copies that are recorded
+_MAX_COPIES = 100_000  # copies that are recorded
 
 
 class Scrubbed(dict[ScrubbedCopy, float]):
@@ -32,7 +32,7 @@ class Scrubbed(dict[ScrubbedCopy, float]):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self._written = path, dict[ScrubbedCopy, float]()
+        self._path, self._saved_entries = path, dict[ScrubbedCopy, float]()
 
     def load(self) -> None:
         """Read the file, if it exists. Entries that are in memory already take precedence."""
@@ -41,39 +41,39 @@ class Scrubbed(dict[ScrubbedCopy, float]):
             plain = os.O_NOFOLLOW | os.O_NONBLOCK
             with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | plain)) as file:
                 data = file.read(_LARGEST + 1)
-            found = msgspec.json.decode(data, type=dict[str, dict[str, float]])
+            recorded = msgspec.json.decode(data, type=dict[str, dict[str, float]])
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or of other types
             log.warning("%s: not used, so some copies are read again early: %s", self._path, error)
             return
-        known = dict(self)
-        for place, parts in found.items():
+        in_memory = dict(self)
+        for place, parts in recorded.items():
             for name, when in parts.items():
                 pieces = name.split("/")
                 part = PartId.parse(*pieces) if len(pieces) == 3 else None
                 if part:
                     self[ScrubbedCopy(place, part)] = when
-        self._written = dict(self)
-        self.update(known)
+        self._saved_entries = dict(self)
+        self.update(in_memory)
 
     async def save(self, inventory: Inventory) -> None:
         """Write the file if an entry changed, without copies that are gone."""
         bases = self._bases(inventory)
-        for copy in list(self._gone(inventory)):
+        for copy in list(self._deleted_copies(inventory)):
             if copy not in bases:
                 del self[copy]
         for copy, when in bases.items():
             self.setdefault(copy, when)
-        newest = dict(sorted(self.items(), key=lambda item: item[1], reverse=True)[:_MOST])
-        if newest == self._written:
+        newest = dict(sorted(self.items(), key=lambda item: item[1], reverse=True)[:_MAX_COPIES])
+        if newest == self._saved_entries:
             return
-        written: dict[str, dict[str, float]] = {}
+        by_place: dict[str, dict[str, float]] = {}
         for copy, when in newest.items():
-            written.setdefault(copy.place, {})[copy.part.path] = when
+            by_place.setdefault(copy.place, {})[copy.part.path] = when
         try:
-            await to_the_end(self._write, msgspec.json.encode(written))
-            self._written = newest
+            await to_the_end(self._write, msgspec.json.encode(by_place))
+            self._saved_entries = newest
         except OSError as error:
             log.warning("%s: cannot be written: %s", self._path, error)
 
@@ -94,14 +94,14 @@ class Scrubbed(dict[ScrubbedCopy, float]):
             base: min(self.get(copy, now), now)
             for now in [time.time()]
             for name, place in inventory.tiers.items()
-            for seen in (place.checkpoints.values() if place else ())
-            for part, facts in seen.facts.items()
+            for checkpoint_copy in (place.checkpoints.values() if place else ())
+            for part, facts in checkpoint_copy.facts.items()
             if facts.bases
             for copy in [ScrubbedCopy(name, part)]
             for base in base_copies(inventory, copy)
         }
 
-    def _gone(self, inventory: Inventory) -> Iterator[ScrubbedCopy]:
+    def _deleted_copies(self, inventory: Inventory) -> Iterator[ScrubbedCopy]:
         places = {SPOOL: inventory.spool, **inventory.tiers}
         for copy in self:
             place = places.get(copy.place)  # None, or without checkpoints so far: proves nothing

@@ -87,7 +87,7 @@ class Repairer:
         except CorruptChunk as error:
             if stores is not self._stores:
                 raise StoreUnavailable(f"{part}: the tiers changed while it was fetched: {error}") from error
-            if await self._is_gone(part):
+            if await self._is_pruned(part):
                 raise ObjectNotFound(f"{part} was pruned while it was fetched") from error
             self._journal.counters["corruptions"] += not counted
             await asyncio.to_thread(self._spool.quarantine, part)
@@ -119,7 +119,7 @@ class Repairer:
             )
         return fetched.tiers
 
-    async def _is_gone(self, part: PartId) -> bool:
+    async def _is_pruned(self, part: PartId) -> bool:
         """Whether no place has a manifest of the part, right or wrong.
 
         If so, missing chunks were pruned, not corrupted.
@@ -137,24 +137,24 @@ class Repairer:
         return True
 
     async def _fetch(
-        self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store], progress: Progress
+        self, part: PartId, chunk_runs: Wanted | None, stores: Mapping[str, Store], progress: Progress
     ) -> Fetched:
         lock = self._locks.setdefault(part, asyncio.Lock())
         async with lock:
             self.fetching[part] = progress
             partial = self._partials.setdefault(part, Partial(self._spool, part))
-            if wanted is None:
+            if chunk_runs is None:
                 self.loose.discard(partial.path.name)
             elif not partial.path.exists() and not self._spool.has(part):
                 self.loose.add(partial.path.name)
             try:
-                return await fetch(self._spool, part, stores, self._budget, progress, wanted, partial)
+                return await fetch(self._spool, part, stores, self._budget, progress, chunk_runs, partial)
             finally:
                 del self.fetching[part]
                 self._let_go(part)
 
     async def repair(
-        self, tier: str, part: PartId, manifest: Manifest, bad: Iterable[Where], pause: Pause = at_once
+        self, tier: str, part: PartId, manifest: Manifest, places: Iterable[Where], pause: Pause = at_once
     ) -> TierRepairer:
         """Repair the chunks of a tier's copy that are proven bad. If a chunk is lost for good, quarantine the copy.
 
@@ -162,7 +162,7 @@ class Repairer:
             tier: the tier's name.
             part: the part.
             manifest: the tier's manifest.
-            bad: the chunks to repair.
+            places: the chunks to repair.
             pause: awaited before each chunk.
 
         Returns:
@@ -173,12 +173,12 @@ class Repairer:
         """
         work = TierRepairer(self._spool, self._stores, tier, part, self._budget, pause)
         try:
-            await work.repair(manifest, bad)
+            await work.repair(manifest, places)
         finally:
             self._report_repaired(tier, part, work, "")
         # The search for a lost chunk may take minutes, and another node may repair the chunk meanwhile.
-        lost = work.lost and not await work.are_repaired()
-        if lost and await _quarantine_as_read(self._stores[tier], part, manifest):
+        has_lost_chunks = work.lost and not await work.are_repaired()
+        if has_lost_chunks and await _quarantine_as_read(self._stores[tier], part, manifest):
             self._report_quarantined(tier, part, work.lost[0])
         return work
 

@@ -51,7 +51,7 @@ _LATEST = 86_400.0  # seconds at most for which a copy that could not be read or
 
 
 @dataclass(slots=True)
-class _Agenda:
+class _Schedule:
     """The schedule of one place. It is valid while the place is unchanged.
 
     Attributes:
@@ -114,16 +114,16 @@ class Scrubber:
         self._reader = CopyVerifier(
             spool, stores, repairer, journal, budget, self._rate, self._pause_before_chunk, held
         )
-        self._reader.doubted = self._doubt
+        self._reader.doubted = self._expedite_copies
         self._remembered = Scrubbed(spool.control / "scrubbed.json")
         self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *stores)}
-        self._right: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
+        self._verified_parts: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
         self._suspected: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
-        self._later: dict[
+        self._postponed: dict[
             ScrubbedCopy, tuple[float, int]
         ] = {}  # by copy, until when it is skipped in monotonic seconds, and how often that has happened
-        self._agendas: dict[str, _Agenda] = {}
-        self._doubts = 0  # how often `_doubt` made copies due at once
+        self._schedules: dict[str, _Schedule] = {}
+        self._doubts = 0  # how often `_expedite_copies` made copies due at once
         self._random = jitter
         self.resting = False
 
@@ -145,8 +145,12 @@ class Scrubber:
     async def _remember(self) -> None:
         while True:
             await asyncio.sleep(self._timings.scrub_rest_s)
-            self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
-            self._right = {part for part in self._right if self._inventory().spool.has(part)}
+            self._postponed = {
+                copy: postponed
+                for copy, postponed in self._postponed.items()
+                if postponed[0] + _LATEST > time.monotonic()
+            }
+            self._verified_parts = {part for part in self._verified_parts if self._inventory().spool.has(part)}
             self._end_alerts()
             if self._period:
                 await self._remembered.save(self._inventory())
@@ -174,9 +178,9 @@ class Scrubber:
             except Exception as error:  # as a tier worker of the reconciler, this loop never ends
                 self._journal.counters["errors"] += 1
                 delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused))
-                known = isinstance(error, TierdError | OSError)
+                is_expected = isinstance(error, TierdError | OSError)
                 log.warning(
-                    "%s: scrubbing %s: again in %.0f s: %s", worker.name, copy, delay, error, exc_info=not known
+                    "%s: scrubbing %s: again in %.0f s: %s", worker.name, copy, delay, error, exc_info=not is_expected
                 )
             finally:
                 worker.doing = None
@@ -191,67 +195,67 @@ class Scrubber:
             return min(suspected)
         if not self._period:
             return None
-        found = await asyncio.to_thread(self._build, place, self._inventory(), self._doubts, self._timings.now_s())
-        self._agendas[place] = found
+        schedule = await asyncio.to_thread(self._build, place, self._inventory(), self._doubts, self._timings.now_s())
+        self._schedules[place] = schedule
         inventory, now = self._inventory(), self._timings.now_s()
         waiting: list[DueScrub] = []
         copy = None
-        while copy is None and found.scrubs and found.scrubs[0].at <= now:
-            due = heapq.heappop(found.scrubs)
-            anew = again(inventory, due.copy, self._remembered, self._period, now)
-            if anew is None:
+        while copy is None and schedule.scrubs and schedule.scrubs[0].at <= now:
+            due_scrub = heapq.heappop(schedule.scrubs)
+            rescheduled = again(inventory, due_scrub.copy, self._remembered, self._period, now)
+            if rescheduled is None:
                 continue
-            if anew.at > now:  # verified since the schedule was built
-                self._keep(found, anew)
+            if rescheduled.at > now:  # verified since the schedule was built
+                self._reschedule(schedule, rescheduled)
                 continue
-            waiting.append(anew)
-            if self._may_be_read(due.copy):
-                copy = due.copy
-        for due in waiting:
-            heapq.heappush(found.scrubs, due)
+            waiting.append(rescheduled)
+            if self._may_be_read(due_scrub.copy):
+                copy = due_scrub.copy
+        for due_scrub in waiting:
+            heapq.heappush(schedule.scrubs, due_scrub)
         return None if self.resting or self._pause.paused else copy
 
     def _may_be_read(self, copy: ScrubbedCopy) -> bool:
-        rests = self._later.get(copy, (0.0, 0))[0] > time.monotonic()
+        rests = self._postponed.get(copy, (0.0, 0))[0] > time.monotonic()
         return not rests and copy.part not in self._inventory().busy and copy.part not in self._repairer.fetching
 
-    def _build(self, place: str, inventory: Inventory, doubts: int, now: float) -> _Agenda:
+    def _build(self, place: str, inventory: Inventory, doubts: int, now: float) -> _Schedule:
         """Build a place's schedule in a thread, because there may be half a million copies.
 
         The known schedule is returned if the place is unchanged.
         """
-        known, seen = self._agendas.get(place), (inventory.spool, inventory.tiers.get(place))
-        if known and known.doubts == doubts and known.begun <= now < known.end and known.seen == seen:
-            return known
+        built, observed = self._schedules.get(place), (inventory.spool, inventory.tiers.get(place))
+        if built and built.doubts == doubts and built.begun <= now < built.end and built.seen == observed:
+            return built
         scrubs = agenda(inventory, self._remembered, self._period, now, place)
-        first = bisect.bisect(scrubs, now + _AHEAD, key=lambda due: due.at)
-        oldest = min((due.verified for due in scrubs[first:]), default=math.inf)
-        return _Agenda(seen, doubts, now, now + _AHEAD, scrubs[:first], oldest)
+        first = bisect.bisect(scrubs, now + _AHEAD, key=lambda scrub: scrub.at)
+        oldest = min((scrub.verified for scrub in scrubs[first:]), default=math.inf)
+        return _Schedule(observed, doubts, now, now + _AHEAD, scrubs[:first], oldest)
 
-    def _keep(self, agenda: _Agenda, due: DueScrub) -> None:
-        if due.at <= agenda.end:
-            heapq.heappush(agenda.scrubs, due)
+    def _reschedule(self, agenda: _Schedule, scrub: DueScrub) -> None:
+        if scrub.at <= agenda.end:
+            heapq.heappush(agenda.scrubs, scrub)
         else:
-            agenda.oldest = min(agenda.oldest, due.verified)
+            agenda.oldest = min(agenda.oldest, scrub.verified)
 
     def verified(self, place: str, part: PartId, at: float | None = None) -> None:
         """Record that a copy was found right, now or at a given time, by a reader of the whole copy."""
         self._remembered[ScrubbedCopy(place, part)] = self._timings.now_s() if at is None else at
-        self._later.pop(ScrubbedCopy(place, part), None)
+        self._postponed.pop(ScrubbedCopy(place, part), None)
         if place == SPOOL:
-            self._right.add(part)
+            self._verified_parts.add(part)
 
     def suspect(self, place: str, part: PartId) -> None:
         """Schedule a copy that may be wrong to be read at once, even if scrubbing is disabled."""
         self._suspected.add(ScrubbedCopy(place, part))
         if place == SPOOL:
-            self._right.discard(part)
+            self._verified_parts.discard(part)
         self._workers[place].wake.set()
 
     def rests_s(self, part: PartId) -> float:
         """Return the seconds for which the spool's suspect copy of a part is not read again."""
         copy = ScrubbedCopy(SPOOL, part)
-        until = self._later.get(copy, (0.0, 0))[0] if copy in self._suspected else 0.0
+        until = self._postponed.get(copy, (0.0, 0))[0] if copy in self._suspected else 0.0
         return max(0.0, until - time.monotonic())
 
     async def is_right(self, part: PartId) -> bool:
@@ -259,10 +263,10 @@ class Scrubber:
 
         A wrong copy is scrubbed at once, and this method does not read it again before that is done.
         """
-        if part in self._right or ScrubbedCopy(SPOOL, part) in self._suspected:
-            return part in self._right
+        if part in self._verified_parts or ScrubbedCopy(SPOOL, part) in self._suspected:
+            return part in self._verified_parts
         if await self._reader.is_right(part):
-            self._right.add(part)
+            self._verified_parts.add(part)
             return True
         if await to_the_end(self._spool.has, part):  # else it was just quarantined: nothing is left to read
             self.suspect(SPOOL, part)
@@ -272,8 +276,10 @@ class Scrubber:
         """Return the state of the scrub, from the schedules that were built last."""
         doing = [f"{name}: {worker.doing}" for name, worker in self._workers.items() if worker.doing]
         now = self._timings.now_s()
-        scrubs = [due for built in self._agendas.values() for due in built.scrubs]
-        oldest = min([*(due.verified for due in scrubs), *(built.oldest for built in self._agendas.values()), math.inf])
+        scrubs = [scrub for built in self._schedules.values() for scrub in built.scrubs]
+        oldest = min(
+            [*(scrub.verified for scrub in scrubs), *(built.oldest for built in self._schedules.values()), math.inf]
+        )
         return ScrubStatus(
             oldest=None if oldest == math.inf else datetime.fromtimestamp(oldest, UTC).isoformat(timespec="seconds"),
             due=overdue(scrubs, self._period, now),
@@ -289,11 +295,11 @@ class Scrubber:
             StoreUnavailable, StoreRefused, OSError: not all of the copy could be read or repaired; it is tried again
                 later.
         """
-        begun = self._timings.now_s()
-        times = self._later.get(copy, (0.0, 0))[1]
-        self._later[copy] = (time.monotonic() + min(self._timings.scrub_later_s * 2**times, _LATEST), times + 1)
+        started_s = self._timings.now_s()
+        times = self._postponed.get(copy, (0.0, 0))[1]
+        self._postponed[copy] = (time.monotonic() + min(self._timings.scrub_later_s * 2**times, _LATEST), times + 1)
         try:
-            whole = await self._reader.read(copy)
+            is_right = await self._reader.read(copy)
         except ObjectNotFound:
             self._suspected.discard(copy)
             self._journal.stable(copy.place, copy.part)
@@ -305,23 +311,23 @@ class Scrubber:
         waited_for = copy in self._suspected
         self._suspected.discard(copy)
         self._journal.counters["scrubbed"] += 1
-        if whole:
-            self.verified(copy.place, copy.part, begun)
-            self._remembered.update(dict.fromkeys(base_copies(self._inventory(), copy), begun))
-        if waited_for or not whole:
+        if is_right:
+            self.verified(copy.place, copy.part, started_s)
+            self._remembered.update(dict.fromkeys(base_copies(self._inventory(), copy), started_s))
+        if waited_for or not is_right:
             self._wake()
 
-    def _doubt(self, copy: ScrubbedCopy, owners: set[CheckpointId]) -> None:
+    def _expedite_copies(self, copy: ScrubbedCopy, owners: set[CheckpointId]) -> None:
         """Make other copies of the rank due at once if they name chunks of the checkpoints `owners`."""
         self._doubts += 1
-        place, own = self._inventory().tiers[copy.place], copy.part
-        for seen in place.copies(own.checkpoint.run) if place else ():
-            for size, ranks in seen.ranks.items():
-                part = PartId(seen.id, own.rank, size)
-                if own.rank not in ranks or part == own or part in seen.defects:
+        place, own_part = self._inventory().tiers[copy.place], copy.part
+        for other_copy in place.copies(own_part.checkpoint.run) if place else ():
+            for size, ranks in other_copy.ranks.items():
+                part = PartId(other_copy.id, own_part.rank, size)
+                if own_part.rank not in ranks or part == own_part or part in other_copy.defects:
                     continue
-                facts = seen.facts.get(part)  # None: the manifest was not read, so its chunks are not known
-                if facts is None or owners & {seen.id, *facts.bases}:
+                facts = other_copy.facts.get(part)  # None: the manifest was not read, so its chunks are not known
+                if facts is None or owners & {other_copy.id, *facts.bases}:
                     self._remembered[ScrubbedCopy(copy.place, part)] = 0.0
 
     async def _pause_before_chunk(self) -> None:

@@ -56,53 +56,53 @@ class TierRepairer:
     ) -> None:
         self._spool, self._store, self._part, self._budget, self._pause = spool, stores[tier], part, budget, pause
         self._tier, self._run = tier, part.checkpoint.run
-        self._others = {name: store for name, store in stores.items() if name != tier}
+        self._other_stores = {name: store for name, store in stores.items() if name != tier}
         # Includes the repaired tier, because an equal chunk may exist there under another checkpoint's name.
         self._copies = Replicas(part, stores)
         self.repaired = 0
         self.lost: list[str] = []
-        self._lost: list[Chunk] = []
+        self._lost_chunks: list[Chunk] = []
         self.left: set[Where] = set()
         self.sources: set[str] = set()
 
-    async def repair(self, manifest: Manifest, bad: Iterable[Where]) -> None:
+    async def repair(self, manifest: Manifest, places: Iterable[Where]) -> None:
         """Repair these chunks of the tier's copy.
 
         Args:
             manifest: the tier's manifest.
-            bad: the chunks.
+            places: the chunks.
 
         Raises:
             StoreUnavailable, StoreRefused: a place could not be asked, so the repair is incomplete or its result
                 unknown. Chunks that were repaired before remain repaired, and no chunk was counted as lost that might
                 not be.
         """
-        now = await self._put_right(manifest, bad)
+        now = await self._repair_chunks(manifest, places)
         if now is not manifest:
             await self._show(now)
 
-    async def _put_right(self, manifest: Manifest, bad: Iterable[Where]) -> Manifest:
+    async def _repair_chunks(self, manifest: Manifest, places: Iterable[Where]) -> Manifest:
         """Repair chunks, and return the manifest that names them; the same object unless chunks have a new key."""
         await self._copies.ask()
         self._copies.trust(manifest)
         moved: dict[Chunk, Chunk] = {}
-        asked = list(bad)
-        for where in asked:
+        to_repair = list(places)
+        for where in to_repair:
             chunk = manifest.chunk(where)
             if chunk in moved:  # equal chunks of one part are one object
                 continue
             await self._pause()
-            async with self._budget.take(3 * _weight(chunk)):  # raw, encoded, and read back
+            async with self._budget.take(3 * _memory_bytes(chunk)):  # raw, encoded, and read back
                 try:
                     now = await self._repair(manifest, where)
                 except CorruptChunk as error:
                     self.lost.append(str(error))
-                    self._lost.append(chunk)
+                    self._lost_chunks.append(chunk)
                     self.left.add(where)
                     continue
             if now is not chunk:
                 moved[chunk] = now
-        self.left |= {where for where in asked if manifest.chunk(where) in moved}
+        self.left |= {where for where in to_repair if manifest.chunk(where) in moved}
         if not moved or self.lost:
             return manifest
         self.repaired += len(moved)
@@ -110,10 +110,10 @@ class TierRepairer:
 
     async def are_repaired(self) -> bool:
         """Whether the chunks of `repair` that were lost are right now, because another node repaired them since."""
-        for chunk in self._lost:
-            async with self._budget.take(_weight(chunk)):
-                for one in chunk.chain():
-                    if not await self._is_right(one):
+        for chunk in self._lost_chunks:
+            async with self._budget.take(_memory_bytes(chunk)):
+                for link in chunk.chain():
+                    if not await self._is_right(link):
                         return False
         return True
 
@@ -124,38 +124,40 @@ class TierRepairer:
             CorruptChunk: no other tier has a manifest.
             StoreUnavailable, StoreRefused: as `repair`.
         """
-        copies = Replicas(self._part, self._others)
+        copies = Replicas(self._part, self._other_stores)
         await copies.ask()
         manifest = next(iter(copies.contents()), None)
         if manifest is None:
             raise copies.lost("its manifest", copies.unavailable)
-        bad: list[Where] = []
-        kept: dict[Where, Chunk] = {}
+        places: list[Where] = []
+        replacements: dict[Where, Chunk] = {}
         for where, chunk in manifest.places():
             await self._pause()
-            async with self._budget.take(3 * _weight(chunk)):  # the tier's object may be twice as long as the raw bytes
-                found = await self._as_it_lies(chunk)
-            if found is None:
-                bad.append(where)
+            async with self._budget.take(
+                3 * _memory_bytes(chunk)
+            ):  # the tier's object may be twice as long as the raw bytes
+                entry = await self._find_stored_entry(chunk)
+            if entry is None:
+                places.append(where)
                 if chunk.stored and chunk.stored.base:  # the other tier's bases are not put here
-                    kept[where] = self._plain(chunk)
-            elif found is not chunk:
-                kept[where] = found
-        manifest = await self._put_right(manifest.with_chunks(kept), bad)
+                    replacements[where] = self._raw_entry(chunk)
+            elif entry is not chunk:
+                replacements[where] = entry
+        manifest = await self._repair_chunks(manifest.with_chunks(replacements), places)
         if not self.lost:
             await self._show(manifest)
 
     async def _repair(self, manifest: Manifest, where: Where) -> Chunk:
         """Repair one chunk, unless another process has done so, and return its entry for the manifest."""
         chunk = manifest.chunk(where)
-        bad = [one for one in chunk.chain() if not await self._is_right(one)]
-        if not bad:
+        bad_links = [link for link in chunk.chain() if not await self._is_right(link)]
+        if not bad_links:
             return chunk
-        if await self._restore(manifest, where, bad):
+        if await self._restore(manifest, where, bad_links):
             self.repaired += 1
             return chunk
-        plain = self._plain(chunk)
-        await self._put(Encoded(plain, await self._raw(manifest, where)))
+        plain = self._raw_entry(chunk)
+        await self._put_verified(Encoded(plain, await self._read_raw(manifest, where)))
         return plain
 
     async def _is_right(self, link: Chunk) -> bool:
@@ -165,14 +167,14 @@ class TierRepairer:
             return False
         return True
 
-    async def _restore(self, manifest: Manifest, where: Where, bad: Iterable[Chunk]) -> bool:
+    async def _restore(self, manifest: Manifest, where: Where, bad_links: Iterable[Chunk]) -> bool:
         """Put objects of a chunk's chain again, byte for byte; return whether that was possible for all.
 
         Raises:
             CorruptChunk: no place has the bytes of the chunk itself.
         """
         chunk = manifest.chunk(where)
-        for link in reversed(list(bad)):  # a base first, because the patches above it are made from it
+        for link in reversed(list(bad_links)):  # a base first, because the patches above it are made from it
             try:
                 encoded = await self._same_bytes(link, where) or await self._encoded_again(manifest, link, where)
             except CorruptChunk:
@@ -181,10 +183,10 @@ class TierRepairer:
                 return False
             if encoded is None:
                 return False
-            await self._put(encoded)
+            await self._put_verified(encoded)
         return True
 
-    async def _put(self, encoded: Encoded) -> None:
+    async def _put_verified(self, encoded: Encoded) -> None:
         key = f"{self._run}/{encoded.stored.key}"
         await self._store.put(key, encoded.data)
         try:
@@ -194,12 +196,12 @@ class TierRepairer:
 
     async def _same_bytes(self, link: Chunk, where: Where) -> Encoded | None:
         """Read an object's bytes from another tier; None if no tier has the same bytes."""
-        for name, store in self._others.items():
+        for name, store in self._other_stores.items():
             manifest = self._copies.manifests.get(name)
             chain = manifest.chunk(where).chain() if manifest else ()
-            for other in (*(one for one in chain if _are_equal(one, link)), link):
+            for candidate in (*(chunk for chunk in chain if _are_equal(chunk, link)), link):
                 try:
-                    data = await surely(partial(get_stored, store, self._run, other))
+                    data = await surely(partial(get_stored, store, self._run, candidate))
                 except TierdError:
                     continue
                 self.sources.add(name)
@@ -217,15 +219,15 @@ class TierRepairer:
     async def _link(self, manifest: Manifest, link: Chunk, where: Where) -> Buffer:
         """Return the raw bytes of a link of a chunk's chain: from the part that wrote it in the spool, or the tiers."""
         if link is manifest.chunk(where):
-            return await self._raw(manifest, where)
+            return await self._read_raw(manifest, where)
         try:
-            data = await to_the_end(self._spooled, link, manifest.files[where[0]].path)
+            data = await to_the_end(self._read_older_part, link, manifest.files[where[0]].path)
             self.sources.add(SPOOL)
             return data
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError):
             return await self._copies.link(self._tier, link, where)
 
-    def _spooled(self, link: Chunk, path: str) -> Buffer:
+    def _read_older_part(self, link: Chunk, path: str) -> Buffer:
         """Read a chunk of an older part of this rank from the spool."""
         assert link.stored is not None
         owner = chunk_owner(self._run, link.stored.key)
@@ -233,12 +235,12 @@ class TierRepairer:
             raise ObjectNotFound(link.stored.key)
         part = PartId(owner, self._part.rank, self._part.world)
         for file in self._spool.manifest(part).files:
-            held = [chunk.content for chunk in file.chunks] if file.path == path else []
-            if link.content in held:
-                return read_chunk(self._spool.path(part) / path, file, held.index(link.content))
+            contents = [chunk.content for chunk in file.chunks] if file.path == path else []
+            if link.content in contents:
+                return read_chunk(self._spool.path(part) / path, file, contents.index(link.content))
         raise ObjectNotFound(f"{part}: {path} has no such chunk")
 
-    async def _raw(self, manifest: Manifest, where: Where) -> Buffer:
+    async def _read_raw(self, manifest: Manifest, where: Where) -> Buffer:
         number, index = where
         file = manifest.files[number]
         path = self._spool.path(self._part) / file.path
@@ -259,27 +261,27 @@ class TierRepairer:
             return encode_patch(self._part, link, raw, base, base_raw, "")
         return encode(self._part, link, raw, pack=link.stored is None or link.stored.codec != RAW)
 
-    def _plain(self, chunk: Chunk) -> Chunk:
+    def _raw_entry(self, chunk: Chunk) -> Chunk:
         """Return the entry of a chunk that is stored raw, under a key of its own."""
         key = chunk_key(self._part, chunk.xxh3_128, RAW)
         stored = Stored(codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=key)
         return msgspec.structs.replace(chunk, stored=stored)
 
-    async def _as_it_lies(self, chunk: Chunk) -> Chunk | None:
+    async def _find_stored_entry(self, chunk: Chunk) -> Chunk | None:
         """Return the manifest entry for the tier's own object of another tier's chunk; None if the object is bad."""
         stored = chunk.stored
         try:
-            for one in chunk.chain():
-                await surely(partial(get_stored, self._store, self._run, one))
+            for link in chunk.chain():
+                await surely(partial(get_stored, self._store, self._run, link))
             return chunk
         except CorruptChunk:
             if stored is None:
                 return None
         try:
-            own, _ = await get_recognized(self._store, f"{self._run}/{stored.key}", chunk, self._run, stored.codec)
+            entry, _ = await get_recognized(self._store, f"{self._run}/{stored.key}", chunk, self._run, stored.codec)
         except (CorruptChunk, ObjectNotFound, StoreRefused):
             return None
-        return own
+        return entry
 
     async def _show(self, manifest: Manifest) -> None:
         """Replace the tier's manifest, unless the part was pruned meanwhile."""
@@ -297,18 +299,18 @@ class TierRepairer:
             raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being repaired")
 
 
-def _are_equal(one: Chunk, other: Chunk) -> bool:
+def _are_equal(chunk: Chunk, other_chunk: Chunk) -> bool:
     """Whether two chunks are stored as the same bytes, to be decoded in the same way.
 
     The codec counts, because a manifest may name a wrong one: the repaired object would match its entry's digest, and
     no reader could decode it. Patches are excepted, because the codec of a patch is another one at each flush.
     """
-    first, second = one.stored, other.stored
+    first, second = chunk.stored, other_chunk.stored
     if first is None or second is None:
         return False
     alike = first.codec == second.codec or (is_patch(first.codec) and is_patch(second.codec))
     return alike and (first.size, first.xxh3_128) == (second.size, second.xxh3_128)
 
 
-def _weight(chunk: Chunk) -> int:
+def _memory_bytes(chunk: Chunk) -> int:
     return max(chunk.size, chunk.stored.size if chunk.stored else 0)

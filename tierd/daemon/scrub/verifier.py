@@ -70,10 +70,10 @@ class CopyVerifier:
         budget: Budget,
         rate: int,
         pause: Pause,
-        held: Counter[CheckpointId],
+        holds: Counter[CheckpointId],
     ) -> None:
         self._spool, self._stores, self._repairer, self._journal = spool, stores, repairer, journal
-        self._budget, self._rate, self._pause, self._held = budget, rate, pause, held
+        self._budget, self._rate, self._pause, self._holds = budget, rate, pause, holds
         self._reported: set[tuple[str, str]] = set()  # (place, object) that were reported as corrupt
         self.doubted: Callable[[ScrubbedCopy, set[CheckpointId]], None] = lambda copy, owners: None
 
@@ -95,11 +95,11 @@ class CopyVerifier:
         try:
             manifest = await self._manifest(store, part)
         except ManifestError as error:
-            self._found(copy, {part.manifest_key: str(error)}, "the manifest")
-            with self._holding(part):
+            self._report_corrupt(copy, {part.manifest_key: str(error)}, "the manifest")
+            with self._hold_part(part):
                 return await self._repairer.rebuild(copy.place, part, str(error), self._pause)
         self._reported.discard((copy.place, part.manifest_key))
-        bad: dict[Where, tuple[str, str]] = {}
+        defects: dict[Where, tuple[str, str]] = {}
         failed: Exception | None = None
         for where, chunk in manifest.places():
             try:
@@ -109,13 +109,13 @@ class CopyVerifier:
                 break
             if defect:
                 log.error("%s: %s: %s", copy.place, part, defect[1])
-                bad[where] = defect
+                defects[where] = defect
             else:
                 self._reported -= {(copy.place, f"{part.checkpoint.run}/{stored.key}") for stored in chunk.objects()}
-        whole = not bad or await self._repair(copy, manifest, bad)
+        is_right = not defects or await self._repair(copy, manifest, defects)
         if failed:
             raise failed
-        return whole
+        return is_right
 
     async def _manifest(self, store: Store, part: PartId) -> Manifest:
         """Read the tier's manifest. One that contradicts the spool's manifest counts as damaged."""
@@ -132,26 +132,26 @@ class CopyVerifier:
     async def _defect(self, store: Store, part: PartId, chunk: Chunk) -> tuple[str, str] | None:
         """Return the key and the defect of the first of a chunk's objects that is not right; None if all are."""
         run = part.checkpoint.run
-        for one in chunk.chain():
-            size = one.stored.size if one.stored else 0
-            async with self._reading(size, weight(store, size)):
+        for link in chunk.chain():
+            size = link.stored.size if link.stored else 0
+            async with self._throttled_read(size, weight(store, size)):
                 try:
-                    await surely(partial(get_stored, store, run, one))
+                    await surely(partial(get_stored, store, run, link))
                 except CorruptChunk as error:
-                    return f"{run}/{one.stored.key}" if one.stored else one.xxh3_128, str(error)
+                    return f"{run}/{link.stored.key}" if link.stored else link.xxh3_128, str(error)
         return None
 
-    async def _repair(self, copy: ScrubbedCopy, manifest: Manifest, bad: Mapping[Where, tuple[str, str]]) -> bool:
+    async def _repair(self, copy: ScrubbedCopy, manifest: Manifest, defects: Mapping[Where, tuple[str, str]]) -> bool:
         part = copy.part
-        with self._holding(part):
+        with self._hold_part(part):
             if await self._manifest(self._stores[copy.place], part) != manifest:
                 return False  # another process has replaced the manifest: the copy is read again later
             total = sum(1 for _ in manifest.chunks())
-            self._found(copy, dict(bad.values()), f"{len(bad)} of {total} chunks")
-            work = await self._repairer.repair(copy.place, part, manifest, bad, self._pause)
-        self._reported -= {(copy.place, bad[where][0]) for where in bad.keys() - work.left}
-        left = [manifest.files[number].chunks[index] for number, index in work.left]
-        owners = {chunk_owner(part.checkpoint.run, stored.key) for chunk in left for stored in chunk.objects()}
+            self._report_corrupt(copy, dict(defects.values()), f"{len(defects)} of {total} chunks")
+            work = await self._repairer.repair(copy.place, part, manifest, defects, self._pause)
+        self._reported -= {(copy.place, defects[where][0]) for where in defects.keys() - work.left}
+        unrepaired = [manifest.files[number].chunks[index] for number, index in work.left]
+        owners = {chunk_owner(part.checkpoint.run, stored.key) for chunk in unrepaired for stored in chunk.objects()}
         self.doubted(copy, {owner for owner in owners if owner})
         return not work.lost
 
@@ -174,7 +174,7 @@ class CopyVerifier:
         try:
             manifest = await self._local_manifest(part)
         except ManifestError as error:
-            self._found(copy, {f"{part.path}/{MANIFEST_NAME}": str(error)}, "the manifest")
+            self._report_corrupt(copy, {f"{part.path}/{MANIFEST_NAME}": str(error)}, "the manifest")
             return await self._repair_spool(part, counted=True)
         wrong: dict[str, str] = {}
         unreadable: list[OSError] = []
@@ -189,14 +189,14 @@ class CopyVerifier:
             raise ObjectNotFound(f"{part} is not in the spool any more")
         if wrong:
             total = sum(1 for _ in manifest.chunks())
-            self._found(copy, wrong, f"{len(wrong)} of {total} chunks")
+            self._report_corrupt(copy, wrong, f"{len(wrong)} of {total} chunks")
         elif not any(error.errno in _ROT for error in unreadable):
             if unreadable:
                 raise unreadable[0]
             return True
-        whole = await self._repair_spool(part, counted=bool(wrong))
+        is_right = await self._repair_spool(part, counted=bool(wrong))
         self._reported -= {(SPOOL, key) for key in wrong}
-        return whole
+        return is_right
 
     async def _local_manifest(self, part: PartId) -> Manifest:
         return await surely(lambda: to_the_end(self._spool.manifest, part))
@@ -208,17 +208,17 @@ class CopyVerifier:
         """
         if not file.chunks:
             return [(index, reason) for index, _, reason in await to_the_end(bad_chunks, path, file)]
-        found = []
+        wrong = []
         for index, chunk in enumerate(file.chunks):
-            async with self._reading(chunk.size):
+            async with self._throttled_read(chunk.size):
                 reason = await to_the_end(_wrong_on_disk, path, file, index)
             if reason is not None:
-                async with self._reading(chunk.size):  # it was read again, so its rate is that of two reads
-                    found.append((index, reason))
-        return found
+                async with self._throttled_read(chunk.size):  # it was read again, so its rate is that of two reads
+                    wrong.append((index, reason))
+        return wrong
 
     async def _repair_spool(self, part: PartId, *, counted: bool) -> bool:
-        with self._holding(part):
+        with self._hold_part(part):
             try:
                 await self._repairer.repair_spool(part, counted=counted)
                 return True
@@ -228,37 +228,37 @@ class CopyVerifier:
     # -- rate, holds and events -------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _reading(self, size: int, memory: int | None = None) -> AsyncIterator[None]:
+    async def _throttled_read(self, size: int, memory: int | None = None) -> AsyncIterator[None]:
         """A context for reading `size` bytes with `memory` bytes of the budget. Its end waits to keep the rate."""
         await self._pause()
-        begun = time.monotonic()
+        started_s = time.monotonic()
         async with self._budget.take(size if memory is None else memory):
             yield
         self._journal.counters["scrubbed_bytes"] += size
-        await asyncio.sleep(size / self._rate - (time.monotonic() - begun))
+        await asyncio.sleep(size / self._rate - (time.monotonic() - started_s))
 
     @contextmanager
-    def _holding(self, part: PartId) -> Iterator[None]:
+    def _hold_part(self, part: PartId) -> Iterator[None]:
         """A context within which the plan deletes no copy of the part's checkpoint."""
-        self._held[part.checkpoint] += 1
+        self._holds[part.checkpoint] += 1
         try:
             yield
         finally:
-            self._held -= Counter([part.checkpoint])
+            self._holds -= Counter([part.checkpoint])
 
-    def _found(self, copy: ScrubbedCopy, bad: Mapping[str, str], what: str) -> None:
+    def _report_corrupt(self, copy: ScrubbedCopy, defects: Mapping[str, str], subject: str) -> None:
         """Report corrupt objects that were not reported before."""
-        fresh = [why for key, why in bad.items() if (copy.place, key) not in self._reported]
-        self._reported |= {(copy.place, key) for key in bad}
+        fresh = [why for key, why in defects.items() if (copy.place, key) not in self._reported]
+        self._reported |= {(copy.place, key) for key in defects}
         self._journal.counters["scrub_findings"] += len(fresh)
         if fresh:
             self._journal.counters["corruptions"] += 1
-            self._journal.record("corrupt", copy.place, copy.part, f"scrubbed, {what}: {fresh[0]}")
+            self._journal.record("corrupt", copy.place, copy.part, f"scrubbed, {subject}: {fresh[0]}")
 
 
 def _wrong_on_disk(path: Path, file: File, index: int) -> CorruptChunk | OSError | None:
     try:
-        size = _uncached(path, file.chunks[index].size < LARGE)
+        size = _drop_cached(path, file.chunks[index].size < LARGE)
         if index < len(file.chunks) - 1:  # a truncated or overlong file may still have this chunk right
             file = msgspec.structs.replace(file, size=size)
         read_chunk(path, file, index)
@@ -267,7 +267,7 @@ def _wrong_on_disk(path: Path, file: File, index: int) -> CorruptChunk | OSError
     return None
 
 
-def _uncached(path: Path, small: bool) -> int:
+def _drop_cached(path: Path, small: bool) -> int:
     """Return a file's size, after dropping the file from the page cache if `small`.
 
     The cache says nothing about the bytes on the disk, and only small chunks are read through it.

@@ -81,16 +81,16 @@ async def announced(
     Raises:
         StoreUnavailable, StoreRefused: the tier could not be listed.
     """
-    found: dict[CheckpointId, frozenset[str]] = {}
+    senders: dict[CheckpointId, frozenset[str]] = {}
     prefix = flushing_prefix(run)
     async for info in store.scan(prefix):
-        name, _, said = info.key[len(prefix) :].partition("/")
-        match, checkpoint = STAMP.fullmatch(said), CheckpointId.parse(run, name)
+        name, _, stamp = info.key[len(prefix) :].partition("/")
+        match, checkpoint = STAMP.fullmatch(stamp), CheckpointId.parse(run, name)
         if not checkpoint or not match or match[1] != _SENDING or match[3] == who:
             continue
         if not is_over(match[2], match[3], who, timings):
-            found[checkpoint] = found.get(checkpoint, frozenset()) | {match[3]}
-    return found
+            senders[checkpoint] = senders.get(checkpoint, frozenset()) | {match[3]}
+    return senders
 
 
 def is_standing(key: str) -> bool:

@@ -21,20 +21,20 @@ async def awake_timeout(seconds: float) -> AsyncIterator[Callable[[], None]]:
         A function that begins the seconds anew.
     """
     loop = asyncio.get_running_loop()
-    left = _PARTS
+    parts_left = _PARTS
     timer: asyncio.Handle
 
     def pass_part() -> None:
-        nonlocal left, timer
-        if left:
-            left -= 1
+        nonlocal parts_left, timer
+        if parts_left:
+            parts_left -= 1
             timer = loop.call_later(seconds / _PARTS, pass_part)
         else:
             limit.reschedule(loop.time())
 
     def begin_anew() -> None:
-        nonlocal left
-        left = _PARTS
+        nonlocal parts_left
+        parts_left = _PARTS
 
     async with asyncio.timeout(None) as limit:
         timer = loop.call_soon(pass_part)

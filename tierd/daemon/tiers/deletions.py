@@ -49,16 +49,18 @@ class ListedManifests:
     @property
     def bases(self) -> set[CheckpointId]:
         """The checkpoints whose chunks the deleted checkpoints share."""
-        return set().union(*(one.owners for one in self.shared))
+        return set().union(*(shared_chunks.owners for shared_chunks in self.shared))
 
     def orphans(self, to_delete: Collection[CheckpointId]) -> dict[CheckpointId, frozenset[int]]:
         """Return, by checkpoint, the chunks that only `to_delete` name and whose own checkpoint has no manifest."""
-        found = {}
+        orphans = {}
         for owner in self.bases - self.alive - set(to_delete):
-            marks = frozenset[int]().union(*((one.chunks or {}).get(owner, ()) for one in self.shared))
-            if left := marks - self.named.under(owner):
-                found[owner] = left
-        return found
+            marks = frozenset[int]().union(
+                *((shared_chunks.chunks or {}).get(owner, ()) for shared_chunks in self.shared)
+            )
+            if unnamed := marks - self.named.under(owner):
+                orphans[owner] = unnamed
+        return orphans
 
 
 @dataclass(slots=True)
@@ -111,89 +113,97 @@ class Pass:
         Args:
             listed: whether the decision rests on the present listing, instead of on `seen`.
         """
-        run, asked, remembered = self.marks.run, *self._remembered()
-        held: dict[CheckpointId, str] = {}
+        run, owners, remembered = self.marks.run, *self._remembered()
+        why_held: dict[CheckpointId, str] = {}
         is_stale = False
         await self.marks.put(self.to_delete | remembered)
         while True:
             swept = await sweep(self.store, run, self.who, self.timings)
-            cut = {one: own for one, keys in swept.cut.items() if (own := sorted({*keys} - {*self.marks.keys}))}
+            cut = {
+                checkpoint: other_keys
+                for checkpoint, keys in swept.cut.items()
+                if (other_keys := sorted({*keys} - {*self.marks.keys}))
+            }
             self.known.cut[run] = set(cut)
-            found = ListedManifests(NamedChunks(asked))
-            await self._coming(found, swept.intents)
-            await self._list(found, asked, listed=listed)
-            if found.grown:
-                self.to_delete -= found.grown.keys()
-                held |= found.grown
-            elif not found.bases <= asked:
-                asked |= found.bases
-            elif not (orphans := found.orphans(self.to_delete)).keys() <= self.marks.owners:
+            manifests = ListedManifests(NamedChunks(owners))
+            await self._read_intents(manifests, swept.intents)
+            await self._list(manifests, owners, listed=listed)
+            if manifests.grown:
+                self.to_delete -= manifests.grown.keys()
+                why_held |= manifests.grown
+            elif not manifests.bases <= owners:
+                owners |= manifests.bases
+            elif not (orphans := manifests.orphans(self.to_delete)).keys() <= self.marks.owners:
                 await self.marks.put(orphans.keys())
-            elif lost := await self._lost(found.shown):
+            elif missing_part := await self._find_missing_part(manifests.shown):
                 is_stale = True
-                held |= dict.fromkeys(self.to_delete, f"{lost}, which was to stay, is not there any more")
+                why_held |= dict.fromkeys(self.to_delete, f"{missing_part}, which was to stay, is not there any more")
                 self.to_delete.clear()
-            elif spared := await self._spared(swept.pins, found.shown):
+            elif spared := await self._spared(swept.pins, manifests.shown):
                 self.to_delete -= spared.keys()
-                held |= spared
+                why_held |= spared
             else:
-                return Deletions(self.to_delete, found, orphans, cut, held, is_stale)
+                return Deletions(self.to_delete, manifests, orphans, cut, why_held, is_stale)
 
-    async def _lost(self, shown: Mapping[CheckpointId, Mapping[int, Collection[int]]]) -> PartId | None:
+    async def _find_missing_part(
+        self, listed_ranks: Mapping[CheckpointId, Mapping[int, Collection[int]]]
+    ) -> PartId | None:
         """Return a part that the decision counted on and the tier has no more: another node may have quarantined it.
 
         A part that the listing does not show is read, because some stores list what is there only after a while. The
         first lost part ends the reads, because the marks hold up flushes and pins meanwhile.
         """
-        counted = [seen for seen in self.seen.copies(self.marks.run) if seen.usable and seen.id not in self.to_delete]
+        counted = [copy for copy in self.seen.copies(self.marks.run) if copy.usable and copy.id not in self.to_delete]
         unseen = [
-            PartId(seen.id, rank, world)
-            for seen in counted
-            for world, ranks in seen.ranks.items()
-            for rank in ranks.difference(shown.get(seen.id, {}).get(world, ()))
+            PartId(copy.id, rank, world)
+            for copy in counted
+            for world, ranks in copy.ranks.items()
+            for rank in ranks.difference(listed_ranks.get(copy.id, {}).get(world, ()))
         ]
-        lost: list[PartId] = []
+        missing: list[PartId] = []
 
         async def read(part: PartId) -> None:
-            if lost:
+            if missing:
                 return
             try:
                 await manifest_bytes(self.store, part)
             except ObjectNotFound:
-                lost.append(part)
+                missing.append(part)
 
         await each(READERS, read, unseen if self.to_delete else ())
-        return min(lost, default=None)
+        return min(missing, default=None)
 
-    async def _spared(self, pins: Collection[CheckpointId], shown: Collection[CheckpointId]) -> dict[CheckpointId, str]:
+    async def _spared(
+        self, pins: Collection[CheckpointId], listed: Collection[CheckpointId]
+    ) -> dict[CheckpointId, str]:
         """Return the checkpoints that have become wanted since the decision: marks and listings take long on a
         slow tier. Asked last, so that only the deletions themselves come after it."""
         if pinned := self.to_delete.intersection(pins):
             return dict.fromkeys(pinned, "it is pinned")
         if self.confirm is None or not self.to_delete:
             return {}
-        still = await self.confirm(shown)
-        return dict.fromkeys(self.to_delete.difference(still), "it is wanted since it was to be deleted")
+        confirmed = await self.confirm(listed)
+        return dict.fromkeys(self.to_delete.difference(confirmed), "it is wanted since it was to be deleted")
 
     def _remembered(self) -> tuple[set[CheckpointId], set[CheckpointId]]:
         """Return, from manifests read before, the owners of all chunks that the checkpoints to delete name.
 
         The second set holds the owners that have chunks to delete with them.
         """
-        found = ListedManifests(NamedChunks(()))
-        others: list[SharedChunks] = []
-        for one, shared in self.known.remembered(self.marks.run):
-            (found.shared if one in self.to_delete else others).append(shared)
-            found.alive.add(one)
-        asked = found.bases | self.to_delete
-        if asked <= found.alive:
-            return asked, set()
-        found.named = NamedChunks(asked)
-        for shared in others:
-            found.named.add(shared)
-        return asked, set(found.orphans(self.to_delete))
+        manifests = ListedManifests(NamedChunks(()))
+        surviving: list[SharedChunks] = []
+        for checkpoint, shared in self.known.remembered(self.marks.run):
+            (manifests.shared if checkpoint in self.to_delete else surviving).append(shared)
+            manifests.alive.add(checkpoint)
+        owners = manifests.bases | self.to_delete
+        if owners <= manifests.alive:
+            return owners, set()
+        manifests.named = NamedChunks(owners)
+        for shared in surviving:
+            manifests.named.add(shared)
+        return owners, set(manifests.orphans(self.to_delete))
 
-    async def _coming(self, found: ListedManifests, intents: list[tuple[str, PartId]]) -> None:
+    async def _read_intents(self, manifests: ListedManifests, intents: list[tuple[str, PartId]]) -> None:
         """Read the intents, that is the manifests that are about to be put.
 
         Intents are read before manifests are listed. If an intent was deleted in between, the listing shows its
@@ -202,16 +212,16 @@ class Pass:
 
         async def read(intent: tuple[str, PartId]) -> None:
             try:
-                found.named.add(named_by(await read_manifest(self.store, None, intent[0]), own=True))
+                manifests.named.add(named_by(await read_manifest(self.store, None, intent[0]), own=True))
             except ObjectNotFound:
                 await self._check_gone(intent[0])
 
         await each(READERS, read, intents)
         for checkpoint, why in why_kept(intents).items():
             if checkpoint in self.to_delete:
-                found.grown[checkpoint] = why
+                manifests.grown[checkpoint] = why
             else:
-                found.alive.add(checkpoint)
+                manifests.alive.add(checkpoint)
 
     async def _check_gone(self, key: str) -> None:
         """Check that a listed object that was not found is not listed any more: the chunks that it names must stay.
@@ -227,35 +237,35 @@ class Pass:
                 "delete this key in the store, or repair the store's index"
             )
 
-    async def _list(self, found: ListedManifests, asked: Collection[CheckpointId], *, listed: bool) -> None:
+    async def _list(self, manifests: ListedManifests, owners: Collection[CheckpointId], *, listed: bool) -> None:
         async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:
             async with aclosing(self.known.listing(self.marks.run)) as listing:
                 async for info, owner, _, rank, world in listing:
                     shared = self.known.shared(owner, info)
                     if owner in self.to_delete:
-                        found.own.setdefault(owner, []).append(info.key)
+                        manifests.own.setdefault(owner, []).append(info.key)
                         if not listed and not self.seen.lists(PartId(owner, rank, world)):
-                            found.grown[owner] = "more of it has come since it was looked at"
+                            manifests.grown[owner] = "more of it has come since it was looked at"
                         if shared and shared.chunks is not None:
-                            found.shared.append(shared)
+                            manifests.shared.append(shared)
                         else:
                             yield info, owner
                         continue
-                    found.alive.add(owner)
-                    found.shown.setdefault(owner, {}).setdefault(world, set()).add(rank)
-                    if shared is None or (shared.chunks is None and not shared.owners.isdisjoint(asked)):
+                    manifests.alive.add(owner)
+                    manifests.shown.setdefault(owner, {}).setdefault(world, set()).add(rank)
+                    if shared is None or (shared.chunks is None and not shared.owners.isdisjoint(owners)):
                         yield info, owner
                     else:
-                        found.named.add(shared)
+                        manifests.named.add(shared)
 
-        async def read(one: tuple[ObjectInfo, CheckpointId]) -> None:
-            info, owner = one
+        async def read(entry: tuple[ObjectInfo, CheckpointId]) -> None:
+            info, owner = entry
             if owner in self.to_delete:
                 with suppress(ObjectNotFound, ManifestError):  # a damaged manifest names no chunk
-                    found.shared.append(await self.known.read(info))
+                    manifests.shared.append(await self.known.read(info))
                 return
             try:
-                found.named.add(await self.known.read(info))
+                manifests.named.add(await self.known.read(info))
             except ObjectNotFound:
                 await self._check_gone(info.key)
 

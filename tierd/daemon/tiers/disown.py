@@ -59,8 +59,8 @@ class Claimed:
     readable: set[CheckpointId] = field(default_factory=set)
 
     def claim(self, place: str) -> Claim:
-        whole = {one for one in self.readable if is_complete(self.ranks.get(one, {}))}
-        return Claim(place, len(self.ranks), len(self.readable), len(whole), len(self.keys))
+        complete = {checkpoint for checkpoint in self.readable if is_complete(self.ranks.get(checkpoint, {}))}
+        return Claim(place, len(self.ranks), len(self.readable), len(complete), len(self.keys))
 
 
 def leases_here(run: str, attempt: str) -> dict[int, str]:
@@ -74,7 +74,7 @@ async def claimed(store: Store, run: str, attempt: str) -> Claimed:
     Raises:
         StoreUnavailable, StoreRefused: the tier failed.
     """
-    found = Claimed()
+    holdings = Claimed()
     manifests: list[tuple[ObjectInfo, PartId]] = []
     for prefix in (sort(run) for sort in _SORTS):
         async for info in store.scan(prefix):
@@ -82,23 +82,23 @@ async def claimed(store: Store, run: str, attempt: str) -> Claimed:
             owner = marked(run, info.key) if prefix == pruning_prefix(run) else CheckpointId.parse(run, name)
             if owner is None or owner.attempt != attempt:
                 continue
-            found.keys.append(info.key)
+            holdings.keys.append(info.key)
             if part := PartId.parse_key(info.key):
                 manifests.append((info, part))
-                found.ranks.setdefault(owner, {}).setdefault(part.world, set()).add(part.rank)
+                holdings.ranks.setdefault(owner, {}).setdefault(part.world, set()).add(part.rank)
 
-    async def read(one: tuple[ObjectInfo, PartId]) -> None:
-        info, part = one
+    async def read(entry: tuple[ObjectInfo, PartId]) -> None:
+        info, part = entry
         try:
             await read_manifest(store, part, info.key, info.size)
         except (ObjectNotFound, ManifestError):
             return
         except FormatTooNew:  # readable by a newer tierd, or with another key
             pass
-        found.readable.add(part.checkpoint)
+        holdings.readable.add(part.checkpoint)
 
     await each(READERS, read, manifests)
-    return found
+    return holdings
 
 
 async def disown(store: Store, keys: Collection[str]) -> None:

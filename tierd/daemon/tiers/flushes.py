@@ -63,7 +63,9 @@ class TierFlushes:
     ) -> None:
         self._spool, self._stores, self._observed, self._timings = spool, stores, observed, timings
         self._identity = identity
-        self._begun: set[tuple[str, str]] = set()  # tiers and runs that are plain text there, or new on a plain tier
+        self._checked_runs: set[tuple[str, str]] = (
+            set()
+        )  # tiers and runs that are plain text there, or new on a plain tier
         self.throughput = Throughput()
         encoding = Encoding(self.throughput)
         self._routes = {
@@ -89,7 +91,7 @@ class TierFlushes:
                 readers could not read the part.
         """
         await self._check_readable(part, tier)
-        twin, (whose, worn_out) = await self._twin(part, tier), await self._base(part, tier)
+        twin, (whose, worn_out) = await self._reference_copy(part, tier), await self._base(part, tier)
         return await flush(
             self._spool, part, self._route(tier), twin=twin, base=whose, worn_out=worn_out, spread=spread
         )
@@ -105,8 +107,8 @@ class TierFlushes:
 
     async def hear(self, tier: str, run: str) -> None:
         """Ask a tier which checkpoints of a run other nodes announce that they send."""
-        found = await announced(self._stores[tier], run, self._identity.id, self._timings)
-        self._observed.update(tier, lambda place: replace(place, announced=found).like(place))
+        senders = await announced(self._stores[tier], run, self._identity.id, self._timings)
+        self._observed.update(tier, lambda place: replace(place, announced=senders).like(place))
 
     async def flush_aloud(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
         """Flush a part, and announce its checkpoint to other nodes meanwhile."""
@@ -120,20 +122,20 @@ class TierFlushes:
             StoreRefused: as for `flush`.
         """
         await self._check_readable(part, tier)
-        others = {
+        sources = {
             name: store for name, store in self._stores.items() if name != tier and self._observed.has(part, name)
         }
         whose, worn_out = await self._base(part, tier)
-        return await relay(others, part, self._route(tier), base=whose, worn_out=worn_out)
+        return await relay(sources, part, self._route(tier), base=whose, worn_out=worn_out)
 
     async def _check_readable(self, part: PartId, tier: str) -> None:
         place = self._observed.places[tier]
-        for other, why in place.defects() if place else ():
-            alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
-            if alien or (isinstance(why, FormatTooNew) and other == part):
+        for defective, why in place.defects() if place else ():
+            alien = isinstance(why, WrongKey) and defective.checkpoint.run == part.checkpoint.run
+            if alien or (isinstance(why, FormatTooNew) and defective == part):
                 raise StoreRefused(
                     f"{tier}: {part} is not put beside what cannot be read here: {why}; "
-                    f"{disowning(other.checkpoint.run, other.checkpoint.attempt)}"
+                    f"{disowning(defective.checkpoint.run, defective.checkpoint.attempt)}"
                 )
 
         if not is_authentic(self._stores[tier]):
@@ -142,19 +144,21 @@ class TierFlushes:
     async def _check_plain(self, part: PartId, tier: str) -> None:
         """Raise `StoreRefused` if a run would begin in plain text beside encrypted runs: a `key_file` is missing."""
         place, run = self._observed.places[tier], part.checkpoint.run
-        if (tier, run) not in self._begun and not (place and any(one.run == run for one in place.checkpoints)):
+        if (tier, run) not in self._checked_runs and not (
+            place and any(checkpoint.run == run for checkpoint in place.checkpoints)
+        ):
             try:
                 await check_key(self._stores[tier], run)
             except StoreRefused as error:  # also if the tier does not show this node other runs, which proves nothing
                 if isinstance(error.__cause__, WrongKey):
                     raise StoreRefused(f"{tier}: {part} is not put there in plain text: {error}") from error
-        self._begun.add((tier, run))
+        self._checked_runs.add((tier, run))
 
     async def _base(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
         place = self._observed.places[tier]
         return (await base_of(self._stores[tier], place, part)) if place else (None, frozenset())
 
-    async def _twin(self, part: PartId, tier: str) -> Twin | None:
+    async def _reference_copy(self, part: PartId, tier: str) -> Twin | None:
         """Find another tier that, as last observed, holds the part, because a chunk is the same on every tier."""
         for name, store in self._stores.items():
             if name != tier and self._observed.has(part, name):

@@ -58,11 +58,11 @@ class Heads:
         by = parse_head(run, info.key)
         if by is None:
             return None
-        token, known = self._read.get(info.key, ("", None))
-        if token != info.token or known is None:
-            known = await self._fetch(run, by, info)
-            self._read[info.key] = info.token, known
-        return known
+        token, head = self._read.get(info.key, ("", None))
+        if token != info.token or head is None:
+            head = await self._fetch(run, by, info)
+            self._read[info.key] = info.token, head
+        return head
 
     async def _fetch(self, run: str, by: str, info: ObjectInfo) -> Head | None:
         try:
@@ -73,8 +73,8 @@ class Heads:
             return None
         except (CorruptChunk, ManifestError, FormatTooNew) as error:
             if self._read.get(info.key, ("", None))[0] != info.token:
-                what = "cannot be read here" if isinstance(error, FormatTooNew) else "not a head of this run"
-                log.warning("%s: %s, and passed over: %s", info.key, what, error)
+                reason = "cannot be read here" if isinstance(error, FormatTooNew) else "not a head of this run"
+                log.warning("%s: %s, and passed over: %s", info.key, reason, error)
             self.unreadable = str(error)
             return None
 
@@ -88,9 +88,9 @@ def unwritten(inventory: Inventory, place: Place, run: str, *, fills: bool = Fal
     complete = place.run(run).whole
     if not complete or not (fills or is_janitor(inventory, place, run)):
         return None
-    there = place.heads.get(run, ())
-    head = following(inventory, place, run, inventory.who, there)
-    return None if [one.launches for one in there] == [head.launches] else head
+    tier_heads = place.heads.get(run, ())
+    head = following(inventory, place, run, inventory.who, tier_heads)
+    return None if [earlier.launches for earlier in tier_heads] == [head.launches] else head
 
 
 def remembering(inventory: Inventory, run: str, urls: Mapping[str, str]) -> Head | None:
@@ -103,12 +103,12 @@ def remembering(inventory: Inventory, run: str, urls: Mapping[str, str]) -> Head
             than before, which must not be taken over before `rolled_back` compared it.
     """
     before = inventory.spool.heads.get(run, ())
-    seen = {urls[name]: place for name, place in inventory.tiers.items() if place and name in urls}
-    there = {url: last_of(place.heads.get(run, ())) for url, place in seen.items()}
-    tiers = seeing(before[0].tiers if before else {}, there)
+    answering = {urls[name]: place for name, place in inventory.tiers.items() if place and name in urls}
+    last_by_url = {url: last_of(place.heads.get(run, ())) for url, place in answering.items()}
+    tiers = seeing(before[0].tiers if before else {}, last_by_url)
     head = replace(following(inventory, inventory.spool, run, "", before), tiers=tiers)
-    known = [(one.launches, one.tiers) for one in before]
-    return None if not head.launches or known == [(head.launches, head.tiers)] else head
+    recorded = [(earlier.launches, earlier.tiers) for earlier in before]
+    return None if not head.launches or recorded == [(head.launches, head.tiers)] else head
 
 
 def following(inventory: Inventory, place: Place, run: str, by: str, heads: tuple[Head, ...]) -> Head:
@@ -122,39 +122,39 @@ def following(inventory: Inventory, place: Place, run: str, by: str, heads: tupl
         heads: the earlier heads.
     """
     where = [place] if by else list(inventory.places.values())
-    complete = [newest for one in where for newest in one.run(run).newest_whole]
+    complete = [newest for observed in where for newest in observed.run(run).newest_whole]
     remembered = together(heads) if by else inventory.remembered(run)
-    known = [newest for one in inventory.places.values() for newest in one.run(run).newest_of_each]
-    launches = launches_of(complete, known, inventory.origins(run), remembered)
+    checkpoints = [newest for observed in inventory.places.values() for newest in observed.run(run).newest_of_each]
+    launches = launches_of(complete, checkpoints, inventory.origins(run), remembered)
     return successor(heads, run, by, launches, datetime.now(UTC).isoformat())
 
 
-async def rolled_back(store: Store, run: str, seen: Last | None, heads: tuple[Head, ...]) -> str | None:
+async def rolled_back(store: Store, run: str, remembered: Last | None, heads: tuple[Head, ...]) -> str | None:
     """Explain why a run's history on a tier is, or can be, older than this node saw there; None if it is not.
 
     Args:
         store: the tier's store.
         run: the run.
-        seen: the last head that this node saw there.
+        remembered: the last head that this node saw there.
         heads: the heads that the latest observation found.
 
     Raises:
         StoreUnavailable, StoreRefused: the tier failed.
     """
-    if rollback(last_of(heads), seen) is None:
+    if rollback(last_of(heads), remembered) is None:
         return None
     # List again, because a head that another node replaced during the observation is missing from it.
-    again = Heads(store)
-    now = [head async for info in store.scan(heads_prefix(run)) if (head := await again.read(run, info))]
-    return rollback(last_of(now), seen, again.unreadable)
+    reader = Heads(store)
+    now = [head async for info in store.scan(heads_prefix(run)) if (head := await reader.read(run, info))]
+    return rollback(last_of(now), remembered, reader.unreadable)
 
 
-async def write(store: Store, head: Head, others: tuple[Head, ...]) -> None:
+async def write(store: Store, head: Head, heads: tuple[Head, ...]) -> None:
     """Put a head on a tier, and delete those of other nodes, because the new one contains their content.
 
     Raises:
         StoreUnavailable, StoreRefused: the tier failed.
     """
     await store.put(head_key(head.run, head.by), encode(head))
-    if stale := [head_key(one.run, one.by) for one in others if one.by != head.by]:
+    if stale := [head_key(other_head.run, other_head.by) for other_head in heads if other_head.by != head.by]:
         await clear(store, stale)

@@ -36,34 +36,40 @@ async def lacking(
     Raises:
         TierdError, OSError: a tier failed, and no tier holds or lacks anything.
     """
-    later, asked = list(stores), dict[asyncio.Task[list[bool | bytes]], str]()
-    lost: list[tuple[str, PartId, bytes]] = []
+    later, name_by_task = list(stores), dict[asyncio.Task[list[bool | bytes]], str]()
+    lacking_parts: list[tuple[str, PartId, bytes]] = []
     failure: BaseException | None = None
     try:
-        while later or asked:
+        while later or name_by_task:
             if later:
                 name = later.pop(0)
-                asked[asyncio.create_task(_held(stores[name], local))] = name
-            done, _ = await asyncio.wait(asked, timeout=_NEXT if later else None, return_when=asyncio.FIRST_COMPLETED)
+                name_by_task[asyncio.create_task(_ask_tier(stores[name], local))] = name
+            done, _ = await asyncio.wait(
+                name_by_task, timeout=_NEXT if later else None, return_when=asyncio.FIRST_COMPLETED
+            )
             for task in done:
-                name = asked.pop(task)
+                name = name_by_task.pop(task)
                 if isinstance(error := task.exception(), (TierdError, OSError)):
                     failure = error
                     continue
-                found = task.result()
-                if all(held is True for held in found):
+                answers = task.result()
+                if all(answer is True for answer in answers):
                     return None
-                lost += [(name, part, one) for part, one in zip(local, found, strict=True) if isinstance(one, bytes)]
+                lacking_parts += [
+                    (name, part, answer)
+                    for part, answer in zip(local, answers, strict=True)
+                    if isinstance(answer, bytes)
+                ]
     finally:
-        for task in asked:
+        for task in name_by_task:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
-    if failure and not lost:
+        await asyncio.gather(*name_by_task, return_exceptions=True)
+    if failure and not lacking_parts:
         raise failure
-    return lost if stores else None
+    return lacking_parts if stores else None
 
 
-async def _held(store: Store, local: Mapping[PartId, Manifest | None]) -> list[bool | bytes]:
+async def _ask_tier(store: Store, local: Mapping[PartId, Manifest | None]) -> list[bool | bytes]:
     return [await holds(store, part, manifest) for part, manifest in local.items()]
 
 
@@ -85,7 +91,9 @@ async def holds(
         if local is None or manifest.same_content(local):
             going()
             missing = await missing_chunks(store, manifest, going)
-            if all(chunk.stored for chunk in manifest.chunks()) and await _are_there(store, manifest, missing, going):
+            if all(chunk.stored for chunk in manifest.chunks()) and await _are_readable(
+                store, manifest, missing, going
+            ):
                 return True
     except ObjectNotFound:
         return False
@@ -98,7 +106,7 @@ async def holds(
     return judged if now == manifest else False
 
 
-async def _are_there(store: Store, manifest: Manifest, keys: set[str], going: Callable[[], None]) -> bool:
+async def _are_readable(store: Store, manifest: Manifest, keys: set[str], going: Callable[[], None]) -> bool:
     """Whether objects that a listing does not show can be read all the same, because some stores list late."""
     links = (link for chunk in manifest.chunks() for link in chunk.chain())
     for link in links:

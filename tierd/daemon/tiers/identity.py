@@ -56,9 +56,10 @@ class TiersOverlap(ConfigError):
         tier: the name of the tier that is to be changed.
     """
 
-    def __init__(self, tier: str, how: str, other: str, urls: Mapping[str, StoreUrl]) -> None:
+    def __init__(self, tier: str, how: str, other_tier: str, urls: Mapping[str, StoreUrl]) -> None:
         super().__init__(
-            f"tier {tier!r} {how} the place of tier {other!r} under another name ({urls[tier]}, {urls[other]}), and "
+            f"tier {tier!r} {how} the place of tier {other_tier!r} under another name ({urls[tier]}, "
+            f"{urls[other_tier]}), and "
             "each would delete what is the other's: nothing is pruned there; leave one of them out, or give it a "
             "prefix or directory of its own"
         )
@@ -111,7 +112,7 @@ async def check_identities(
     """
     if len(stores) < 2:
         return frozenset()
-    made: list[Store] = []
+    created: list[Store] = []
     recorded: set[str] = set()
     silent: set[str] = set()
 
@@ -119,7 +120,7 @@ async def check_identities(
         try:
             async with asyncio.timeout(_ANSWER_S):
                 if not await ensure_identity(stores[name]):
-                    made.append(stores[name])
+                    created.append(stores[name])
                 recorded.add(name)
         except StoreRefused:
             pass
@@ -139,7 +140,7 @@ async def check_identities(
         keep = False
         raise
     finally:
-        for store in () if keep else made:
+        for store in () if keep else created:
             with suppress(StoreUnavailable, StoreRefused):
                 await clear(store, [IDENTITY_KEY])
 
@@ -153,8 +154,8 @@ async def is_one_place(source: Store, target: Store) -> bool:
     shared = await read_identity(target)
     if not shared or await read_identity(source) != shared:
         return False
-    own = await put_identity(target)
-    return await read_identity(source) == own
+    new_id = await put_identity(target)
+    return await read_identity(source) == new_id
 
 
 async def _compare(
@@ -171,48 +172,48 @@ async def _compare(
     """
     ids = await _answers(stores)
     below = {pair: key for pair in pairs if (key := _key_below(urls[pair[0]], urls[pair[1]]))}
-    shown = {pair: await _answer(stores[pair[1]], key) for pair, key in below.items()}
-    again = await _answers(stores)
-    unknown = {name for name in stores if ids[name] is None or ids[name] != again[name]}
+    identities_below = {pair: await _answer(stores[pair[1]], key) for pair, key in below.items()}
+    ids_after = await _answers(stores)
+    unknown = {name for name in stores if ids[name] is None or ids[name] != ids_after[name]}
     unknown |= {name for name in recorded & ids.keys() if not ids[name]}
-    unknown |= {outer for (_, outer), identity in shown.items() if identity is None}
-    for (inner, outer), identity in shown.items():
+    unknown |= {outer for (_, outer), identity in identities_below.items() if identity is None}
+    for (inner, outer), identity in identities_below.items():
         if identity and identity == ids[inner]:
             raise TiersOverlap(inner, "lies in", outer, urls)
-    for mine, theirs in pairs:
-        shared = ids[mine] if mine < theirs and ids[mine] == ids[theirs] else None
+    for first, second in pairs:
+        shared = ids[first] if first < second and ids[first] == ids[second] else None
         if not shared:
             continue
-        is_one = await _is_one_place(stores[mine], stores[theirs], shared)
-        if is_one:
-            raise TiersOverlap(theirs, "is", mine, urls)
-        if is_one is None:
-            unknown |= {mine, theirs}
+        is_same = await _is_one_place(stores[first], stores[second], shared)
+        if is_same:
+            raise TiersOverlap(second, "is", first, urls)
+        if is_same is None:
+            unknown |= {first, second}
         else:
             log.warning(
                 "tiers %r (%s) and %r (%s) have one identity and are two places, so one is a copy of the other, as "
                 "from a backup; each has an identity of its own now",
-                *(mine, urls[mine], theirs, urls[theirs]),
+                *(first, urls[first], second, urls[second]),
             )
     return unknown
 
 
-async def _is_one_place(mine: Store, theirs: Store, shared: str) -> bool | None:
+async def _is_one_place(first: Store, second: Store, shared: str) -> bool | None:
     """Whether a new record that is put through one name replaces the shared one under the other name.
 
     None if that cannot be told: a tier failed, or another process has put a record at the same time. A read-only tier,
     such as a mounted backup, is compared by a record that is put through the other name.
     """
-    for writable, readable in ((theirs, mine), (mine, theirs)):
+    for writable, readable in ((second, first), (first, second)):
         try:
             async with asyncio.timeout(_ANSWER_S):
-                own = await put_identity(writable)
+                new_id = await put_identity(writable)
                 identity = await read_identity(readable)
         except StoreRefused:
             continue
         except (StoreUnavailable, TimeoutError):
             return None
-        return True if identity == own else False if identity == shared else None
+        return True if identity == new_id else False if identity == shared else None
     return None
 
 

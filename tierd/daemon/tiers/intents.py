@@ -39,7 +39,7 @@ from tierd.stores.base import Store, clear
 DEADLINE_S = 600.0  # that a flush's put or a prune may take
 _FORGETS_S = 10.0  # that a prune which is cancelled may take to remove its marks
 _WHEN = "%Y-%m-%d %H:%M:%S %Z"
-_AT_ONCE = 8  # marks that are put at once
+_MAX_PUTS = 8  # marks that are put at once
 _LEFT_OVER_S = 15.0  # a mark this old may remain for long, so chunks under it are sent again instead of shared
 
 
@@ -65,10 +65,10 @@ async def naming(
     Raises:
         StoreUnavailable: a prune marks these checkpoints and does not end.
     """
-    own = f"{flushing_prefix(part.checkpoint.run)}{part.checkpoint.name}/{part.name}."
+    intent_prefix = f"{flushing_prefix(part.checkpoint.run)}{part.checkpoint.name}/{part.name}."
     stamp = stamp_now(who, timings)
-    intent = f"{own}{stamp}"
-    async with _bounded(f"putting the manifest of {part}"):
+    intent = f"{intent_prefix}{stamp}"
+    async with _limit_duration(f"putting the manifest of {part}"):
         await store.put(intent, manifest)
         try:
             await _wait_for_marks(store, part, owners, who, timings)
@@ -78,7 +78,7 @@ async def naming(
         yield
         # If the manifest's put fails, the intent is left, because that put may still take effect. Intents of earlier
         # tries of this node are deleted too. This one is deleted unlisted, as a listing may be older than the put.
-        earlier = {info.key async for info in store.scan(own) if info.key.endswith(stamp[-9:])}
+        earlier = {info.key async for info in store.scan(intent_prefix) if info.key.endswith(stamp[-9:])}
         await clear(store, sorted({intent, *earlier}))
 
 
@@ -110,12 +110,12 @@ async def being_deleted(
     Marks that have expired for `who`, as in `sweep`, do not count.
     """
     marks = [STAMP.fullmatch(info.key.rpartition("/")[2]) async for info in store.scan(pruning_prefix(run))]
-    found = {
+    checkpoints = {
         CheckpointId.parse(run, mark[1])
         for mark in marks
         if mark and age_ms(mark[2], timings) > older and not is_over(mark[2], mark[3], who, timings)
     }
-    return {checkpoint for checkpoint in found if checkpoint}
+    return {checkpoint for checkpoint in checkpoints if checkpoint}
 
 
 class Marks:
@@ -144,14 +144,14 @@ class Marks:
         fresh = {owner: f"{pruning_prefix(self.run)}{owner.name}.{self._stamp}" for owner in sorted(owners)}
         fresh = {owner: key for owner, key in fresh.items() if owner not in self._keys}
         self._keys |= fresh
-        await together(_AT_ONCE, [self._store.put(key, b"") for key in fresh.values()])
+        await together(_MAX_PUTS, [self._store.put(key, b"") for key in fresh.values()])
 
 
 @asynccontextmanager
 async def deleting(store: Store, run: str, who: str = "", timings: DaemonTimings = USUAL) -> AsyncIterator[Marks]:
     """Within the context, no flush begins to name a chunk that lies under a marked checkpoint."""
     marks = Marks(store, run, stamp_now(who, timings))
-    async with _bounded(f"deleting chunks of {run}"):
+    async with _limit_duration(f"deleting chunks of {run}"):
         try:
             yield marks
         except (TierdError, asyncio.CancelledError):
@@ -202,7 +202,7 @@ async def sweep(store: Store, run: str, who: str, timings: DaemonTimings = USUAL
             continue
         if match and match[3] == who:
             tidy = False
-        if part := _intended(run, key):
+        if part := _intent_part(run, key):
             intents.append((key, part))
     await clear(store, stale)
     return Swept(tidy, intents, cut, pins)
@@ -210,26 +210,26 @@ async def sweep(store: Store, run: str, who: str, timings: DaemonTimings = USUAL
 
 async def _pins_and_marks(store: Store, run: str) -> list[str]:
     """The keys of pins and marks. No other kind of object sorts between them, so one listing shows both."""
-    found, sorts = [], (pins_prefix(run), pruning_prefix(run))
+    keys, sorts = [], (pins_prefix(run), pruning_prefix(run))
     async with aclosing(store.scan(f"{run}/", pins_prefix(run)[:-1])) as listing:
         async for info in listing:
             if not info.key.startswith(sorts):
                 break
-            found.append(info.key)
-    return found
+            keys.append(info.key)
+    return keys
 
 
 async def being_flushed(store: Store, run: str, timings: DaemonTimings = USUAL) -> dict[CheckpointId, str]:
     """Return the checkpoints that intents protect from a prune by any node, and why; nothing is changed."""
-    shown = [info.key async for info in store.scan(flushing_prefix(run))]
-    matches = {key: STAMP.fullmatch(key) for key in shown if not is_standing(key)}
-    fresh = [key for key, one in matches.items() if not (one and is_over(one[2], one[3], "", timings))]
-    return why_kept((key, part) for key in fresh if (part := _intended(run, key)))
+    keys = [info.key async for info in store.scan(flushing_prefix(run))]
+    matches = {key: STAMP.fullmatch(key) for key in keys if not is_standing(key)}
+    fresh = [key for key, stamp in matches.items() if not (stamp and is_over(stamp[2], stamp[3], "", timings))]
+    return why_kept((key, part) for key in fresh if (part := _intent_part(run, key)))
 
 
 def why_kept(intents: Iterable[tuple[str, PartId]]) -> dict[CheckpointId, str]:
     """Say of each checkpoint with an intent until when the intent protects it; of several, the one that ends last."""
-    latest = sorted(intents, key=lambda one: _ends(one[0]))
+    latest = sorted(intents, key=lambda intent: _ends(intent[0]))
     return {
         part.checkpoint: f"{key} says that it is being flushed; that is over by {_ends(key):{_WHEN}}"
         for key, part in latest
@@ -250,7 +250,7 @@ def marked(run: str, key: str) -> CheckpointId | None:
     return CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
 
 
-def _intended(run: str, key: str) -> PartId | None:
+def _intent_part(run: str, key: str) -> PartId | None:
     """Return the part whose manifest is about to be put, given the key of an intent."""
     pieces = key.split("/")
     match = STAMP.fullmatch(pieces[-1])
@@ -258,7 +258,7 @@ def _intended(run: str, key: str) -> PartId | None:
 
 
 @asynccontextmanager
-async def _bounded(doing: str) -> AsyncIterator[None]:
+async def _limit_duration(doing: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(DEADLINE_S):
             yield

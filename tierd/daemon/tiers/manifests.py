@@ -48,30 +48,30 @@ class _ReadManifest:
         listed: how many manifests the last listing showed.
     """
 
-    found: dict[str, tuple[str, ManifestFacts | Unusable]] = field(default_factory=dict)
+    cached_facts: dict[str, tuple[str, ManifestFacts | Unusable]] = field(default_factory=dict)
     shared: dict[bytes, SharedChunks] = field(default_factory=dict)
     bases: set[CheckpointId] = field(default_factory=set)
     listed: int = 0
 
 
 @dataclass(slots=True)
-class _Listed:
+class _ListedCheckpoint:
     """One checkpoint in a listing: the ranks whose manifests were listed, the facts of those that were read, and the
     keys of those that were gone by then.
     """
 
     id: CheckpointId
     ranks: dict[int, set[int] | frozenset[int]] = field(default_factory=dict)
-    said: dict[PartId, ManifestFacts | Unusable] = field(default_factory=dict)
+    outcomes: dict[PartId, ManifestFacts | Unusable] = field(default_factory=dict)
     absent: set[str] = field(default_factory=set)
     todo: list[tuple[ObjectInfo, PartId]] = field(default_factory=list)
 
-    def seen(self) -> CheckpointCopy:
+    def as_copy(self) -> CheckpointCopy:
         return CheckpointCopy(
             self.id,
-            {world: frozenset(some) for world, some in self.ranks.items() if some},
-            {part: said for part, said in self.said.items() if isinstance(said, ManifestFacts)},
-            {part: said for part, said in self.said.items() if not isinstance(said, ManifestFacts)},
+            {world: frozenset(world_ranks) for world, world_ranks in self.ranks.items() if world_ranks},
+            {part: facts for part, facts in self.outcomes.items() if isinstance(facts, ManifestFacts)},
+            {part: defect for part, defect in self.outcomes.items() if not isinstance(defect, ManifestFacts)},
         )
 
 
@@ -92,7 +92,9 @@ class Manifests:
         self._strict = strict
         self.cut: dict[str, set[CheckpointId]] = {}
         self._read: dict[CheckpointId, _ReadManifest] = {}
-        self._whole: dict[int, frozenset[int]] = {}  # world size -> all its ranks, one object shared by all checkpoints
+        self._full_rank_sets: dict[
+            int, frozenset[int]
+        ] = {}  # world size -> all its ranks, one object shared by all checkpoints
         self._memory = SharedChunkTable()
         self._listed: set[str] = set()  # runs whose names were all listed
         self._absent: dict[str, set[str]] = {}  # run -> the keys that the last listing showed, without an object
@@ -100,13 +102,13 @@ class Manifests:
     # -- observing --------------------------------------------------------------------------------------------------
 
     async def observe(
-        self, run: str, mine: Collection[int], *, few: int = 0, on_answer: Callable[[], None] = lambda: None
+        self, run: str, own_ranks: Collection[int], *, few: int = 0, on_answer: Callable[[], None] = lambda: None
     ) -> dict[CheckpointId, CheckpointCopy]:
         """Return every checkpoint of `run` that has any manifest.
 
         Args:
             run: the run.
-            mine: the ranks whose manifests are all read.
+            own_ranks: the ranks whose manifests are all read.
             few: also read all others if they are at most this many.
             on_answer: callback after each answer of the tier.
 
@@ -116,36 +118,36 @@ class Manifests:
         # Taken first, because a concurrent observation may add more.
         before = {checkpoint for checkpoint in self._read if checkpoint.run == run}
         self._memory.count()
-        listed = await self._list_and_read(run, mine, few, on_answer)
-        for gone in before - {one.id for one in listed}:
-            self._read.pop(gone, None)
-        for one in listed:
-            if one.id in self._read:
-                self._read[one.id].listed = sum(map(len, one.ranks.values()))
+        listed = await self._list_and_read(run, own_ranks, few, on_answer)
+        for pruned in before - {entry.id for entry in listed}:
+            self._read.pop(pruned, None)
+        for entry in listed:
+            if entry.id in self._read:
+                self._read[entry.id].listed = sum(map(len, entry.ranks.values()))
         self._listed.add(run)
-        return {one.id: one.seen() for one in listed if any(one.ranks.values())}
+        return {entry.id: entry.as_copy() for entry in listed if any(entry.ranks.values())}
 
     async def _list_and_read(
-        self, run: str, mine: Collection[int], few: int, on_answer: Callable[[], None]
-    ) -> list[_Listed]:
+        self, run: str, own_ranks: Collection[int], spare_limit: int, on_answer: Callable[[], None]
+    ) -> list[_ListedCheckpoint]:
         """List a run and read manifests, again if one that was listed is gone, because newer ones may not be listed.
 
         A key that an earlier listing showed without an object does not count: that listing is late.
         """
 
-        async def hear(todo: tuple[_Listed, ObjectInfo, PartId]) -> None:
-            await self._hear(*todo)
+        async def hear(todo: tuple[_ListedCheckpoint, ObjectInfo, PartId]) -> None:
+            await self._read_listed_manifest(*todo)
             on_answer()
 
         for _ in range(_LISTINGS):
-            listed = await self._list(run, mine, few, on_answer)
-            await each(READERS, hear, ((one, info, part) for one in listed for info, part in one.todo))
-            for one in listed:
-                if not any(isinstance(said, ManifestFacts) for said in one.said.values()):
-                    await self._find_a_voice(one)
-            late = self._absent.get(run, set())
-            absent = self._absent[run] = set[str]().union(*(one.absent for one in listed))
-            if absent <= late:
+            listed = await self._list(run, own_ranks, spare_limit, on_answer)
+            await each(READERS, hear, ((entry, info, part) for entry in listed for info, part in entry.todo))
+            for entry in listed:
+                if not any(isinstance(outcome, ManifestFacts) for outcome in entry.outcomes.values()):
+                    await self._find_usable_manifest(entry)
+            absent_before = self._absent.get(run, set())
+            absent = self._absent[run] = set[str]().union(*(entry.absent for entry in listed))
+            if absent <= absent_before:
                 return listed
         if self._strict:
             raise StoreUnavailable(
@@ -153,34 +155,36 @@ class Manifests:
             )
         return listed
 
-    async def _list(self, run: str, mine: Collection[int], few: int, on_answer: Callable[[], None]) -> list[_Listed]:
-        listed: list[_Listed] = []
-        spare: list[tuple[_Listed, ObjectInfo, PartId]] = []
-        found: dict[str, tuple[str, ManifestFacts | Unusable]] = {}
+    async def _list(
+        self, run: str, own_ranks: Collection[int], spare_limit: int, on_answer: Callable[[], None]
+    ) -> list[_ListedCheckpoint]:
+        listed: list[_ListedCheckpoint] = []
+        spare: list[tuple[_ListedCheckpoint, ObjectInfo, PartId]] = []
+        cached: dict[str, tuple[str, ManifestFacts | Unusable]] = {}
         async with aclosing(self.listing(run)) as walk:
             async for info, checkpoint, name, rank, world in walk:
                 if not listed or listed[-1].id != checkpoint:
                     self._share(listed[-1:])
-                    listed.append(_Listed(checkpoint))
-                    found = self._read.setdefault(checkpoint, _ReadManifest()).found
+                    listed.append(_ListedCheckpoint(checkpoint))
+                    cached = self._read.setdefault(checkpoint, _ReadManifest()).cached_facts
                     on_answer()
-                here = listed[-1]
-                first, old = not here.ranks, found.get(name)
+                entry = listed[-1]
+                first, old = not entry.ranks, cached.get(name)
                 # Becomes a shared frozenset when complete.
-                here.ranks.setdefault(world, set()).add(rank)  # type: ignore[union-attr]
-                known = old is not None and old[0] == info.token
+                entry.ranks.setdefault(world, set()).add(rank)  # type: ignore[union-attr]
+                is_cached = old is not None and old[0] == info.token
                 # A damaged manifest is read until it is usable: S3 gives the same token to the repaired object.
-                if old and known and not isinstance(old[1], ManifestError):
-                    here.said[PartId(checkpoint, rank, world)] = old[1]
-                elif first or known or rank in mine:
-                    here.todo.append((info, PartId(checkpoint, rank, world)))
-                elif few:
-                    spare.append((here, info, PartId(checkpoint, rank, world)))
-                    if len(spare) > few:
-                        spare, few = [], 0
+                if old and is_cached and not isinstance(old[1], ManifestError):
+                    entry.outcomes[PartId(checkpoint, rank, world)] = old[1]
+                elif first or is_cached or rank in own_ranks:
+                    entry.todo.append((info, PartId(checkpoint, rank, world)))
+                elif spare_limit:
+                    spare.append((entry, info, PartId(checkpoint, rank, world)))
+                    if len(spare) > spare_limit:
+                        spare, spare_limit = [], 0
         self._share(listed[-1:])
-        for here, info, part in spare:
-            here.todo.append((info, part))
+        for entry, info, part in spare:
+            entry.todo.append((info, part))
         return listed
 
     async def listing(self, run: str) -> AsyncGenerator[tuple[ObjectInfo, CheckpointId, str, int, int], None]:
@@ -190,56 +194,58 @@ class Manifests:
         """
         prefix = manifests_prefix(run)
         names: dict[str, tuple[int, int] | None] = {}
-        here: str | None = None
+        current: str | None = None
         checkpoint: CheckpointId | None = None
         async with aclosing(self.store.scan(prefix)) as listing:
             async for info in listing:
                 directory, _, name = info.key.rpartition("/")
-                if directory != here:
-                    here, checkpoint = directory, CheckpointId.parse(run, directory[len(prefix) :])
+                if directory != current:
+                    current, checkpoint = directory, CheckpointId.parse(run, directory[len(prefix) :])
                 if name not in names:
                     names[name] = PartId.parse_name(name)
                 pair = names[name]
                 if pair and checkpoint:
                     yield info, checkpoint, name, *pair
 
-    def _share(self, done: list[_Listed]) -> None:
-        for one in done:
-            for world, ranks in one.ranks.items():
+    def _share(self, completed: list[_ListedCheckpoint]) -> None:
+        for entry in completed:
+            for world, ranks in entry.ranks.items():
                 if len(ranks) == world:  # true of nearly all checkpoints
-                    one.ranks[world] = self._whole.setdefault(world, frozenset(range(world)))
+                    entry.ranks[world] = self._full_rank_sets.setdefault(world, frozenset(range(world)))
                 else:
-                    one.ranks[world] = frozenset(ranks)
+                    entry.ranks[world] = frozenset(ranks)
 
-    async def _hear(self, one: _Listed, info: ObjectInfo, part: PartId) -> None:
+    async def _read_listed_manifest(self, entry: _ListedCheckpoint, info: ObjectInfo, part: PartId) -> None:
         try:
             manifest = await read_manifest(self.store, part, info.key, info.size)
         except ObjectNotFound:  # pruned between the listing and now
-            one.ranks[part.world] = one.ranks[part.world] - {part.rank}
-            one.absent.add(info.key)
+            entry.ranks[part.world] = entry.ranks[part.world] - {part.rank}
+            entry.absent.add(info.key)
             return
         except (ManifestError, FormatTooNew) as error:
-            why = _bare(error)
-            self._spoilt(one.id, info, why)
-            one.said[part] = why
+            why = _strip_traceback(error)
+            self._note_unusable(entry.id, info, why)
+            entry.outcomes[part] = why
         else:
-            one.said[part] = said = ManifestFacts.of(manifest)
-            self._remember(one.id, info, named_by(manifest))
-            self._read[one.id].found[_name(info)] = info.token, said
+            entry.outcomes[part] = facts = ManifestFacts.of(manifest)
+            self._remember(entry.id, info, named_by(manifest))
+            self._read[entry.id].cached_facts[_name(info)] = info.token, facts
 
-    async def _find_a_voice(self, one: _Listed) -> None:
+    async def _find_usable_manifest(self, entry: _ListedCheckpoint) -> None:
         """Read the manifests of further ranks until one is usable, because one is needed to know the timeline."""
-        async with aclosing(self.store.scan(f"{manifests_prefix(one.id.run)}{one.id.name}/")) as listing:
+        async with aclosing(self.store.scan(f"{manifests_prefix(entry.id.run)}{entry.id.name}/")) as listing:
             async for info in listing:
                 part = PartId.parse_key(info.key)
-                if part and part not in one.said and part.rank in one.ranks.get(part.world, ()):
-                    await self._hear(one, info, part)
-                    if isinstance(one.said.get(part), ManifestFacts):
+                if part and part not in entry.outcomes and part.rank in entry.ranks.get(part.world, ()):
+                    await self._read_listed_manifest(entry, info, part)
+                    if isinstance(entry.outcomes.get(part), ManifestFacts):
                         return
 
     def bases(self, checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
         """Return the checkpoints whose chunks are named by those manifests of `checkpoints` that prunes read."""
-        return frozenset[CheckpointId]().union(*(self._read[one].bases for one in checkpoints if one in self._read))
+        return frozenset[CheckpointId]().union(
+            *(self._read[checkpoint].bases for checkpoint in checkpoints if checkpoint in self._read)
+        )
 
     # -- for deletions ----------------------------------------------------------------------------------------------
 
@@ -247,19 +253,21 @@ class Manifests:
         """Estimate how many listed manifests of a run were not read yet; infinite if the run was never listed."""
         if run not in self._listed:
             return math.inf
-        return sum(max(0, read.listed - len(read.shared)) for one, read in self._read.items() if one.run == run)
+        return sum(
+            max(0, read.listed - len(read.shared)) for checkpoint, read in self._read.items() if checkpoint.run == run
+        )
 
     def is_read(self, checkpoint: CheckpointId) -> bool:
         """Whether all listed manifests of a checkpoint were read, and all their shared chunks are remembered."""
         read = self._read.get(checkpoint, _ReadManifest())
-        known = [shared for shared in read.shared.values() if shared.chunks is not None]
-        return checkpoint.run in self._listed and len(known) >= read.listed
+        with_chunks = [shared for shared in read.shared.values() if shared.chunks is not None]
+        return checkpoint.run in self._listed and len(with_chunks) >= read.listed
 
     def remembered(self, run: str) -> Iterator[tuple[CheckpointId, SharedChunks]]:
         """Yield the remembered shared chunks of a run's manifests, each with the checkpoint that names them."""
-        for one, read in self._read.items():
-            if one.run == run:
-                yield from ((one, shared) for shared in read.shared.values())
+        for checkpoint, read in self._read.items():
+            if checkpoint.run == run:
+                yield from ((checkpoint, shared) for shared in read.shared.values())
 
     def shared(self, checkpoint: CheckpointId, info: ObjectInfo) -> SharedChunks | None:
         """Return the shared chunks that a listed manifest names; None if it was not read or is unusable."""
@@ -284,8 +292,8 @@ class Manifests:
             async with aclosing(self.listing(run)) as listing:
                 async for info, owner, _, _, _ in listing:
                     count[owner] += 1
-                    known = self.shared(owner, info)
-                    if known is None or (known.chunks is None and owner in to_delete):
+                    shared = self.shared(owner, info)
+                    if shared is None or (shared.chunks is None and owner in to_delete):
                         yield info
 
         async def learn(info: ObjectInfo) -> None:
@@ -316,7 +324,7 @@ class Manifests:
             manifest = await read_manifest(self.store, part, info.key, info.size)
         except (ManifestError, FormatTooNew) as error:
             if part:
-                self._spoilt(part.checkpoint, info, _bare(error))
+                self._note_unusable(part.checkpoint, info, _strip_traceback(error))
             raise
         shared = named_by(manifest)
         self._remember(manifest.part.checkpoint, info, shared)
@@ -326,9 +334,9 @@ class Manifests:
     def _remember(self, checkpoint: CheckpointId, info: ObjectInfo, shared: SharedChunks) -> None:
         self._read.setdefault(checkpoint, _ReadManifest()).shared[_mark(info)] = self._memory.kept(shared)
 
-    def _spoilt(self, checkpoint: CheckpointId, info: ObjectInfo, why: Unusable) -> None:
+    def _note_unusable(self, checkpoint: CheckpointId, info: ObjectInfo, why: Unusable) -> None:
         read = self._read.setdefault(checkpoint, _ReadManifest())
-        read.found[_name(info)] = info.token, why
+        read.cached_facts[_name(info)] = info.token, why
         read.shared.pop(_mark(info), None)
 
     async def are_usable(self, checkpoint: CheckpointId) -> bool:
@@ -349,7 +357,7 @@ class Manifests:
         return is_complete(ranks)
 
 
-def _bare(error: Unusable) -> Unusable:
+def _strip_traceback(error: Unusable) -> Unusable:
     """Copy an error without its traceback and causes, because their frames keep the manifest in memory."""
     return type(error)(str(error))
 

@@ -46,58 +46,68 @@ class NodeIdentity:
         self._root, self._hold_s, self._on_shared = root, timings.shared_id_s, on_shared
         self.id = node_id(root)
         self._elsewhere, self._begun_s = is_elsewhere(root), time.monotonic()
-        self._own: dict[_Key, StoredRetention] = {}  # this node's records as last observed or put
-        self._written: set[str] = set()  # when they were written: of all that this daemon observed first, or put
+        self._own_records: dict[_Key, StoredRetention] = {}  # this node's records as last observed or put
+        self._known_timestamps: set[str] = (
+            set()
+        )  # when they were written: of all that this daemon observed first, or put
         self._observed: set[tuple[str, str]] = set()  # tiers and runs
         # Records of an earlier daemon of this id -> until when they count as another node's, monotonic seconds.
-        self._held: dict[_Key, float] = {}
-        self._due: dict[_Key, StoredRetention] = {}  # records to put under the new id
+        self._held_until: dict[_Key, float] = {}
+        self._records_to_renew: dict[_Key, StoredRetention] = {}  # records to put under the new id
 
     def observed(self, tier: str, run: str, records: tuple[StoredRetention, ...]) -> tuple[StoredRetention, ...]:
         """Return the records of a run that an observation of a tier found, with those marked that are `contested`."""
-        own = [one for one in records if one.by == self.id and one.retention is not None]
+        own_records = [record for record in records if record.by == self.id and record.retention is not None]
         if (tier, run) in self._observed:
-            strange = [one for one in own if one.written not in self._written]
+            strange = [record for record in own_records if record.written not in self._known_timestamps]
             if strange:
                 self._renew(tier, strange[0])
                 return records
         self._observed.add((tier, run))
-        for one in own:
-            key = tier, run, one.given
-            if self._elsewhere and key not in self._own:
-                self._held[key] = math.inf
-            self._own[key] = one
-            self._written.add(one.written)
+        for record in own_records:
+            key = tier, run, record.given
+            if self._elsewhere and key not in self._own_records:
+                self._held_until[key] = math.inf
+            self._own_records[key] = record
+            self._known_timestamps.add(record.written)
         self._settle()
-        return tuple(replace(one, contested=one in own and self._is_held((tier, run, one.given))) for one in records)
+        return tuple(
+            replace(record, contested=record in own_records and self._is_on_hold((tier, run, record.given)))
+            for record in records
+        )
 
-    def recorded(self, tier: str, one: StoredRetention) -> StoredRetention:
+    def recorded(self, tier: str, record: StoredRetention) -> StoredRetention:
         """Note that this daemon is about to put a record of its own; return it as `observed` would."""
-        key = tier, one.run, one.given
-        self._written.add(one.written)
-        self._own[key] = one
-        self._due.pop(key, None)
-        if self._held.get(key) == math.inf:
-            self._held[key] = time.monotonic() + self._hold_s
-        return replace(one, contested=self._is_held(key))
+        key = tier, record.run, record.given
+        self._known_timestamps.add(record.written)
+        self._own_records[key] = record
+        self._records_to_renew.pop(key, None)
+        if self._held_until.get(key) == math.inf:
+            self._held_until[key] = time.monotonic() + self._hold_s
+        return replace(record, contested=self._is_on_hold(key))
 
-    def _is_held(self, key: _Key) -> bool:
-        return self._held.get(key, -math.inf) > time.monotonic()
+    def _is_on_hold(self, key: _Key) -> bool:
+        return self._held_until.get(key, -math.inf) > time.monotonic()
 
     def due(self, tier: str) -> list[StoredRetention]:
         """Return the records to put on a tier although their content is there: so that another daemon with this id
         recognises that it is not alone, or because it may replace those under the former id.
         """
         now = datetime.now(UTC).isoformat()
-        unseen = [one for key, one in self._own.items() if key[0] == tier and self._held.get(key) == math.inf]
+        unseen = [
+            record
+            for key, record in self._own_records.items()
+            if key[0] == tier and self._held_until.get(key) == math.inf
+        ]
         return [
-            replace(one, written=now) for one in (*unseen, *(self._due[key] for key in self._due if key[0] == tier))
+            replace(record, written=now)
+            for record in (*unseen, *(self._records_to_renew[key] for key in self._records_to_renew if key[0] == tier))
         ]
 
     def _settle(self) -> None:
         """Record the place of the spool once this daemon has lived here for long enough."""
         has_waited = time.monotonic() - self._begun_s >= self._hold_s
-        if self._elsewhere and has_waited and not any(map(self._is_held, self._held)):
+        if self._elsewhere and has_waited and not any(map(self._is_on_hold, self._held_until)):
             try:
                 record_place(self._root)
             except OSError as error:
@@ -117,5 +127,5 @@ class NodeIdentity:
         )
         log.error("local: %s", why)
         self._on_shared(why)
-        self._due = {key: replace(one, by=self.id) for key, one in self._own.items()}
-        self._own, self._held, self._observed = {}, {}, set()
+        self._records_to_renew = {key: replace(record, by=self.id) for key, record in self._own_records.items()}
+        self._own_records, self._held_until, self._observed = {}, {}, set()

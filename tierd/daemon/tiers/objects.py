@@ -121,10 +121,10 @@ async def manifest_now(store: Store, part: PartId) -> tuple[bytes, Manifest | No
     """
     data = b""
 
-    def decoded(found: bytes) -> Manifest:
+    def decoded(read_bytes: bytes) -> Manifest:
         nonlocal data
-        data = found  # the last ones read are those that proved corrupt
-        return decode(found, part)
+        data = read_bytes  # the last ones read are those that proved corrupt
+        return decode(read_bytes, part)
 
     try:
         manifest = await read_sealed(store, part.manifest_key, decoded)

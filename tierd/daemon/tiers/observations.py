@@ -23,7 +23,7 @@ from tierd.daemon.tiers.observe import TierObserver
 Change: TypeAlias = Callable[[Place], Place]
 
 _GAP = 600.0  # seconds; more than the longest backoff and `answers_s` together
-_TOGETHER = 5.0  # seconds at most that an observation waits for callers to share it
+_MAX_SHARE_WAIT_S = 5.0  # seconds at most that an observation waits for callers to share it
 # An observation that took longer than `_QUICK` seconds is valid for `_PATIENT` times its duration.
 _QUICK, _PATIENT = 1.0, 10.0
 
@@ -48,15 +48,15 @@ class Observations:
         self._failed_at: dict[str, float] = {}  # tiers that do not answer -> the last failure, monotonic seconds
         self._observers = observers
         self._clock = itertools.count()
-        self._seen = dict.fromkeys(observers, -1)  # tier -> start of the observation that `places` shows
+        self._shown_sequence = dict.fromkeys(observers, -1)  # tier -> start of the observation that `places` shows
         # Changes since then, each with its time.
-        self._done: dict[str, list[tuple[int, Change]]] = {name: [] for name in observers}
-        # The observation that has not begun yet; `_asked` has its runs and ranks.
+        self._recent_changes: dict[str, list[tuple[int, Change]]] = {name: [] for name in observers}
+        # The observation that has not begun yet; `_requested` has its runs and ranks.
         self._next: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
+        self._requested: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
         self._observing: Counter[str] = Counter()
         # Runs that the last observation covered.
-        self._shown: dict[str, frozenset[str]] = dict.fromkeys(observers, frozenset())
+        self._observed_runs: dict[str, frozenset[str]] = dict.fromkeys(observers, frozenset())
         self._took = dict.fromkeys(observers, 0.0)  # seconds that the last observation took
         self._since = dict.fromkeys(observers, -math.inf)  # when it began, monotonic seconds
 
@@ -65,7 +65,7 @@ class Observations:
         place = self.places[tier]
         return bool(place and place.has(part))
 
-    async def observe(self, tier: str, runs: set[str], mine: Mapping[str, Collection[int]]) -> None:
+    async def observe(self, tier: str, runs: set[str], own_ranks: Mapping[str, Collection[int]]) -> None:
         """Observe a tier afresh.
 
         Callers that ask during an observation wait a little and share the next one. That one begins after each of them
@@ -74,7 +74,7 @@ class Observations:
         Args:
             tier: the tier's name.
             runs: the runs to observe.
-            mine: run -> the ranks of which the spool has parts.
+            own_ranks: run -> the ranks of which the spool has parts.
 
         Raises:
             StoreUnavailable, StoreRefused: the tier did not answer; it is unknown now.
@@ -82,32 +82,32 @@ class Observations:
         waiting = self._next.get(tier)
         if waiting is None:
             waiting = self._next[tier] = asyncio.ensure_future(self._observe(tier))
-            waiting.add_done_callback(_seen_to)
-            self._asked[tier] = set(), {}
-        asked, ranks = self._asked[tier]
-        asked |= runs
-        for run, own in mine.items():
-            ranks[run] = frozenset(own) | ranks.get(run, frozenset())
+            waiting.add_done_callback(_retrieve_exception)
+            self._requested[tier] = set(), {}
+        asked_runs, ranks = self._requested[tier]
+        asked_runs |= runs
+        for run, run_ranks in own_ranks.items():
+            ranks[run] = frozenset(run_ranks) | ranks.get(run, frozenset())
         await asyncio.shield(waiting)
 
     async def _observe(self, tier: str) -> None:
         if self._observing[tier]:
-            await asyncio.sleep(min(self._took[tier] / 10, _TOGETHER))
+            await asyncio.sleep(min(self._took[tier] / 10, _MAX_SHARE_WAIT_S))
         del self._next[tier]
-        runs, mine = self._asked.pop(tier)
-        begun, at = next(self._clock), time.monotonic()
+        runs, own_ranks = self._requested.pop(tier)
+        sequence, at = next(self._clock), time.monotonic()
         self._observing[tier] += 1
         try:
             async with awake_timeout(self._answers_s) as begin_anew:
-                place = await self._observers[tier].observe(runs, mine, on_answer=begin_anew)
-            if self._saw(tier, begun, place):
-                self._shown[tier] = frozenset(runs)
+                place = await self._observers[tier].observe(runs, own_ranks, on_answer=begin_anew)
+            if self._note_observation(tier, sequence, place):
+                self._observed_runs[tier] = frozenset(runs)
                 self._took[tier], self._since[tier] = time.monotonic() - at, at
         except TimeoutError as error:
-            self._saw(tier, begun, None)
+            self._note_observation(tier, sequence, None)
             raise StoreUnavailable(f"{tier}: did not answer within {self._answers_s:.0f} s") from error
         except TierdError:
-            self._saw(tier, begun, None)
+            self._note_observation(tier, sequence, None)
             raise
         finally:
             self._observing[tier] -= 1
@@ -117,10 +117,10 @@ class Observations:
 
         Zero unless an observation of that tier takes long.
         """
-        took = self._took[tier]
-        if self.places[tier] is None or took < _QUICK:
+        took_s = self._took[tier]
+        if self.places[tier] is None or took_s < _QUICK:
             return 0.0
-        return max(0.0, self._since[tier] + _PATIENT * took - time.monotonic())
+        return max(0.0, self._since[tier] + _PATIENT * took_s - time.monotonic())
 
     def age_s(self, tier: str) -> float:
         """How long ago the last observation of a tier began, in seconds; infinite if the tier is unknown."""
@@ -128,7 +128,7 @@ class Observations:
 
     def knows(self, tier: str, run: str) -> bool:
         """Whether the last observation of a tier covered a run."""
-        return run in self._shown[tier]
+        return run in self._observed_runs[tier]
 
     def put(self, tier: str, part: PartId, facts: ManifestFacts) -> None:
         """Record that a part was just flushed, which observations that began earlier do not show.
@@ -139,7 +139,7 @@ class Observations:
 
     def did(self, tier: str, change: Change) -> None:
         """Record what an operation changed on a tier, which observations that began earlier do not show."""
-        self._done[tier].append((next(self._clock), change))
+        self._recent_changes[tier].append((next(self._clock), change))
         self.update(tier, change)
 
     def update(self, tier: str, change: Change) -> None:
@@ -147,14 +147,14 @@ class Observations:
         if place := self.places[tier]:
             self.places[tier] = change(place)
 
-    def _saw(self, tier: str, begun: int, place: Place | None) -> bool:
+    def _note_observation(self, tier: str, sequence: int, place: Place | None) -> bool:
         # A worker and a request may observe at once: the observation that began later is newer, whichever ends first.
-        if begun < self._seen[tier]:
+        if sequence < self._shown_sequence[tier]:
             return False
-        self._done[tier] = [one for one in self._done[tier] if one[0] > begun]
-        for _, change in self._done[tier]:
+        self._recent_changes[tier] = [entry for entry in self._recent_changes[tier] if entry[0] > sequence]
+        for _, change in self._recent_changes[tier]:
             place = place and change(place)
-        self._seen[tier], self.places[tier] = begun, place
+        self._shown_sequence[tier], self.places[tier] = sequence, place
         if place is None:
             now = time.monotonic()
             gap_s = min(now - self._failed_at.get(tier, now), _GAP)
@@ -170,7 +170,7 @@ class Observations:
         self.places[tier] = None
 
 
-def _seen_to(observation: asyncio.Task[None]) -> None:
+def _retrieve_exception(observation: asyncio.Task[None]) -> None:
     """Retrieve the exception of an observation, because its callers may be gone before it fails."""
     if not observation.cancelled():
         observation.exception()

@@ -48,7 +48,7 @@ log = logging.getLogger("tierd.daemon")
 
 _RELIST = 600.0  # seconds between listings of a run's chunks
 _FEW = 1000  # manifests in all runs, up to which `observe_places` reads them all
-_AT_ONCE = 8  # runs observed at a time by `observe_places`
+_MAX_RUNS_AT_A_TIME = 8  # runs observed at a time by `observe_places`
 
 Own: TypeAlias = Callable[[str, tuple[StoredRetention, ...]], tuple[StoredRetention, ...]]
 
@@ -67,14 +67,16 @@ async def observe_places(
         chunks: also find the names under which chunks are stored, for callers that delete by the result.
     """
     place = SpoolEye(spool).observe() if spool else Place()
-    mine = place.ranks
+    own_ranks = place.ranks
     tiers: dict[str, Place | None] = {}
     for name, store in stores.items():
         eye = TierObserver(store)
         try:
-            asked = {run} if run else await eye.runs()
-            few = _FEW // max(1, len(asked))
-            tiers[name] = await eye.observe(asked, mine, few=few, chunks=chunks, at_once=_AT_ONCE)
+            runs = {run} if run else await eye.runs()
+            spare_limit = _FEW // max(1, len(runs))
+            tiers[name] = await eye.observe(
+                runs, own_ranks, few=spare_limit, chunks=chunks, at_once=_MAX_RUNS_AT_A_TIME
+            )
         except (StoreUnavailable, StoreRefused) as error:
             log.warning("%s: cannot be asked: %s", name, error)
             tiers[name] = None
@@ -88,20 +90,20 @@ async def chunks_there(
 
     `going` is called for each listed chunk and each listing.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for owner in sorted(owners):
         async for info in store.scan(f"{chunks_prefix(owner.run)}{owner.name}/{rank:05}/"):
-            found[info.key] = info.size
+            sizes[info.key] = info.size
             going()
         going()
-    return found
+    return sizes
 
 
 async def missing_chunks(store: Store, manifest: Manifest, going: Callable[[], None] = lambda: None) -> set[str]:
     """Return the keys of chunks that a manifest names and its tier lacks or has in another size."""
-    there = await chunks_there(store, manifest.rank, manifest.owners, going)
-    wanted = {f"{manifest.run}/{stored.key}": stored.size for stored in manifest.objects()}
-    return {key for key, size in wanted.items() if there.get(key) != size}
+    sizes = await chunks_there(store, manifest.rank, manifest.owners, going)
+    expected = {f"{manifest.run}/{stored.key}": stored.size for stored in manifest.objects()}
+    return {key for key, size in expected.items() if sizes.get(key) != size}
 
 
 async def base_of(store: Store, place: Place, part: PartId) -> tuple[Manifest | None, frozenset[CheckpointId]]:
@@ -138,8 +140,8 @@ class TierObserver:
         own: called with a run and its policies, returns them as this node is to understand them.
     """
 
-    def __init__(self, store: Store, *, prunes: bool = False, own: Own = lambda run, found: found) -> None:
-        self.store, self._own = store, own
+    def __init__(self, store: Store, *, prunes: bool = False, own: Own = lambda run, stored: stored) -> None:
+        self.store, self._mark_own_policies = store, own
         self.manifests = Manifests(store, strict=not prunes)
         self._policies = RunPolicies(store, prunes=prunes)
         self._heads = Heads(store)
@@ -154,7 +156,7 @@ class TierObserver:
     async def observe(
         self,
         runs: set[str],
-        mine: Mapping[str, Collection[int]] | None = None,
+        own_ranks: Mapping[str, Collection[int]] | None = None,
         *,
         few: int = 0,
         on_answer: Callable[[], None] = lambda: None,
@@ -165,7 +167,7 @@ class TierObserver:
 
         Args:
             runs: the runs to observe.
-            mine: run -> the ranks whose manifests are all read.
+            own_ranks: run -> the ranks whose manifests are all read.
             few: also read all other manifests of a run if they are at most this many.
             on_answer: callback after each answer of the tier.
             chunks: also find the owners of chunks.
@@ -178,23 +180,23 @@ class TierObserver:
         checkpoints: dict[CheckpointId, CheckpointCopy] = {}
         quarantined: dict[PartId, ManifestFacts | None] = {}
         pins: set[CheckpointId] = set()
-        wanted: dict[str, tuple[StoredRetention, ...]] = {}
+        policies: dict[str, tuple[StoredRetention, ...]] = {}
         heads: dict[str, tuple[Head, ...]] = {}
         owners: set[CheckpointId] = set()
 
         async def observe(run: str) -> None:
             checkpoints.update(
-                await self.manifests.observe(run, (mine or {}).get(run, ()), few=few, on_answer=on_answer)
+                await self.manifests.observe(run, (own_ranks or {}).get(run, ()), few=few, on_answer=on_answer)
             )
-            beside = await self._beside_manifests(run)
+            infos = await self._beside_manifests(run)
             on_answer()
-            quarantined.update(await self._quarantined(run, beside))
+            quarantined.update(await self._read_quarantined(run, infos))
             on_answer()
-            wanted[run] = await self._stored_policies(run, beside)
-            heads[run] = await self._stored_heads(run, beside)
+            policies[run] = await self._stored_policies(run, infos)
+            heads[run] = await self._stored_heads(run, infos)
             if chunks:
                 owners.update(await self._chunk_owners(run, on_answer))
-            pins.update(pin for info in beside if (pin := parse_pin(run, info.key)))
+            pins.update(pin for info in infos if (pin := parse_pin(run, info.key)))
 
         await each(at_once, observe, sorted(runs))
         bases = self.manifests.bases(checkpoints.keys())
@@ -206,8 +208,8 @@ class TierObserver:
             quarantined,
             bases,
             cut,
-            {run: found for run, found in wanted.items() if found},
-            heads={run: found for run, found in heads.items() if found},
+            {run: stored for run, stored in policies.items() if stored},
+            heads={run: stored for run, stored in heads.items() if stored},
         )
 
     async def _beside_manifests(self, run: str) -> list[ObjectInfo]:
@@ -215,19 +217,19 @@ class TierObserver:
         behind = f"{manifests_prefix(run)}\x7f"  # '\x7f' sorts after every character of a key
         return [info async for info in self.store.scan(f"{run}/", behind)]
 
-    async def _stored_policies(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[StoredRetention, ...]:
-        found = [await self._policies.read(run, info) for info in beside]
-        return self._own(run, tuple(one for one in found if one))
+    async def _stored_policies(self, run: str, infos: Iterable[ObjectInfo]) -> tuple[StoredRetention, ...]:
+        policies = [await self._policies.read(run, info) for info in infos]
+        return self._mark_own_policies(run, tuple(policy for policy in policies if policy))
 
-    async def _stored_heads(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[Head, ...]:
-        found = [await self._heads.read(run, info) for info in beside]
-        return tuple(one for one in found if one)
+    async def _stored_heads(self, run: str, infos: Iterable[ObjectInfo]) -> tuple[Head, ...]:
+        heads = [await self._heads.read(run, info) for info in infos]
+        return tuple(head for head in heads if head)
 
-    async def _quarantined(self, run: str, beside: Iterable[ObjectInfo]) -> dict[PartId, ManifestFacts | None]:
+    async def _read_quarantined(self, run: str, infos: Iterable[ObjectInfo]) -> dict[PartId, ManifestFacts | None]:
         """Return the quarantined parts with their manifests; None for a manifest that cannot be read."""
-        found: dict[PartId, ManifestFacts | None] = {}
-        seen: dict[tuple[str, str], ManifestFacts | None] = {}
-        for info in beside:
+        quarantined: dict[PartId, ManifestFacts | None] = {}
+        fresh: dict[tuple[str, str], ManifestFacts | None] = {}
+        for info in infos:
             part, key = PartId.parse_key(info.key), (info.key, info.token)
             if part is None or not info.key.startswith(quarantine_prefix(run)):
                 continue
@@ -240,11 +242,11 @@ class TierObserver:
                 continue  # pruned between the listing and now
             except (ManifestError, FormatTooNew):
                 self._quarantined_facts[key] = None
-            found[part] = seen[key] = self._quarantined_facts[key]
+            quarantined[part] = fresh[key] = self._quarantined_facts[key]
         self._quarantined_facts = {
-            key: one for key, one in self._quarantined_facts.items() if not key[0].startswith(f"{run}/")
-        } | seen
-        return found
+            key: facts for key, facts in self._quarantined_facts.items() if not key[0].startswith(f"{run}/")
+        } | fresh
+        return quarantined
 
     async def _chunk_owners(self, run: str, on_answer: Callable[[], None]) -> set[CheckpointId]:
         """Return the checkpoints under whose names chunks are stored.
@@ -255,7 +257,7 @@ class TierObserver:
         now = time.monotonic()
         if now - self._listed.get(run, -_RELIST) >= _RELIST:
             names = await listed_names(self.store, chunks_prefix(run), on_answer)
-            self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
+            self._owners[run] = {owner for name in names if (owner := CheckpointId.parse(run, name))}
             self._listed[run] = now
         return self._owners[run]
 

@@ -19,7 +19,7 @@ from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.transfer.concurrency import each, together
 from tierd.stores.base import Store, children, directories, listed_names
 
-_AT_ONCE = 8  # runs, and of each run manifests
+_MAX_READS = 8  # runs, and of each run manifests
 _MOST_TRIED = 16
 _MOST_RANKS = 64  # whose manifests are read for the size; of a larger checkpoint only rank 0's
 
@@ -82,33 +82,33 @@ async def observe(store: Store) -> dict[str, Seen]:
     Raises:
         StoreUnavailable, StoreRefused: the tier failed to answer a request.
     """
-    found: dict[str, Seen] = {}
+    by_run: dict[str, Seen] = {}
 
     async def observe(run: str) -> None:
-        if seen := await _seen(store, run):
-            found[run] = seen
+        if observed := await _observe_run(store, run):
+            by_run[run] = observed
 
-    await each(_AT_ONCE, observe, sorted(await _names(store, "") - OWN_KEYS))
-    return dict(sorted(found.items()))
+    await each(_MAX_READS, observe, sorted(await _names(store, "") - OWN_KEYS))
+    return dict(sorted(by_run.items()))
 
 
-async def _seen(store: Store, run: str) -> Seen | None:
+async def _observe_run(store: Store, run: str) -> Seen | None:
     names = await _names(store, manifests_prefix(run))
-    newest = sorted((one for name in names if (one := CheckpointId.parse(run, name))), reverse=True)
-    there: list[CheckpointId] = []
+    newest = sorted((parsed for name in names if (parsed := CheckpointId.parse(run, name))), reverse=True)
+    present: list[CheckpointId] = []
     first: Mapping[int, frozenset[int]] = {}
     for number, checkpoint in enumerate(newest):
         ranks = await _ranks(store, checkpoint)
         if not ranks:
             continue  # pruned a moment ago
-        if not there:
+        if not present:
             first = ranks
-        there.append(checkpoint)
+        present.append(checkpoint)
         if sizes := complete_world_sizes(ranks):
             manifests = await _manifests(store, checkpoint, min(sizes))
             if manifests:
-                return Seen((*there, *newest[number + 1 :]), (checkpoint, manifests), first)
-    return Seen(tuple(there), None, first) if there else None
+                return Seen((*present, *newest[number + 1 :]), (checkpoint, manifests), first)
+    return Seen(tuple(present), None, first) if present else None
 
 
 async def check_key(store: Store, run: str) -> None:
@@ -121,10 +121,10 @@ async def check_key(store: Store, run: str) -> None:
         StoreUnavailable, StoreRefused: the tier failed to answer a request.
     """
     tried = 0
-    async for other in children(store, ""):
-        if other in OWN_KEYS or other == run:
+    async for other_run in children(store, ""):
+        if other_run in OWN_KEYS or other_run == run:
             continue
-        async with aclosing(store.scan(manifests_prefix(other))) as listing:
+        async with aclosing(store.scan(manifests_prefix(other_run))) as listing:
             async for info in listing:
                 if (tried := tried + 1) > _MOST_TRIED:
                     return
@@ -132,7 +132,7 @@ async def check_key(store: Store, run: str) -> None:
                     await read_manifest(store, None, info.key, info.size)
                 except WrongKey as error:
                     raise StoreRefused(
-                        f"run {run}: a tier has one key or none, and run {other} there: {error}"
+                        f"run {run}: a tier has one key or none, and run {other_run} there: {error}"
                     ) from error
                 except (ObjectNotFound, ManifestError, FormatTooNew):
                     continue
@@ -142,17 +142,17 @@ async def check_key(store: Store, run: str) -> None:
 
 
 async def _names(store: Store, prefix: str) -> set[str]:
-    found = await directories(store, prefix)
-    return await listed_names(store, prefix) if found is None else set(found)
+    names = await directories(store, prefix)
+    return await listed_names(store, prefix) if names is None else set(names)
 
 
 async def _ranks(store: Store, checkpoint: CheckpointId) -> dict[int, frozenset[int]]:
-    found: dict[int, set[int]] = {}
+    by_world: dict[int, set[int]] = {}
     async with aclosing(store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")) as listing:
         async for info in listing:
             if part := PartId.parse_key(info.key):
-                found.setdefault(part.world, set()).add(part.rank)
-    return {world: frozenset(ranks) for world, ranks in found.items()}
+                by_world.setdefault(part.world, set()).add(part.rank)
+    return {world: frozenset(ranks) for world, ranks in by_world.items()}
 
 
 async def _manifests(store: Store, checkpoint: CheckpointId, world: int) -> tuple[Manifest, ...]:
@@ -160,7 +160,7 @@ async def _manifests(store: Store, checkpoint: CheckpointId, world: int) -> tupl
     ranks = range(world if world <= _MOST_RANKS else 1)
     try:
         parts = [read_manifest(store, PartId(checkpoint, rank, world)) for rank in ranks]
-        return tuple(await together(_AT_ONCE, parts))
+        return tuple(await together(_MAX_READS, parts))
     except (ObjectNotFound, ManifestError, FormatTooNew):
         return ()
 
@@ -179,22 +179,25 @@ def overview(
         A line for each run and tier, by run and in the order of the tiers.
     """
     ahead: dict[str, CheckpointId] = {}
-    for one in (*local, *(seen.checkpoints[0] for runs in tiers.values() for seen in runs.values())):
-        ahead[one.run] = max(one, ahead.get(one.run, one))
-    runs = sorted({run for found in tiers.values() for run in found})
+    for checkpoint in (*local, *(observed.checkpoints[0] for runs in tiers.values() for observed in runs.values())):
+        ahead[checkpoint.run] = max(checkpoint, ahead.get(checkpoint.run, checkpoint))
+    runs = sorted({run for by_run in tiers.values() for run in by_run})
     return tuple(
-        _line(tier, found[run], ahead[run], now) for run in runs for tier, found in tiers.items() if run in found
+        _describe_run(tier, by_run[run], ahead[run], now)
+        for run in runs
+        for tier, by_run in tiers.items()
+        if run in by_run
     )
 
 
-def _line(tier: str, seen: Seen, ahead: CheckpointId, now: datetime) -> RunOverview:
-    checkpoint, manifests = seen.verified or (None, ())
-    worlds = complete_world_sizes(seen.ranks) or [max(seen.ranks)]
-    missing = set(range(min(worlds))) - seen.ranks[min(worlds)]
+def _describe_run(tier: str, observed: Seen, ahead: CheckpointId, now: datetime) -> RunOverview:
+    checkpoint, manifests = observed.verified or (None, ())
+    worlds = complete_world_sizes(observed.ranks) or [max(observed.ranks)]
+    missing = set(range(min(worlds))) - observed.ranks[min(worlds)]
     return RunOverview(
         run=ahead.run,
         tier=tier,
-        checkpoints=len(seen.checkpoints),
+        checkpoints=len(observed.checkpoints),
         step=checkpoint.step if checkpoint else None,
         attempt=checkpoint.attempt if checkpoint else None,
         world_size=manifests[0].world_size if manifests else min(worlds),
@@ -203,7 +206,7 @@ def _line(tier: str, seen: Seen, ahead: CheckpointId, now: datetime) -> RunOverv
         newest_step=ahead.step,
         lag_steps=max(0, ahead.step - checkpoint.step) if checkpoint else None,
         missing_ranks=tuple(sorted(missing)),
-        size=sum(one.size for one in manifests),
-        stored_size=sum(one.stored_size for one in manifests),
+        size=sum(manifest.size for manifest in manifests),
+        stored_size=sum(manifest.stored_size for manifest in manifests),
         read=len(manifests),
     )

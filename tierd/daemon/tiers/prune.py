@@ -80,42 +80,46 @@ async def prune(
             deleted, and `known` records the defect.
         FormatTooNew: one of the checkpoints' own manifests is too new; nothing was deleted.
     """
-    runs = {one.run for one in checkpoints}
+    runs = {checkpoint.run for checkpoint in checkpoints}
     if not runs:
         return Pruned(set(), set())
     (run,) = runs
     known = known or Manifests(store)
-    if known.unread(run) > _FEW or not all(known.is_read(one) for one in checkpoints):
+    if known.unread(run) > _FEW or not all(known.is_read(checkpoint) for checkpoint in checkpoints):
         await known.learn(run, checkpoints)  # before the marks are put, because flushes wait for them
     async with deleting(store, run, who, timings) as marks:
         decided = Pass(store, set(checkpoints), who, known, marks, seen or Place(), confirm, timings)
         going = await decided.settle(listed=seen is None)
         if not going.to_delete:
             return Pruned(set(), set(), going.held, going.is_stale)
-        own = going.listed.own
+        manifest_keys = going.listed.own
         # Those of the inventory as well, because some stores list what is there only after a while, and no manifest may
         # outlive its chunks.
-        there = seen.checkpoints if seen else {}
-        parts = [part for one in going.to_delete & there.keys() for part in there[one].parts()]
-        await _add_unlisted(store, own, parts)
+        copies = seen.checkpoints if seen else {}
+        parts = [part for checkpoint in going.to_delete & copies.keys() for part in copies[checkpoint].parts()]
+        await _add_unlisted(store, manifest_keys, parts)
         marks.begun = True
-        manifests = sorted({*itertools.chain(*own.values()), *(part.manifest_key for part in parts)})
+        manifests = sorted({*itertools.chain(*manifest_keys.values()), *(part.manifest_key for part in parts)})
         try:
             await store.delete(manifests)
         except DeleteRefused:
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
-        deleted(own)
-        gone = [key async for key in _lying(store, run, going)]
-        moved = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
-        await store.delete(gone + moved)
-        await store.delete([mark for one in sorted(going.to_delete) for mark in going.cut.get(one, [])])
+        deleted(manifest_keys)
+        chunk_keys = [key async for key in _chunk_keys(store, run, going)]
+        moved = [
+            info.key async for info in store.scan(quarantine_prefix(run)) if _owner_of(run, info.key) in going.to_delete
+        ]
+        await store.delete(chunk_keys + moved)
+        await store.delete([mark for checkpoint in sorted(going.to_delete) for mark in going.cut.get(checkpoint, [])])
     known.cut[run] -= going.to_delete
     bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
-    return Pruned(going.to_delete & {*own, *(_of(run, key) for key in gone + moved)}, bare, going.held)
+    return Pruned(
+        going.to_delete & {*manifest_keys, *(_owner_of(run, key) for key in chunk_keys + moved)}, bare, going.held
+    )
 
 
-async def _add_unlisted(store: Store, own: dict[CheckpointId, list[str]], parts: Collection[PartId]) -> None:
+async def _add_unlisted(store: Store, manifest_keys: dict[CheckpointId, list[str]], parts: Collection[PartId]) -> None:
     """Add the checkpoints of `parts` that the listing does not show although they have a manifest.
 
     They are read, because a checkpoint that another process deleted meanwhile is no deletion of this prune.
@@ -124,37 +128,37 @@ async def _add_unlisted(store: Store, own: dict[CheckpointId, list[str]], parts:
     async def add(part: PartId) -> None:
         with suppress(ObjectNotFound):
             await manifest_bytes(store, part)
-            own.setdefault(part.checkpoint, []).append(part.manifest_key)
+            manifest_keys.setdefault(part.checkpoint, []).append(part.manifest_key)
 
-    await each(READERS, add, [part for part in parts if part.checkpoint not in own])
+    await each(READERS, add, [part for part in parts if part.checkpoint not in manifest_keys])
 
 
-async def _lying(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:
+async def _chunk_keys(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:
     """Yield the keys of the chunks to delete, by one listing from the first checkpoint to the last.
 
     Where more than `_PAGE` chunks of other checkpoints lie in between, a new listing skips them.
     """
     prefix = chunks_prefix(run)
-    left = deque(sorted((one.name, one) for one in {*going.to_delete, *going.orphans}))
-    while left:
+    todo = deque(sorted((checkpoint.name, checkpoint) for checkpoint in {*going.to_delete, *going.orphans}))
+    while todo:
         passed = 0
-        async with aclosing(store.scan(prefix, f"{prefix}{left[0][0]}")) as listing:
+        async with aclosing(store.scan(prefix, f"{prefix}{todo[0][0]}")) as listing:
             async for info in listing:
                 name = info.key[len(prefix) :].partition("/")[0]
-                while left and left[0][0] < name:
-                    left.popleft()
-                if not left:
+                while todo and todo[0][0] < name:
+                    todo.popleft()
+                if not todo:
                     return
-                passed = 0 if name == left[0][0] else passed + 1
+                passed = 0 if name == todo[0][0] else passed + 1
                 if passed > _PAGE:
                     break
-                if not passed and going.goes(left[0][1], mark_of(info.key[len(run) + 1 :])):
+                if not passed and going.goes(todo[0][1], mark_of(info.key[len(run) + 1 :])):
                     yield info.key
             else:
                 return
 
 
-def _of(run: str, key: str) -> CheckpointId | None:
+def _owner_of(run: str, key: str) -> CheckpointId | None:
     """The checkpoint under whose name an object is stored: ``<run>/<sort>/<checkpoint>/…``."""
     return CheckpointId.parse(run, key.split("/")[2])
 
@@ -180,7 +184,7 @@ async def quarantine(
     Raises:
         StoreUnavailable: the manifest was not moved within `within_s`.
     """
-    late = StoreUnavailable(f"{part}: it was not quarantined within {within_s:.0f} s")
+    timed_out = StoreUnavailable(f"{part}: it was not quarantined within {within_s:.0f} s")
     ends_s = time.monotonic() + within_s
     try:
         async with asyncio.timeout(within_s):
@@ -194,10 +198,10 @@ async def quarantine(
             if await manifest_bytes(store, part) != data:
                 return False
             if time.monotonic() > ends_s:  # the timeout acts only at the next wait, and that is in the deletion
-                raise late
+                raise timed_out
             await store.delete([part.manifest_key])
     except ObjectNotFound:
         return False
     except TimeoutError as error:
-        raise late from error
+        raise timed_out from error
     return True

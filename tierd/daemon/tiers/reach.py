@@ -53,8 +53,8 @@ async def reach(store: Store) -> Reach:
     try:
         async for _ in children(store, ""):
             break
-        kept = await _refuses_to_delete(store) or await _keeps_some(store)
-        return await _try(store, CHECK_KEY if not kept else README_KEY, kept)
+        why_kept = await _refuses_to_delete(store) or await _why_kinds_are_kept(store)
+        return await _try(store, CHECK_KEY if not why_kept else README_KEY, why_kept)
     except StoreFull as error:
         return Reach(None, str(error), "full")
     except StoreRefused as error:
@@ -76,9 +76,9 @@ async def _refuses_to_delete(store: Store) -> str:
     return ""
 
 
-async def _keeps_some(store: Store) -> str:
+async def _why_kinds_are_kept(store: Store) -> str:
     """Return why some kinds of objects cannot be deleted, or an empty text, because a policy may name keys."""
-    run, kept, why = "none", list[str](), ""
+    run, kinds_kept, why = "none", list[str](), ""
     async for name in children(store, ""):
         if name not in OWN_KEYS:
             run = name
@@ -87,12 +87,16 @@ async def _keeps_some(store: Store) -> str:
         try:
             await store.delete([f"{run}/{kind}/none"])
         except DeleteRefused as error:
-            kept.append(kind)
+            kinds_kept.append(kind)
             why = str(error)
-    return f"nothing is pruned, because of {run}/ some kinds of objects stay, {', '.join(kept)}: {why}" if kept else ""
+    return (
+        f"nothing is pruned, because of {run}/ some kinds of objects stay, {', '.join(kinds_kept)}: {why}"
+        if kinds_kept
+        else ""
+    )
 
 
-async def _try(store: Store, key: str, kept: str) -> Reach:
+async def _try(store: Store, key: str, why_kept: str) -> Reach:
     data = introduction()
     try:
         await store.put(key, data)
@@ -100,22 +104,22 @@ async def _try(store: Store, key: str, kept: str) -> Reach:
         await _read(store, README_KEY)
         return Reach("read-only", str(error))
     try:
-        for left in reversed(range(_TRIES)):
-            if (found := await _read(store, key)) is not None and octets(found) == octets(data):
+        for tries_left in reversed(range(_TRIES)):
+            if (read_back := await _read(store, key)) is not None and octets(read_back) == octets(data):
                 break
-            if not left:
+            if not tries_left:
                 raise StoreRefused(f"{key}: what was read back differs from what was put")
             await asyncio.sleep(random.uniform(0, _APART_S))  # noqa: S311
             await store.put(key, data)
     finally:
-        if not kept:
+        if not why_kept:
             await clear(store, [key])
-    if not kept and await _stays(store, key):
-        kept = f"{key} was deleted, and is still there: the tier keeps what it has (a lock on objects?)"
-    return Reach("append-only", kept) if kept else Reach("read-write")
+    if not why_kept and await _outlives_deletion(store, key):
+        why_kept = f"{key} was deleted, and is still there: the tier keeps what it has (a lock on objects?)"
+    return Reach("append-only", why_kept) if why_kept else Reach("read-write")
 
 
-async def _stays(store: Store, key: str) -> bool:
+async def _outlives_deletion(store: Store, key: str) -> bool:
     """Return whether an object outlives its deletions, which another node's object of this name does not."""
     for _ in range(_TRIES):
         if not any([info.key == key async for info in store.scan(key)]):

@@ -33,7 +33,7 @@ class QuarantinedCopy:
     def __init__(self, store: Store, part: PartId, who: str = "", timings: DaemonTimings = USUAL) -> None:
         self._store, self._part, self._who, self._timings = store, part, who, timings
         self._data = b""
-        self._left: Iterator[Chunk] = iter(())
+        self._chunks_to_check: Iterator[Chunk] = iter(())
         self._defect = ""
 
     async def release(self, ends_s: float = math.inf) -> bool | None:
@@ -57,7 +57,7 @@ class QuarantinedCopy:
             return False
         if data != self._data:
             self._data, self._defect = data, ""
-            self._left = (link for chunk in manifest.chunks() for link in chunk.chain())
+            self._chunks_to_check = (link for chunk in manifest.chunks() for link in chunk.chain())
         if self._defect or not await self._is_right(ends_s):
             return False if self._defect else None
         return await self._put_back(manifest)
@@ -65,7 +65,7 @@ class QuarantinedCopy:
     async def _is_right(self, ends_s: float) -> bool:
         """Read on until `ends_s`; whether all was read, and is right."""
         while time.monotonic() < ends_s:
-            link = next(self._left, None)
+            link = next(self._chunks_to_check, None)
             if link is None:
                 return True
             try:

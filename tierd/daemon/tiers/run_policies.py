@@ -49,24 +49,24 @@ class RunPolicies:
         name = parse_retention(run, info.key)
         if name is None:
             return None
-        token, known = self._read.get(info.key, ("", None))
-        if known is None or token != info.token or known.retention is None:
+        token, policy = self._read.get(info.key, ("", None))
+        if policy is None or token != info.token or policy.retention is None:
             try:
-                known = await self._fetch(run, *name, info)
+                policy = await self._fetch(run, *name, info)
             except ObjectNotFound:
                 return None
-            if self._prunes and known.retention is None and token != info.token:
-                log.warning("%s: the run's policy is not known, so nothing of it is deleted: %s", info.key, known.why)
-            self._read[info.key] = info.token, known
-        return known
+            if self._prunes and policy.retention is None and token != info.token:
+                log.warning("%s: the run's policy is not known, so nothing of it is deleted: %s", info.key, policy.why)
+            self._read[info.key] = info.token, policy
+        return policy
 
-    async def _fetch(self, run: str, by: str, given: str, info: ObjectInfo) -> StoredRetention:
+    async def _fetch(self, run: str, by: str, provenance: str, info: ObjectInfo) -> StoredRetention:
         try:
             if info.size > MAX_SIZE:
                 raise ManifestError(f"{info.key}: {info.size} bytes, and a policy has at most {MAX_SIZE}")
-            return await read_sealed(self._store, info.key, lambda data: decode(data, run, by, given))
+            return await read_sealed(self._store, info.key, lambda data: decode(data, run, by, provenance))
         except (CorruptChunk, ManifestError, FormatTooNew) as error:
-            return unreadable(run, by, given, error)
+            return unreadable(run, by, provenance, error)
 
 
 def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, run: str) -> list[StoredRetention]:
@@ -77,46 +77,49 @@ def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, ru
     record that cannot be read, because the tier would delete nothing of the run any more. The result is empty unless
     this node can read the objects there with its key.
     """
-    there = place.policies.get(run, ())
-    if any(one.alien for one in there) or any(
-        isinstance(why, WrongKey) for other, why in place.defects() if other.checkpoint.run == run
+    recorded = place.policies.get(run, ())
+    if any(stored.alien for stored in recorded) or any(
+        isinstance(why, WrongKey) for part, why in place.defects() if part.checkpoint.run == run
     ):
         return []
-    own = {one.given: one for one in there if one.by == inventory.who}
-    damaged = {given for given, one in own.items() if one.retention is None}
+    own_records = {stored.given: stored for stored in recorded if stored.by == inventory.who}
+    damaged = {provenance for provenance, stored in own_records.items() if stored.retention is None}
     janitor = is_janitor(inventory, place, run) or fills(inventory, config, run, tier)
-    wanted = own_policies(inventory, config, run, tier)
-    if "default" in damaged or (not wanted and known_policy(inventory, config, run, tier) is None):
-        wanted["default"] = DEFAULT
+    policies = own_policies(inventory, config, run, tier)
+    if "default" in damaged or (not policies and known_policy(inventory, config, run, tier) is None):
+        policies["default"] = DEFAULT
     tiers, host, now = tuple(inventory.tiers), socket.gethostname(), datetime.now(UTC).isoformat()
     fresh = []
-    for given, policy in wanted.items():
-        before, fits = own.get(given), (policy, tiers)
+    for provenance, policy in policies.items():
+        before, expected = own_records.get(provenance), (policy, tiers)
         if before and before.contested:  # another node's, perhaps, which has not recorded it under an id of its own yet
-            fits = merged([before.retention or policy, policy]) or policy, (*before.tiers, *_less(tiers, before.tiers))
-        if (janitor or given in damaged) and (before is None or (before.retention, before.tiers) != fits):
-            fresh.append(StoredRetention(run, inventory.who, given, host, now, fits[0], tiers=fits[1]))
+            expected = (
+                merged([before.retention or policy, policy]) or policy,
+                (*before.tiers, *_without_tiers(tiers, before.tiers)),
+            )
+        if (janitor or provenance in damaged) and (before is None or (before.retention, before.tiers) != expected):
+            fresh.append(StoredRetention(run, inventory.who, provenance, host, now, expected[0], tiers=expected[1]))
     return fresh
 
 
-def _less(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(one for one in some if one not in others)
+def _without_tiers(tiers: tuple[str, ...], earlier: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(tier for tier in tiers if tier not in earlier)
 
 
-async def record(store: Store, tier: str, one: StoredRetention) -> None:
+async def record(store: Store, tier: str, policy: StoredRetention) -> None:
     """Put a policy of this node on a tier.
 
     Raises:
         StoreUnavailable, StoreRefused: the tier failed.
     """
-    await store.put(retention_key(one.run, one.by, one.given), encode(one))
-    if one.given == "default":
+    await store.put(retention_key(policy.run, policy.by, policy.given), encode(policy))
+    if policy.given == "default":
         log.warning(
             "%s: no policy for run %s is known here, so the default is recorded beside its manifests: keep_last = %d. "
             "To keep more: retention in a configuration, --keep-last, or Checkpointer(retention=tierd.Retention(…))",
             tier,
-            one.run,
+            policy.run,
             DEFAULT.keep_last,
         )
     else:
-        log.info("%s: recorded what run %s keeps there (%s)", tier, one.run, one.given)
+        log.info("%s: recorded what run %s keeps there (%s)", tier, policy.run, policy.given)

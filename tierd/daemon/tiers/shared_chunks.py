@@ -54,7 +54,9 @@ def named_by(manifest: Manifest, *, own: bool = False) -> SharedChunks:
         owner = homes[home]
         if owner and (own or owner != manifest.part.checkpoint):
             marks.setdefault(owner, set()).add(mark_of(stored.key))
-    return SharedChunks(frozenset(marks), {owner: array("Q", sorted(some)) for owner, some in marks.items()})
+    return SharedChunks(
+        frozenset(marks), {owner: array("Q", sorted(owner_marks)) for owner, owner_marks in marks.items()}
+    )
 
 
 class SharedChunkTable:
@@ -67,19 +69,23 @@ class SharedChunkTable:
 
     def count(self) -> None:
         """Recompute the free memory, because records may have been discarded since."""
-        self._room = self._limit - sum(len(one) * one.itemsize for one in self._sets.values())
+        self._room = self._limit - sum(len(marks) * marks.itemsize for marks in self._sets.values())
 
     def kept(self, shared: SharedChunks) -> SharedChunks:
         """Return an equal record to keep; without the chunks if there is no memory for them."""
         if not shared.owners:
             return NOTHING
-        given = shared.chunks or {}
-        found = {owner: marks for owner in sorted(given) if (marks := self._kept(owner, given[owner])) is not None}
-        whole = len(found) == len(shared.owners)
-        name = shared.owners, tuple(map(id, found.values())) if whole else None
-        return self._all.setdefault(name, SharedChunks(shared.owners, found if whole else None))
+        by_owner = shared.chunks or {}
+        kept_chunks = {
+            owner: marks
+            for owner in sorted(by_owner)
+            if (marks := self._share_marks(owner, by_owner[owner])) is not None
+        }
+        is_complete = len(kept_chunks) == len(shared.owners)
+        name = shared.owners, tuple(map(id, kept_chunks.values())) if is_complete else None
+        return self._all.setdefault(name, SharedChunks(shared.owners, kept_chunks if is_complete else None))
 
-    def _kept(self, owner: CheckpointId, marks: array[int]) -> array[int] | None:
+    def _share_marks(self, owner: CheckpointId, marks: array[int]) -> array[int] | None:
         name = xxhash.xxh3_128_digest(f"{owner.run} {owner.name} ".encode() + marks.tobytes())
         old = self._sets.get(name)
         if old is None and len(marks) * marks.itemsize <= self._room:

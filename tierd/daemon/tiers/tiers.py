@@ -108,12 +108,16 @@ class Tiers:
     async def record(self, tier: str, inventory: Inventory, config: Config, runs: Iterable[str]) -> None:
         """Write this node's records of the policies of `runs` to a tier."""
         place = self.observed.places[tier]
-        fresh = [one for run in runs if place for one in unrecorded(inventory, config, tier, place, run)]
-        fresh += [one for one in self._identity.due(tier) if place and not any(_is_for(one, other) for other in fresh)]
+        fresh = [policy for run in runs if place for policy in unrecorded(inventory, config, tier, place, run)]
+        fresh += [
+            policy
+            for policy in self._identity.due(tier)
+            if place and not any(_is_for(policy, other_policy) for other_policy in fresh)
+        ]
         try:
-            fresh = [self._identity.recorded(tier, one) for one in fresh]
-            for one in fresh:
-                await record(self._stores[tier], tier, one)
+            fresh = [self._identity.recorded(tier, policy) for policy in fresh]
+            for policy in fresh:
+                await record(self._stores[tier], tier, policy)
         except StoreRefused:
             if not self.refusal(tier):
                 raise
@@ -126,8 +130,8 @@ class Tiers:
         for run in runs:
             place = self.observed.places[tier]
             if place and (head := unwritten(inventory, place, run, fills=fills(inventory, self._config, run, tier))):
-                said = [one.launches for one in place.heads.get(run, ()) if one.by == head.by]
-                if self.refusal(tier) and said == [head.launches]:
+                launches = [stored.launches for stored in place.heads.get(run, ()) if stored.by == head.by]
+                if self.refusal(tier) and launches == [head.launches]:
                     continue  # already said; `unwritten` repeats it because merged heads of others cannot be deleted
                 await write(self._stores[tier], head, place.heads.get(run, ()))
                 self.observed.did(tier, partial(_with_head, head))
@@ -137,8 +141,8 @@ class Tiers:
         place, url = self.observed.places[tier], self._config.named(tier).url
         if place is None:
             return None
-        seen = next((head.tiers.get(url) for head in spool.heads.get(run, ())), None)
-        return await rolled_back(self._stores[tier], run, seen, place.heads.get(run, ()))
+        remembered = next((head.tiers.get(url) for head in spool.heads.get(run, ())), None)
+        return await rolled_back(self._stores[tier], run, remembered, place.heads.get(run, ()))
 
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
         """Remove intents and marks that interrupted operations of this node have left, after a start or a failure.
@@ -150,16 +154,18 @@ class Tiers:
             self._untidy.add(tier)
         if tier not in self._untidy or place is None or guard.rests:
             return
-        store, tidy, found = self._stores[tier], True, frozenset[CheckpointId]()
+        store, tidy, cut_checkpoints = self._stores[tier], True, frozenset[CheckpointId]()
         guard.has_left = False
         for run in runs:
-            done, _, cut, _ = await sweep(store, run, self.who, self._timings)
+            is_swept, _, cut, _ = await sweep(store, run, self.who, self._timings)
             await sweep_rank_notes(store, run)
             # A checkpoint whose manifest is still there is left to the plan, so its mark is removed.
-            await clear(store, [mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
-            self._observers[tier].manifests.cut[run] = gone = cut.keys() - place.checkpoints.keys()
-            tidy, found = tidy and done, found | gone
-        self.observed.did(tier, lambda place: replace(place, cut=place.cut | found))
+            await clear(
+                store, [mark for checkpoint, marks in cut.items() if checkpoint in place.checkpoints for mark in marks]
+            )
+            self._observers[tier].manifests.cut[run] = run_cut = cut.keys() - place.checkpoints.keys()
+            tidy, cut_checkpoints = tidy and is_swept, cut_checkpoints | run_cut
+        self.observed.did(tier, lambda place: replace(place, cut=place.cut | cut_checkpoints))
         if tidy and not guard.has_left:
             self._untidy.discard(tier)
 
@@ -195,15 +201,15 @@ class Tiers:
             ConfigError: the tier is the place of another one under another name, so nothing is deleted there.
             DeleteRefused: the tier refuses deletions; no mark is left there.
         """
-        if len(self._stores) > 1 and not await self._is_apart(tier):
+        if len(self._stores) > 1 and not await self._is_separate_place(tier):
             log.info("%s: not pruned yet, because another tier that may be this place does not answer", tier)
             return set()
         eye = self._observers[tier]
         # Before any mark is put, because a mark that cannot be deleted would block flushes.
-        for run in {one.run for one in checkpoints}:
+        for run in {checkpoint.run for checkpoint in checkpoints}:
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
-            gone, bare, _, is_stale = await prune(
+            pruned, bare, _, is_stale = await prune(
                 self._stores[tier],
                 checkpoints,
                 self.who,
@@ -214,18 +220,20 @@ class Tiers:
                 deleted,
             )
         except (ManifestError, FormatTooNew) as error:  # of a surviving manifest: flushes need not wait for it
-            names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
+            names = ", ".join(str(checkpoint) for checkpoint in sorted(checkpoints)[:3]) + (
+                ", …" if len(checkpoints) > 3 else ""
+            )
             log.warning("%s: not pruned yet: %s: %s", tier, names, error)
             return set()
         if is_stale:
             self.observed.doubt(tier)
-        for one in {*checkpoints, *bare}:
-            eye.forget(one)  # also where only shared chunks are left, which is known now
-        for one in {*gone, *bare}:
-            self.observed.did(tier, partial(_without, one))
-        return gone
+        for checkpoint in {*checkpoints, *bare}:
+            eye.forget(checkpoint)  # also where only shared chunks are left, which is known now
+        for checkpoint in {*pruned, *bare}:
+            self.observed.did(tier, partial(_without_checkpoint, checkpoint))
+        return pruned
 
-    async def _is_apart(self, tier: str) -> bool:
+    async def _is_separate_place(self, tier: str) -> bool:
         """Whether a tier is known to be a place of its own, or the tiers that do not answer are not relied upon.
 
         Asked before each prune, because a mount or a link may make two tiers one place at any time. What a tier wants
@@ -247,12 +255,12 @@ class Tiers:
                 continue
             keep = policy_for(inventory, self._config, checkpoint.run, name).keep_last
             copies = place.copies(checkpoint.run) if place else ()
-            newer = sorted(seen.id for seen in copies if seen.usable and seen.id > checkpoint)
+            newer = sorted(copy.id for copy in copies if copy.usable and copy.id > checkpoint)
             if len(newer) < keep:
                 return False
             # Check the newest, and those next to `checkpoint`, because the newest may be on another branch.
-            for one in sorted({*newer[:keep], *newer[-keep:]}):
-                if not await self._observers[name].manifests.are_usable(one):
+            for counted in sorted({*newer[:keep], *newer[-keep:]}):
+                if not await self._observers[name].manifests.are_usable(counted):
                     self.observed.doubt(name)
                     return False
         return True
@@ -269,7 +277,7 @@ class Tiers:
         """
         store, limit_s = self._stores[tier], self._timings.holds_s
 
-        async def held(part: PartId) -> bool | bytes:
+        async def ask_part(part: PartId) -> bool | bytes:
             try:
                 async with awake_timeout(limit_s) as begin_anew:  # at each answer, because a part may have many pages
                     return await holds(store, part, None, begin_anew)
@@ -278,10 +286,10 @@ class Tiers:
             except FormatTooNew:  # a newer tierd reads it, or one with another key
                 return True
 
-        found = await together(READERS, [held(part) for part in parts])
-        if any(one is False for one in found):
+        answers = await together(READERS, [ask_part(part) for part in parts])
+        if any(answer is False for answer in answers):
             return None
-        return {part: one for part, one in zip(parts, found, strict=True) if isinstance(one, bytes)}
+        return {part: answer for part, answer in zip(parts, answers, strict=True) if isinstance(answer, bytes)}
 
     async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[tuple[str, PartId, bytes]] | None:
         """Check the tiers once more before the spool's copies are deleted.
@@ -296,17 +304,17 @@ class Tiers:
         Raises:
             TierdError, OSError: a tier failed, and no other holds them.
         """
-        seen = [name for name in self.observed.places if all(self.observed.has(part, name) for part in local)]
-        return await lacking({name: self._stores[name] for name in seen}, local)
+        names = [name for name in self.observed.places if all(self.observed.has(part, name) for part in local)]
+        return await lacking({name: self._stores[name] for name in names}, local)
 
 
 def _with_head(head: Head, place: Place) -> Place:
     return place.with_heads(head.run, (head,))
 
 
-def _without(checkpoint: CheckpointId, place: Place) -> Place:
+def _without_checkpoint(checkpoint: CheckpointId, place: Place) -> Place:
     return place.without(checkpoint)
 
 
-def _is_for(one: StoredRetention, other: StoredRetention) -> bool:
-    return (one.run, one.by, one.given) == (other.run, other.by, other.given)
+def _is_for(policy: StoredRetention, other_policy: StoredRetention) -> bool:
+    return (policy.run, policy.by, policy.given) == (other_policy.run, other_policy.by, other_policy.given)

@@ -41,9 +41,9 @@ async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tup
 
 async def _defect(store: Store, run: str, chunk: Chunk) -> str | None:
     """Describe the first of a chunk's objects that is not right; None if all are."""
-    for one in chunk.chain():
+    for link in chunk.chain():
         try:
-            await surely(partial(get_stored, store, run, one))
+            await surely(partial(get_stored, store, run, link))
         except CorruptChunk as error:
             return str(error)
     return None

@@ -56,9 +56,11 @@ class Buffers:
 
     def take(self, size: int) -> memoryview:
         """Return at least `size` bytes of memory, as `hold` provides it, until `give_back`."""
-        fits = [number for number, one in enumerate(self._idle) if size <= len(one) <= _LOOSE * max(size, _GRAIN)]
-        if fits:
-            memory = self._idle.pop(min(fits, key=lambda number: len(self._idle[number])))
+        fitting = [
+            number for number, memory in enumerate(self._idle) if size <= len(memory) <= _LOOSE * max(size, _GRAIN)
+        ]
+        if fitting:
+            memory = self._idle.pop(min(fitting, key=lambda number: len(self._idle[number])))
         else:
             memory = memory_for(-(-max(size, 1) // _GRAIN) * _GRAIN if size >= _GRAIN else max(size, 1))
         self._used += len(memory)

@@ -55,7 +55,7 @@ class PatchBase:
 class ChunkSource(Protocol):
     """Provides the chunks of a part."""
 
-    def copies(self, held: Content) -> int:
+    def copies(self, content: Content) -> int:
         """Return how many copies of a chunk's bytes are in memory at once."""
         ...
 
@@ -68,12 +68,12 @@ class ChunkSource(Protocol):
         """
         ...
 
-    def reading(self, wanted: Collection[Content]) -> AbstractContextManager[None]:
-        """A context within which the caller reads the chunks with the contents `wanted`."""
+    def reading(self, contents: Collection[Content]) -> AbstractContextManager[None]:
+        """A context within which the caller reads the chunks with these `contents`."""
         ...
 
-    def next(self, todo: Collection[Content], fits: Callable[[Content], bool]) -> Content | None:
-        """Return the content in `todo` that is cheapest to read next, among those that `fits` accepts; None if none."""
+    def next(self, todo: Collection[Content], accepts: Callable[[Content], bool]) -> Content | None:
+        """Return the content in `todo` that is cheapest to read next, of those that `accepts` allows; None if none."""
         ...
 
     def read(self, where: Where, file: File) -> AbstractAsyncContextManager[Encoded]:
@@ -115,56 +115,56 @@ class Spooled:
         self._bases: dict[Content, PatchBase] = {}
         self._token = ""
 
-    def copies(self, held: Content) -> int:
-        return 3 if self._twin or held in self._bases else 1
+    def copies(self, content: Content) -> int:
+        return 3 if self._twin or content in self._bases else 1
 
     async def compare(self, bases: Mapping[Content, PatchBase], token: str) -> None:
         self._token = token
-        self._bases = await to_the_end(self._alike, bases)
+        self._bases = await to_the_end(self._similar_bases, bases)
 
-    def _alike(self, bases: Mapping[Content, PatchBase]) -> dict[Content, PatchBase]:
+    def _similar_bases(self, bases: Mapping[Content, PatchBase]) -> dict[Content, PatchBase]:
         """Return the bases that seem to differ little, by samples."""
-        found: dict[Content, PatchBase] = {}
-        for path, some in groupby(bases.items(), key=lambda item: item[1].file.path):
-            of_file = dict(some)
+        alike: dict[Content, PatchBase] = {}
+        for path, pairs in groupby(bases.items(), key=lambda item: item[1].file.path):
+            of_file = dict(pairs)
             first = next(iter(of_file.values()))
-            begins, old_begins = _begins(first.file), _begins(first.older)
+            begins, old_begins = _chunk_offsets(first.file), _chunk_offsets(first.older)
             try:
                 with (
                     os.fdopen(open_plain(self._home / path), "rb", buffering=0) as new,
                     os.fdopen(open_plain(self._spool.path(first.part) / path), "rb", buffering=0) as old,
                 ):
-                    for held, base in of_file.items():
+                    for content, base in of_file.items():
                         places = (new.fileno(), begins[base.index]), (old.fileno(), old_begins[base.index])
-                        if _share_that_differs(*places, held[1]) <= patch.MOST_SHARE:
-                            found[held] = base
+                        if _share_that_differs(*places, content[1]) <= patch.MOST_SHARE:
+                            alike[content] = base
             except (CorruptChunk, OSError):
                 continue  # the older checkpoint has left the spool
-        return found
+        return alike
 
     @contextmanager
-    def reading(self, wanted: Collection[Content]) -> Iterator[None]:
-        with self._encoding.taking(self._part, wanted) as self._taker:
+    def reading(self, contents: Collection[Content]) -> Iterator[None]:
+        with self._encoding.taking(self._part, contents) as self._taker:
             yield
 
-    def next(self, todo: Collection[Content], fits: Callable[[Content], bool]) -> Content | None:
+    def next(self, todo: Collection[Content], accepts: Callable[[Content], bool]) -> Content | None:
         assert self._taker is not None
-        return self._taker.next(todo, fits)
+        return self._taker.next(todo, accepts)
 
     @asynccontextmanager
     async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
         assert self._taker is not None
         chunk, room = file.chunks[where[1]], room_for_chunk(file, where[1])
         base = self._bases.get(chunk.content)
-        patched = await to_the_end(self._patched, file, where[1], base) if base else None
+        patched = await to_the_end(self._encode_patch, file, where[1], base) if base else None
         if patched:
             self._taker.passes(chunk.content)
             yield patched
             return
         async with self._taker.take(chunk, room, partial(self._read, file, where[1])) as encoded:
-            yield await self._as_the_twin(where, encoded)
+            yield await self._encode_as_reference(where, encoded)
 
-    def _patched(self, file: File, index: int, base: PatchBase) -> Encoded | None:
+    def _encode_patch(self, file: File, index: int, base: PatchBase) -> Encoded | None:
         """Return the chunk as a patch; None if too much differs, or the base is not right in the spool any more."""
         path, size = self._spool.path(base.part) / base.older.path, room_for_chunk(base.older, base.index)
         try:
@@ -182,7 +182,7 @@ class Spooled:
                 raise ObjectNotFound(f"{self._part} is not in the spool any more") from None
             raise
 
-    async def _as_the_twin(self, where: Where, encoded: Encoded) -> Encoded:
+    async def _encode_as_reference(self, where: Where, encoded: Encoded) -> Encoded:
         twin = self._twin
         chunk = twin.manifest.chunk(where) if twin else None
         if not (twin and twin.answers and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
@@ -201,7 +201,7 @@ class Spooled:
         return stored_as(self._part, chunk, data)
 
 
-def _begins(file: File) -> list[int]:
+def _chunk_offsets(file: File) -> list[int]:
     """Return where each chunk of a file begins, in bytes."""
     return list(accumulate((chunk.size for chunk in file.chunks), initial=0))
 
@@ -215,10 +215,10 @@ def _share_that_differs(new: tuple[int, int], old: tuple[int, int], size: int) -
     piece = min(_SAMPLE, size)
     shares = []
     for sample in range(0, size - piece + 1, max(piece, size // _SAMPLES)):
-        there = [os.pread(fd, piece, begin + sample) for fd, begin in (new, old)]
-        if {len(one) for one in there} != {piece}:
+        samples = [os.pread(fd, piece, begin + sample) for fd, begin in (new, old)]
+        if {len(data) for data in samples} != {piece}:
             return 1.0  # a file was cut; the read of the chunk finds out
-        shares.append(patch.share_that_differs(*there))
+        shares.append(patch.share_that_differs(*samples))
     return sum(shares) / len(shares)
 
 
@@ -226,5 +226,5 @@ def stored_as(part: PartId, chunk: Chunk, data: Buffer) -> Encoded:
     """Return a chunk in another tier's encoding, under its key in `part`."""
     assert chunk.stored is not None
     key = chunk_key(part, chunk.xxh3_128, chunk.stored.codec)
-    own = msgspec.structs.replace(chunk.stored, key=key, checked="")
-    return Encoded(msgspec.structs.replace(chunk, stored=own), data)
+    stored = msgspec.structs.replace(chunk.stored, key=key, checked="")
+    return Encoded(msgspec.structs.replace(chunk, stored=stored), data)

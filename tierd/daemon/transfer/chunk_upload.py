@@ -29,16 +29,24 @@ class ChunkUpload:
     """One chunk in transfer. After `send`, `encoded` is its entry for the manifest."""
 
     def __init__(
-        self, source: ChunkSource, route: Route, part: PartId, there: Mapping[str, list[str]], where: Where, file: File
+        self,
+        source: ChunkSource,
+        route: Route,
+        part: PartId,
+        keys_by_digest: Mapping[str, list[str]],
+        where: Where,
+        file: File,
     ) -> None:
-        self._source, self._route, self._part, self._there = source, route, part, there
+        self._source, self._route, self._part, self._keys_by_digest = source, route, part, keys_by_digest
         self._where, self._file = where, file
         self.encoded: Chunk = file.chunks[where[1]]
 
     @property
     def weight(self) -> int:
         """The most bytes that the chunk takes in memory, without those that its source accounts for."""
-        copies = max(self._source.copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._there else 1)
+        copies = max(
+            self._source.copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._keys_by_digest else 1
+        )
         return max(copies * self.encoded.size, weight(self._route.store, self.encoded.size))
 
     async def send(self, hold: Hold) -> int:
@@ -48,7 +56,7 @@ class ChunkUpload:
             hold: bytes of the budget for the chunk's `weight`.
         """
         hold.keep(self.weight)
-        if await self._lies_there():
+        if await self._is_already_stored():
             return 0
         async with self._source.read(self._where, self._file) as encoded:
             self.encoded, stored = encoded.chunk, encoded.stored
@@ -64,9 +72,9 @@ class ChunkUpload:
             await self._read_back(key, stored)
         return stored.size
 
-    async def _lies_there(self) -> bool:
+    async def _is_already_stored(self) -> bool:
         """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
-        for key in self._there.get(self.encoded.xxh3_128, ()):
+        for key in self._keys_by_digest.get(self.encoded.xxh3_128, ()):
             try:
                 self.encoded, _ = await get_recognized(self._route.store, key, self.encoded, self._route.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):

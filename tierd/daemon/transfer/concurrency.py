@@ -24,11 +24,11 @@ async def together(limit: int, work: Sequence[Coroutine[Any, Any, T]]) -> list[T
     """Run `work` with at most `limit` coroutines at a time, and return the results in order."""
     gate = asyncio.Semaphore(limit)
 
-    async def one(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def limited(coroutine: Coroutine[Any, Any, T]) -> T:
         async with gate:
             return await coroutine
 
-    tasks = [asyncio.ensure_future(one(coroutine)) for coroutine in work]
+    tasks = [asyncio.ensure_future(limited(coroutine)) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
@@ -45,15 +45,15 @@ async def each(
 ) -> None:
     """Run `do` for each of `items` with at most `limit` calls at a time. There may be a million items."""
     page: list[T] = []
-    async for item in items if isinstance(items, AsyncIterable) else _one_by_one(items):
+    async for item in items if isinstance(items, AsyncIterable) else _iterate_async(items):
         page.append(item)
         if len(page) == _PAGE:
-            await together(limit, [do(one) for one in page])
+            await together(limit, [do(item) for item in page])
             page.clear()
-    await together(limit, [do(one) for one in page])
+    await together(limit, [do(item) for item in page])
 
 
-async def _one_by_one(items: Iterable[T]) -> AsyncIterator[T]:
+async def _iterate_async(items: Iterable[T]) -> AsyncIterator[T]:
     for item in items:
         yield item
 

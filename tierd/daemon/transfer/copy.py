@@ -114,65 +114,69 @@ async def copy_run(
         StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there. Or the
             target has another key than `target`.
     """
-    here = await TierObserver(source).observe({run}, few=_FEW, chunks=False)
-    _check_readable(here, run, "the source")
-    wanted = _chosen(here, run, step, attempt)
-    there = await TierObserver(target).observe({to_run}, {to_run: here.run(run).ranks}, chunks=False)
-    work = _Copy(source, target, run, to_run, here, there, progress, Route(target))
-    _check_readable(there, to_run, "the target")
+    source_place = await TierObserver(source).observe({run}, few=_FEW, chunks=False)
+    _check_readable(source_place, run, "the source")
+    selected = _select_checkpoints(source_place, run, step, attempt)
+    target_place = await TierObserver(target).observe({to_run}, {to_run: source_place.run(run).ranks}, chunks=False)
+    work = _Copy(source, target, run, to_run, source_place, target_place, progress, Route(target))
+    _check_readable(target_place, to_run, "the target")
     await work.check_target()
-    if not there.checkpoints:
+    if not target_place.checkpoints:
         await check_key(target, to_run)
     policies = 0 if step is not None else await work.put_policies()
     results: dict[CheckpointId, CopiedCheckpoint | str | None] = {}
     pins: set[CheckpointId] = set()
     for _ in range(_LISTINGS):
-        pins |= set(wanted) if step is not None else work.here.pins.intersection(wanted)
-        results |= await work.copied(wanted, pins)
-        if step is not None or all(results[one] for one in wanted):
+        pins |= set(selected) if step is not None else work.source_place.pins.intersection(selected)
+        results |= await work.copied(selected, pins)
+        if step is not None or all(results[checkpoint] for checkpoint in selected):
             break
-        work.here = await TierObserver(source).observe({run}, few=_FEW, chunks=False)
-        every = work.here.run(run).whole
-        wanted = [one for one in every if attempt in (None, one.attempt) and results.get(one) is None]
-    done = {one: result for one, result in results.items() if isinstance(result, CopiedCheckpoint)}
-    vanished = [one.step for one, result in results.items() if result is None]
+        work.source_place = await TierObserver(source).observe({run}, few=_FEW, chunks=False)
+        complete = work.source_place.run(run).whole
+        selected = [
+            checkpoint
+            for checkpoint in complete
+            if attempt in (None, checkpoint.attempt) and results.get(checkpoint) is None
+        ]
+    copied = {checkpoint: result for checkpoint, result in results.items() if isinstance(result, CopiedCheckpoint)}
+    vanished = [checkpoint.step for checkpoint, result in results.items() if result is None]
     if step is not None and vanished:
         raise CheckpointNotFound(f"run {run!r} step {step}: it was pruned at the source while it was copied")
-    halves = [seen for seen in work.here.run(run).halves if step is None and attempt in (None, seen.id.attempt)]
-    failed = [_failure(seen.id, next(iter(seen.defects.values()))) for seen in halves if seen.complete]
+    halves = [half for half in work.source_place.run(run).halves if step is None and attempt in (None, half.id.attempt)]
+    failed = [_failure(half.id, next(iter(half.defects.values()))) for half in halves if half.complete]
     failed += [result for result in results.values() if isinstance(result, str)]
     if step is None:
         await work.put_head()
-    pinned = tuple(one.step for one in done if one in pins)
-    incomplete = sum(not seen.complete for seen in halves)
-    return CopiedRun(run, to_run, tuple(done.values()), pinned, policies, tuple(failed), tuple(vanished), incomplete)
+    pinned = tuple(checkpoint.step for checkpoint in copied if checkpoint in pins)
+    incomplete = sum(not half.complete for half in halves)
+    return CopiedRun(run, to_run, tuple(copied.values()), pinned, policies, tuple(failed), tuple(vanished), incomplete)
 
 
 def _check_readable(place: Place, run: str, where: str) -> None:
     """Raise `StoreRefused` if a place has objects of the run that this process cannot read: it may lack the key."""
     strange = [str(why) for part, why in place.defects() if isinstance(why, FormatTooNew)]
-    strange += [one.why for one in place.policies.get(run, ()) if one.alien]
+    strange += [policy.why for policy in place.policies.get(run, ()) if policy.alien]
     if strange:
         raise StoreRefused(f"run {run}: {where} has what cannot be read here: {strange[0]}")
 
 
-def _failure(one: CheckpointId, error: TierdError) -> str:
-    return f"step {one.step} (attempt {one.attempt}): {error}"
+def _failure(checkpoint: CheckpointId, error: TierdError) -> str:
+    return f"step {checkpoint.step} (attempt {checkpoint.attempt}): {error}"
 
 
-def _chosen(here: Place, run: str, step: int | None, attempt: str | None) -> list[CheckpointId]:
-    resume = restore_candidates(Inventory(Place(), {"source": here}), run, step, attempt)
-    every = [one for one in here.run(run).whole if attempt in (None, one.attempt)]
-    found = every if step is None else [one.checkpoint for one in resume.candidates[:1]]
-    if not found:
+def _select_checkpoints(place: Place, run: str, step: int | None, attempt: str | None) -> list[CheckpointId]:
+    resume = restore_candidates(Inventory(Place(), {"source": place}), run, step, attempt)
+    complete = [checkpoint for checkpoint in place.run(run).whole if attempt in (None, checkpoint.attempt)]
+    selected = complete if step is None else [candidate.checkpoint for candidate in resume.candidates[:1]]
+    if not selected:
         raise not_found(resume, run, step, [], attempt)
-    return found
+    return selected
 
 
-def _parts(place: Place, one: CheckpointId) -> Iterator[PartId]:
+def _complete_parts(place: Place, checkpoint: CheckpointId) -> Iterator[PartId]:
     """Yield the parts of a checkpoint, of the world sizes of which every rank is there."""
-    ranks = place.checkpoints[one].sound
-    return (PartId(one, rank, world) for world in complete_world_sizes(ranks) for rank in range(world))
+    ranks = place.checkpoints[checkpoint].sound
+    return (PartId(checkpoint, rank, world) for world in complete_world_sizes(ranks) for rank in range(world))
 
 
 def _size(place: Place, part: PartId) -> int:
@@ -182,31 +186,32 @@ def _size(place: Place, part: PartId) -> int:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy at work. `there` shows the target, with the parts that were copied."""
+    """A copy at work. `target_place` shows the target, with the parts that were copied."""
 
     source: Store
     target: Store
     run: str
     to_run: str
-    here: Place
-    there: Place
+    source_place: Place
+    target_place: Place
     progress: Progress
     route: Route
 
-    def renamed(self, one: CheckpointId) -> CheckpointId:
-        return replace(one, run=self.to_run)
+    def renamed(self, checkpoint: CheckpointId) -> CheckpointId:
+        return replace(checkpoint, run=self.to_run)
 
     async def check_target(self) -> None:
         """Raise `ConfigError` if the target has a run of the new name that was not copied from this one."""
-        for one in self.there.run(self.to_run).newest_of_each if self.to_run != self.run else ():
-            if self.run not in await self._copied_from(one):
+        for checkpoint in self.target_place.run(self.to_run).newest_of_each if self.to_run != self.run else ():
+            if self.run not in await self._copied_from(checkpoint):
                 raise ConfigError(
-                    f"--as {self.to_run}: the target has another run of that name (attempt {one.attempt} was not "
+                    f"--as {self.to_run}: the target has another run of that name (attempt {checkpoint.attempt} "
+                    "was not "
                     f"copied from {self.run}), and two histories do not mix; choose another name"
                 )
 
-    async def _copied_from(self, one: CheckpointId) -> tuple[str, ...]:
-        for part in self.there.checkpoints[one].parts():
+    async def _copied_from(self, checkpoint: CheckpointId) -> tuple[str, ...]:
+        for part in self.target_place.checkpoints[checkpoint].parts():
             try:
                 return (await read_manifest(self.target, part)).copied_from
             except (ObjectNotFound, ManifestError):
@@ -219,100 +224,109 @@ class _Copy:
         Raises:
             StoreRefused: a policy at the source cannot be read, so what the copy has to keep is not known.
         """
-        own = {(one.by, one.given): one for one in self.here.policies.get(self.run, ())}
-        known = {(one.by, one.given) for one in self.there.policies.get(self.to_run, ())}
-        if any(given != "default" and (by, given) not in own for by, given in known):
+        at_source = {(policy.by, policy.given): policy for policy in self.source_place.policies.get(self.run, ())}
+        at_target = {(policy.by, policy.given) for policy in self.target_place.policies.get(self.to_run, ())}
+        if any(provenance != "default" and (by, provenance) not in at_source for by, provenance in at_target):
             return 0
-        fresh = [one for key, one in own.items() if key not in known]
-        if lost := [one for one in fresh if one.retention is None]:
+        fresh = [policy for key, policy in at_source.items() if key not in at_target]
+        if unknown := [policy for policy in fresh if policy.retention is None]:
             raise StoreRefused(
                 f"what run {self.run} keeps is not known at the source, so a copy could be pruned wrongly: "
-                f"{lost[0].why}; copy single steps with --step, which are pinned"
+                f"{unknown[0].why}; copy single steps with --step, which are pinned"
             )
-        for one in fresh:
-            data = encode(replace(one, run=self.to_run, tiers=()))
-            await self.target.put(retention_key(self.to_run, one.by, one.given), data)
-        self.there = self.there.with_policies([replace(one, run=self.to_run) for one in fresh])
+        for policy in fresh:
+            data = encode(replace(policy, run=self.to_run, tiers=()))
+            await self.target.put(retention_key(self.to_run, policy.by, policy.given), data)
+        self.target_place = self.target_place.with_policies([replace(policy, run=self.to_run) for policy in fresh])
         return len(fresh)
 
     async def copied(
-        self, wanted: Sequence[CheckpointId], pins: Collection[CheckpointId]
+        self, checkpoints: Sequence[CheckpointId], pins: Collection[CheckpointId]
     ) -> dict[CheckpointId, CopiedCheckpoint | str | None]:
         """Copy these checkpoints, each after its pin if it is one of `pins`; return each one's `outcome`."""
-        self.progress.begin(sum(_size(self.here, part) for one in wanted for part in _parts(self.here, one)))
+        self.progress.begin(
+            sum(
+                _size(self.source_place, part)
+                for checkpoint in checkpoints
+                for part in _complete_parts(self.source_place, checkpoint)
+            )
+        )
         results = {}
-        for one in wanted:
-            if one in pins:
-                await self.target.put(pin_key(self.renamed(one)), b"")
-            results[one] = await self.outcome(one)
+        for checkpoint in checkpoints:
+            if checkpoint in pins:
+                await self.target.put(pin_key(self.renamed(checkpoint)), b"")
+            results[checkpoint] = await self.outcome(checkpoint)
         return results
 
-    async def outcome(self, one: CheckpointId) -> CopiedCheckpoint | str | None:
+    async def outcome(self, checkpoint: CheckpointId) -> CopiedCheckpoint | str | None:
         """Copy one checkpoint; return why it is corrupt instead, or None if it was pruned at the source meanwhile."""
         try:
-            return await self._checkpoint(one)
+            return await self._checkpoint(checkpoint)
         except (CorruptChunk, ManifestError, ObjectNotFound) as error:
-            worlds = {part.world for part in _parts(self.here, one)}
-            there = all([await is_there({"": self.source}, one, world) for world in worlds])
-            return _failure(one, error) if there else None
+            worlds = {part.world for part in _complete_parts(self.source_place, checkpoint)}
+            is_present = all([await is_there({"": self.source}, checkpoint, world) for world in worlds])
+            return _failure(checkpoint, error) if is_present else None
 
-    async def _checkpoint(self, one: CheckpointId) -> CopiedCheckpoint:
-        parts = await together(_PARTS, [self._part(part) for part in _parts(self.here, one)])
+    async def _checkpoint(self, checkpoint: CheckpointId) -> CopiedCheckpoint:
+        parts = await together(_PARTS, [self._part(part) for part in _complete_parts(self.source_place, checkpoint)])
         if not parts:
-            raise ManifestError(f"{one}: no complete set of its manifests can be used")
+            raise ManifestError(f"{checkpoint}: no complete set of its manifests can be used")
         sent = sum(sent or 0 for _, sent in parts)
-        was_there = all(sent is None for _, sent in parts)
-        return CopiedCheckpoint(one.step, one.attempt, sum(size for size, _ in parts), sent, was_there)
+        was_present = all(sent is None for _, sent in parts)
+        return CopiedCheckpoint(checkpoint.step, checkpoint.attempt, sum(size for size, _ in parts), sent, was_present)
 
     async def _part(self, part: PartId) -> tuple[int, int | None]:
         """Copy one part; return its size in bytes, and the bytes that were sent, None if the target had the part."""
-        own = PartId(self.renamed(part.checkpoint), part.rank, part.world)
-        if self.there.has(own) and (manifest := await self._same(part, own)) is not None:
-            self._moved(_size(self.here, part))
+        target_part = PartId(self.renamed(part.checkpoint), part.rank, part.world)
+        if self.target_place.has(target_part) and (manifest := await self._same(part, target_part)) is not None:
+            self._report_progress(_size(self.source_place, part))
             return manifest.size, None
-        left = _size(self.here, part)
+        unread_bytes = _size(self.source_place, part)
 
         def read(size: int) -> None:
-            nonlocal left
-            left -= size
-            self._moved(size)
+            nonlocal unread_bytes
+            unread_bytes -= size
+            self._report_progress(size)
 
-        base, worn_out = await base_of(self.target, self.there, own)
+        base, worn_out = await base_of(self.target, self.target_place, target_part)
         sources = {"the source": self.source}
-        done = await relay(sources, part, self.route, base=base, worn_out=worn_out, run=self.to_run, read=read)
-        self._moved(left)  # the chunks that the target had
-        self.there = self.there.adding(own, done.facts)
-        return done.raw, done.sent
+        relayed = await relay(sources, part, self.route, base=base, worn_out=worn_out, run=self.to_run, read=read)
+        self._report_progress(unread_bytes)  # the chunks that the target had
+        self.target_place = self.target_place.adding(target_part, relayed.facts)
+        return relayed.raw, relayed.sent
 
-    def _moved(self, size: int) -> None:
+    def _report_progress(self, size: int) -> None:
         self.progress.done += size
         self.progress.on_progress(self.progress)
 
-    async def _same(self, part: PartId, own: PartId) -> Manifest | None:
+    async def _same(self, part: PartId, target_part: PartId) -> Manifest | None:
         """Return the target's manifest of a part if it describes what the source has; None if it is damaged.
 
         Raises:
             StoreRefused: it describes something else.
         """
         try:
-            theirs = await read_manifest(self.target, own)
+            target_manifest = await read_manifest(self.target, target_part)
         except (ManifestError, ObjectNotFound):
             return None
-        if not theirs.same_content((await read_manifest(self.source, part)).under(self.to_run)):
-            raise StoreRefused(f"{own}: the target has other content by this name; copy with --as another name")
-        return theirs
+        if not target_manifest.same_content((await read_manifest(self.source, part)).under(self.to_run)):
+            raise StoreRefused(f"{target_part}: the target has other content by this name; copy with --as another name")
+        return target_manifest
 
     async def put_head(self) -> None:
         """Write the run's head on the target, unless the heads there say the same of each launch.
 
         A launch of which the source has no checkpoint any more is known from the source's heads alone.
         """
-        if not self.there.run(self.to_run).whole:
+        if not self.target_place.run(self.to_run).whole:
             return
-        heads = tuple(msgspec.structs.replace(one, run=self.to_run) for one in self.here.heads.get(self.run, ()))
-        known = self.there.heads.get(self.to_run, ())
-        inventory = Inventory(Place(), {"target": self.there, "source": Place(heads={self.to_run: heads})})
-        head = following(inventory, self.there, self.to_run, secrets.token_hex(4), known)
-        before = Inventory(Place(), {"target": self.there}).remembered(self.to_run)
+        heads = tuple(
+            msgspec.structs.replace(source_head, run=self.to_run)
+            for source_head in self.source_place.heads.get(self.run, ())
+        )
+        target_heads = self.target_place.heads.get(self.to_run, ())
+        inventory = Inventory(Place(), {"target": self.target_place, "source": Place(heads={self.to_run: heads})})
+        head = following(inventory, self.target_place, self.to_run, secrets.token_hex(4), target_heads)
+        before = Inventory(Place(), {"target": self.target_place}).remembered(self.to_run)
         if any(before.get(attempt) != launch for attempt, launch in head.launches.items()):
-            await write(self.target, head, known)
+            await write(self.target, head, target_heads)

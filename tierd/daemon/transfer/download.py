@@ -122,26 +122,26 @@ async def download(
     await to_the_end(sync_directories, home)
 
 
-def wanted_size(manifest: Manifest, wanted: Wanted | None) -> int:
+def wanted_size(manifest: Manifest, chunk_runs: Wanted | None) -> int:
     """Return the raw bytes of the wanted chunks; raises `ConfigError` if the part has no such chunk."""
-    if wanted is None:
+    if chunk_runs is None:
         return manifest.size
     files = {file.path: file for file in manifest.files}
-    for path, runs in wanted.items():
+    for path, runs in chunk_runs.items():
         if path not in files or any(end > len(files[path].chunks) for _, end in runs):
             raise ConfigError(f"{manifest.part}: it has no such chunk: {path!r} {list(runs)[:3]}")
-    return sum(files[path].chunks[index].size for path, runs in wanted.items() for index in _numbers(runs))
+    return sum(files[path].chunks[index].size for path, runs in chunk_runs.items() for index in _numbers(runs))
 
 
 def missing(home: Path, manifest: Manifest) -> int:
     """Return the most bytes of disk space that a download into `home` still needs."""
-    there = 0
+    allocated = 0
     for file in manifest.files:
         try:
-            there += min((home / file.path).lstat().st_blocks * 512, file.size)
+            allocated += min((home / file.path).lstat().st_blocks * 512, file.size)
         except OSError:
             continue
-    return manifest.size - there
+    return manifest.size - allocated
 
 
 class _Download:
@@ -154,12 +154,12 @@ class _Download:
         budget: Budget,
         progress: Progress,
         committed: bool,
-        wanted: Wanted | None,
+        chunk_runs: Wanted | None,
         public: bool,
     ) -> None:
         self._private = not public
         self._home, self._copies, self._budget, self._progress = home, copies, budget, progress
-        self._committed, self._wanted = committed, wanted
+        self._committed, self._chunk_runs = committed, chunk_runs
         self._buffers = Buffers()
         self.queue: deque[tuple[Target, int, int]] = deque()
 
@@ -170,7 +170,7 @@ class _Download:
         targets = [
             self._target(number, file)
             for number, file in enumerate(manifest.files)
-            if self._wanted is None or file.path in self._wanted
+            if self._chunk_runs is None or file.path in self._chunk_runs
         ]
         if not self._committed:
             self._draft(encode(manifest))
@@ -205,27 +205,27 @@ class _Download:
                 0o600 if self._private else 0o644,
             )
             try:
-                if file.size >= LARGE and self._wanted is None:
+                if file.size >= LARGE and self._chunk_runs is None:
                     reserve(fd, file.size)
                 os.ftruncate(fd, file.size)  # the file is too long, or its file system cannot reserve blocks
                 if not file.chunks:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-        todo = range(len(file.chunks)) if self._wanted is None else _numbers(self._wanted[file.path])
+        todo = range(len(file.chunks)) if self._chunk_runs is None else _numbers(self._chunk_runs[file.path])
         return Target(number, file, path, size >= 0, set(todo), self._committed and is_shared(path))
 
     async def bring(self, target: Target, index: int, offset: int) -> None:
         """Make one chunk right in place, and sync the file after its last chunk."""
         size = target.file.chunks[index].size
         async with self._budget.take(self._copies.weight(target.number, index)) as hold:
-            bad = await self._checked(target, index, offset)
-            if bad is None:
+            defect = await self._find_defect(target, index, offset)
+            if defect is None:
                 self._progress.kept += size
             else:
                 lead = offset % PAGE  # aligned as in the file, so that O_DIRECT needs no further copy
                 with self._buffers.hold(lead + size) as memory:
-                    raw = await self._fetched(target, index, memory[lead:], bad)
+                    raw = await self._fetch_chunk(target, index, memory[lead:], defect)
                     # The stored bytes are released; some raw bytes may pass through another buffer.
                     hold.keep(size + min(size, PIECE))
                     await self._own(target)
@@ -233,23 +233,23 @@ class _Download:
                     await to_the_end(self._write, target, raw, offset)
                 self._progress.written += 1
         target.todo.discard(index)
-        if not target.todo and (self._committed or self._wanted is None):
+        if not target.todo and (self._committed or self._chunk_runs is None):
             # Also if nothing was written, because an interrupted download may have left bytes in the page cache only.
             await to_the_end(self._sync, target)
         self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used)
         self._progress.done += size
         self._progress.on_progress(self._progress)
 
-    async def _checked(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
+    async def _find_defect(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
         """Return why a chunk is not right in the file that is at the path once this returns."""
         while True:
             shared = target.shared
-            bad = await to_the_end(self._defect, target, index, offset)
+            defect = await to_the_end(self._defect, target, index, offset)
             if shared == target.shared:  # otherwise the file was replaced meanwhile
                 break
-        if shared and bad is None:
+        if shared and defect is None:
             target.right.append((index, offset))
-        return bad
+        return defect
 
     async def _own(self, target: Target) -> None:
         """Replace a shared file by a copy before the first write; the chunks that were right are checked again there.
@@ -286,14 +286,16 @@ class _Download:
             return error.with_traceback(None)  # the traceback's frames would keep the read bytes in memory
         return None
 
-    async def _fetched(self, target: Target, index: int, into: memoryview, bad: CorruptChunk | OSError) -> Buffer:
+    async def _fetch_chunk(
+        self, target: Target, index: int, into: memoryview, defect: CorruptChunk | OSError
+    ) -> Buffer:
         try:
             return await self._copies.chunk(target.number, index, target.file.path, into, self._buffers)
         except CorruptChunk as error:
-            if isinstance(bad, OSError):  # a disk error proves nothing about the bytes
-                raise StoreUnavailable(f"local: {bad}; {error}") from error
+            if isinstance(defect, OSError):  # a disk error proves nothing about the bytes
+                raise StoreUnavailable(f"local: {defect}; {error}") from error
             if self._committed:
-                raise CorruptChunk(f"local: {bad}; {error}") from error
+                raise CorruptChunk(f"local: {defect}; {error}") from error
             raise
 
     def _write(self, target: Target, raw: Buffer, offset: int) -> None:

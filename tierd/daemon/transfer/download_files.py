@@ -85,11 +85,11 @@ def write_at(path: Path, data: memoryview, offset: int) -> None:
 
 def make_way(home: Path, name: str) -> None:
     """Remove obstacles from a file's path: a link, a directory in the file's place, a file in a directory's place."""
-    here = home
+    parent = home
     for piece in name.split("/")[:-1]:
-        here /= piece
-        if here.is_symlink() or (here.exists() and not here.is_dir()):
-            here.unlink()
+        parent /= piece
+        if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
+            parent.unlink()
     path = home / name
     if path.is_symlink() or (path.exists() and not path.is_file()):
         remove(path)
@@ -99,12 +99,12 @@ def remove_strangers(home: Path, files: set[str]) -> None:
     """Remove everything except `files` from a directory that must hold nothing else."""
     above = {name.rsplit("/", depth)[0] for name in files for depth in range(1, name.count("/") + 1)}
     for directory, names, leaves in os.walk(home):
-        here = Path(directory)
+        parent = Path(directory)
         for name in (*names, *leaves):
-            inside = (here / name).relative_to(home).as_posix()
+            inside = (parent / name).relative_to(home).as_posix()
             if inside in files or inside in above:
                 continue
-            remove(here / name)
+            remove(parent / name)
             if name in names:  # so that os.walk does not enter the removed directory
                 names.remove(name)
 

@@ -102,7 +102,7 @@ async def export(
     target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
     resume, pruned = await work.observe(step, attempt, best), list[str]()
-    with _room(target), held(partial_of(target)) as home:
+    with _translated_disk_errors(target), held(partial_of(target)) as home:
         for _ in range(_LISTINGS):
             exported = await work.first(resume, home, step, pruned)
             if exported:
@@ -125,12 +125,12 @@ async def export_one(
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    with _room(target), held(partial_of(target)) as home:
+    with _translated_disk_errors(target), held(partial_of(target)) as home:
         return await work.one(candidate, home, (), {})
 
 
 @contextmanager
-def _room(target: Path) -> Iterator[None]:
+def _translated_disk_errors(target: Path) -> Iterator[None]:
     """Convert an error of a full disk into `SpoolFull`, of a file's size into `ConfigError`; other errors pass."""
     try:
         yield
@@ -145,9 +145,13 @@ def _room(target: Path) -> Iterator[None]:
 def _unusable(resume: RestoreOrder, step: int | None) -> dict[CheckpointId, str]:
     """Return what would have been taken as this step, and is not whole, with the reason."""
     first = resume.candidates[0].checkpoint if resume.candidates else None
-    found = dict.fromkeys(resume.incomplete, INCOMPLETE) | dict.fromkeys(resume.quarantined, QUARANTINED)
-    found |= dict.fromkeys(resume.unvouched, UNVOUCHED)
-    return {one: why for one, why in found.items() if one.step == step and (first is None or one > first)}
+    reasons = dict.fromkeys(resume.incomplete, INCOMPLETE) | dict.fromkeys(resume.quarantined, QUARANTINED)
+    reasons |= dict.fromkeys(resume.unvouched, UNVOUCHED)
+    return {
+        checkpoint: why
+        for checkpoint, why in reasons.items()
+        if checkpoint.step == step and (first is None or checkpoint > first)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +177,19 @@ class _Export:
 
         After None the caller lists the tiers again.
         """
-        known = {**dict.fromkeys(resume.corrupt, UNKNOWN_METRIC), **_unusable(resume, step)}
-        skipped = [f"step {one.step} (attempt {one.attempt}): {why}" for one, why in known.items()]
+        reasons = {**dict.fromkeys(resume.corrupt, UNKNOWN_METRIC), **_unusable(resume, step)}
+        skipped = [
+            f"step {checkpoint.step} (attempt {checkpoint.attempt}): {why}" for checkpoint, why in reasons.items()
+        ]
         for candidate in (*resume.candidates, *resume.same_step):
-            one = candidate.checkpoint
+            checkpoint = candidate.checkpoint
             try:
                 return await self.one(candidate, home, skipped, resume.origins)
             except (CorruptChunk, ManifestError) as error:
-                if not await is_there(self.stores, one, candidate.world):
-                    pruned.append(f"step {one.step} (attempt {one.attempt}): {PRUNED}")
+                if not await is_there(self.stores, checkpoint, candidate.world):
+                    pruned.append(f"step {checkpoint.step} (attempt {checkpoint.attempt}): {PRUNED}")
                     return None
-                skipped.append(f"step {one.step} (attempt {one.attempt}): {error}")
+                skipped.append(f"step {checkpoint.step} (attempt {checkpoint.attempt}): {error}")
         clear(home, set())
         raise not_found(resume, self.run, step, [*pruned, *skipped])
 
@@ -203,7 +209,7 @@ class _Export:
             CorruptChunk: it is proven corrupt, or was pruned.
             ManifestError: its parts do not belong together, or not to the known origin.
         """
-        parts, tiers = await self._parts(candidate, home, dict(origins))
+        parts, tiers = await self._restore_parts(candidate, home, dict(origins))
         publish(home, self.target, {manifest.part.name for manifest in parts})
         return Exported(
             self.run,
@@ -215,39 +221,40 @@ class _Export:
             tuple(skipped),
         )
 
-    async def _parts(
+    async def _restore_parts(
         self, candidate: Candidate, directory: Path, origins: dict[str, CheckpointId | None]
     ) -> tuple[list[Manifest], tuple[str, ...]]:
         if self.rank is not None and (type(self.rank) is not int or not 0 <= self.rank < candidate.world):
             raise ConfigError(f"rank={self.rank!r}: {candidate.checkpoint} has ranks 0..{candidate.world - 1}")
         ranks = range(candidate.world) if self.rank is None else (self.rank,)
-        found = [await _ask(self.stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in ranks]
-        for _, manifest in found:
+        replicas = [await _ask(self.stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in ranks]
+        for _, manifest in replicas:
             self.accept(manifest)
             check_origin(manifest, origins)  # before anything is fetched
-        self.progress.begin(sum(manifest.size for _, manifest in found))
-        needed = sum(missing(directory / manifest.part.name, manifest) for _, manifest in found)
+        self.progress.begin(sum(manifest.size for _, manifest in replicas))
+        needed_bytes = sum(missing(directory / manifest.part.name, manifest) for _, manifest in replicas)
         room = os.statvfs(directory)
-        if needed > room.f_bavail * room.f_frsize:
+        if needed_bytes > room.f_bavail * room.f_frsize:
             raise SpoolFull(
-                f"{directory.readlink()}: {needed} bytes are still to come, and {room.f_bavail * room.f_frsize} are "
+                f"{directory.readlink()}: {needed_bytes} bytes are still to come, and "
+                f"{room.f_bavail * room.f_frsize} are "
                 "free"
             )
         used: set[str] = set()
         parts: list[Manifest] = []
-        for copies, manifest in found:
+        for copies, manifest in replicas:
             home = directory / manifest.part.name
             if home.is_symlink() or not home.is_dir():
                 home.unlink(missing_ok=True)
                 home.mkdir()
-            parts.append(await _whole(home, copies, self.budget, self.progress))
+            parts.append(await _download_part(home, copies, self.budget, self.progress))
             check_origin(parts[-1], origins)  # another tier's content may be of another history
             await to_the_end(_describe, home, parts[-1])
             used |= copies.used
         return parts, tuple(name for name in self.stores if name in used)
 
 
-async def _whole(home: Path, copies: Replicas, budget: Budget, progress: Progress) -> Manifest:
+async def _download_part(home: Path, copies: Replicas, budget: Budget, progress: Progress) -> Manifest:
     """Download a part, and return the manifest that it matches; the tiers' manifests may contradict each other."""
     contents = copies.contents()
     for manifest in contents:

@@ -95,8 +95,8 @@ async def fetch(
         try:
             with translated(f"spool {home}", home):
                 if spool.holds(part):
-                    needed = wanted if reference is local else None  # a new manifest requires all chunks
-                    await download(home, reference, copies, budget, progress, committed=True, wanted=needed)
+                    to_fetch = wanted if reference is local else None  # a new manifest requires all chunks
+                    await download(home, reference, copies, budget, progress, committed=True, wanted=to_fetch)
                     if reference is not local:
                         await to_the_end(_replace_manifest, spool, part, reference)
                     break
@@ -172,28 +172,28 @@ async def _download(
     copies: Replicas,
     budget: Budget,
     progress: Progress,
-    wanted: Wanted | None,
+    chunk_runs: Wanted | None,
 ) -> None:
     try:
         await to_the_end(partial.take)
-        await to_the_end(_make_room, spool, partial, manifest, wanted)
-        await download(partial.path, manifest, copies, budget, progress, wanted=wanted)
-        if wanted is None:
+        await to_the_end(_make_room, spool, partial, manifest, chunk_runs)
+        await download(partial.path, manifest, copies, budget, progress, wanted=chunk_runs)
+        if chunk_runs is None:
             await to_the_end(partial.commit, manifest)
     except CorruptChunk:
         await to_the_end(partial.abandon)  # no tier has the part right, so no later fetch will want it
         raise
 
 
-def _make_room(spool: Spool, partial: Partial, manifest: Manifest, wanted: Wanted | None) -> None:
+def _make_room(spool: Spool, partial: Partial, manifest: Manifest, chunk_runs: Wanted | None) -> None:
     """Check that the disk has space for the missing chunks. If not, first delete other interrupted fetches."""
     spare = min(_SPARE, spool.free()[1] // _SPARE_SHARE)
-    needed = min(missing(partial.path, manifest), wanted_size(manifest, wanted)) + spare
-    if needed > spool.free()[0]:
+    needed_bytes = min(missing(partial.path, manifest), wanted_size(manifest, chunk_runs)) + spare
+    if needed_bytes > spool.free()[0]:
         for name in spool.leftovers():
             if name.startswith("fetch/"):
                 spool.discard(name)
     free, _ = spool.free()
-    if needed > free:
-        need = f"{needed} bytes more, {spare} of them to spare"
+    if needed_bytes > free:
+        need = f"{needed_bytes} bytes more, {spare} of them to spare"
         raise SpoolFull(f"spool {spool.root}: {partial.part} needs {need}, and {free} are free")

@@ -122,23 +122,23 @@ async def send(
         As `flush`.
     """
     await _introduce(route.store)
-    there: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
+    keys_by_digest: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
     for key in await chunks_there(route.store, part.rank, [part.checkpoint]):
         name, _, codec = key.rpartition("/")[2].partition(".")
         if not is_patch(codec):  # the base of a left one is not known
-            there.setdefault(name, []).append(key)
+            keys_by_digest.setdefault(name, []).append(key)
     work: dict[Content, ChunkUpload] = {}  # a chunk that the part holds twice is one object
     for where, chunk in manifest.places():
         if chunk.content not in work:
-            work[chunk.content] = ChunkUpload(source, route, part, there, where, manifest.files[where[0]])
+            work[chunk.content] = ChunkUpload(source, route, part, keys_by_digest, where, manifest.files[where[0]])
     shared = await _shared_with(route.store, part, base, worn_out, route.timings)
-    for held in work.keys() & shared.keys():
-        work[held].encoded = shared[held]
-    todo = OrderedDict((held, chunk) for held, chunk in work.items() if held not in shared)
+    for content in work.keys() & shared.keys():
+        work[content].encoded = shared[content]
+    todo = OrderedDict((content, chunk) for content, chunk in work.items() if content not in shared)
     if base and (bases := _bases(manifest, todo, base, shared)):
         token = digest(f"{route.timings.now_ms()} {route.who or secrets.token_hex(4)}".encode())[:11]
         await source.compare(bases, token)
-    with source.reading([held for held in todo if held[0] not in there]):
+    with source.reading([content for content in todo if content[0] not in keys_by_digest]):
         pauses = partial((spread or Spread()).pause, len(todo))
         moved = route.moving[part] = Moved(sum(size for _, size in todo))
         hands = [_send_each(todo, source, route, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
@@ -166,10 +166,10 @@ async def _send_each(
             break
         async with route.budget.take(todo[likely].weight) as hold:
             # Chosen again, because other chunks may have been encoded while this call waited for the budget.
-            held = source.next(todo, lambda held: route.budget.share(todo[held].weight) <= hold.size)
-            if held is not None:
-                sent += await todo.pop(held).send(hold)
-                moved.done += held[1]
+            content = source.next(todo, lambda content: route.budget.share(todo[content].weight) <= hold.size)
+            if content is not None:
+                sent += await todo.pop(content).send(hold)
+                moved.done += content[1]
     return sent
 
 
@@ -178,14 +178,14 @@ def _bases(
 ) -> dict[Content, PatchBase]:
     """Return, by content, the chunk at the same place of the same file of `base`, if it may be a patch's base."""
     files = {file.path: file for file in base.files}
-    found: dict[Content, PatchBase] = {}
+    bases: dict[Content, PatchBase] = {}
     for file in manifest.files:
         older = files.get(file.path)
         for index, (chunk, old) in enumerate(zip(file.chunks, older.chunks if older else (), strict=False)):
             link = shared.get(old.content) if old.size == chunk.size and chunk.content in todo else None
             if older and link and patchable(link):
-                found.setdefault(chunk.content, PatchBase(file, index, base.part, older, link))
-    return found
+                bases.setdefault(chunk.content, PatchBase(file, index, base.part, older, link))
+    return bases
 
 
 async def _shared_with(
@@ -199,11 +199,11 @@ async def _shared_with(
         return {}
     owners = {chunk_owner(base.run, stored.key) for chunk in offered for stored in chunk.objects()}
     owners -= await left_over(store, base.run, timings)
-    there = await chunks_there(store, part.rank, [owner for owner in owners if owner])
+    sizes = await chunks_there(store, part.rank, [owner for owner in owners if owner])
     return {
         chunk.content: chunk
         for chunk in offered
-        if all(there.get(f"{base.run}/{stored.key}") == stored.size for stored in chunk.objects())
+        if all(sizes.get(f"{base.run}/{stored.key}") == stored.size for stored in chunk.objects())
     }
 
 

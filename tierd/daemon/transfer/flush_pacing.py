@@ -29,7 +29,7 @@ class Cadence:
         newest: dict[str, PartId] = {}
         for part in parts:
             run = part.checkpoint.run
-            newest[run] = max(part, newest.get(run, part), key=lambda one: one.checkpoint)
+            newest[run] = max(part, newest.get(run, part), key=lambda candidate: candidate.checkpoint)
         for run, part in newest.items():
             last = self._last.get(run)
             if last is not None and last.checkpoint.attempt != part.checkpoint.attempt:
@@ -65,7 +65,7 @@ class Spread:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._over_s, self._hurries, self._clock = over_s, hurries, clock or time.monotonic
-        self._begun_at = self._clock()
+        self._started_at = self._clock()
         self._chunks = 0
         self._lock = asyncio.Lock()  # so that waiting chunks begin one after the other
 
@@ -78,7 +78,7 @@ class Spread:
         if not self._over_s:
             return
         async with self._lock:
-            at = self._begun_at + self._over_s * self._chunks / chunks
+            at = self._started_at + self._over_s * self._chunks / chunks
             self._chunks += 1
-            while (left := at - self._clock()) > 0 and not self._hurries():
-                await asyncio.sleep(min(left, _SLICE_S))
+            while (left_s := at - self._clock()) > 0 and not self._hurries():
+                await asyncio.sleep(min(left_s, _SLICE_S))

@@ -46,18 +46,18 @@ def held(gathered: Path) -> Iterator[Path]:
     try:
         gathered.mkdir(mode=0o700)
     except FileExistsError:
-        found = gathered.lstat()  # another user could guess the name and may have write access to the parent
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        status = gathered.lstat()  # another user could guess the name and may have write access to the parent
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise ConfigError(f"{gathered}: it is in the way, and none of your directories") from None
     lock = try_lock(gathered)
     if lock is None:
         raise ConfigError(f"{gathered}: another restore is filling it, or its file system has no locks")
     home = Path(f"/proc/self/fd/{lock}")
     try:
-        found = os.fstat(lock)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        status = os.fstat(lock)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise ConfigError(f"{gathered}: others may write to it, or own it; look at it, and remove it")
-        os.fchmod(lock, 0o700 | found.st_mode & stat.S_ISGID)
+        os.fchmod(lock, 0o700 | status.st_mode & stat.S_ISGID)
         if any(home.iterdir()):
             log.info("going on with what an interrupted restore left in %s", gathered)
         yield home

@@ -60,10 +60,12 @@ async def relay(
         raise copies.lost("its manifest", copies.unavailable)
     copies.trust(manifest)
     manifest = manifest.under(run or manifest.run)
-    return await send(manifest, manifest.part, route, _Tiered(copies, manifest.part, route, read), base, worn_out)
+    return await send(
+        manifest, manifest.part, route, _TierChunkSource(copies, manifest.part, route, read), base, worn_out
+    )
 
 
-class _Tiered:
+class _TierChunkSource:
     """The other tiers' copies of a part, in order of preference.
 
     Args:
@@ -76,18 +78,18 @@ class _Tiered:
     def __init__(self, copies: Replicas, part: PartId, route: Route, read: Callable[[int], None]) -> None:
         self._copies, self._part, self._route, self._on_read = copies, part, route, read
 
-    def copies(self, held: Content) -> int:
+    def copies(self, content: Content) -> int:
         return 3
 
     async def compare(self, bases: Mapping[Content, PatchBase], token: str) -> None:
         """Choose no patches, because a base's bytes would have to be read from a tier as well."""
 
     @contextmanager
-    def reading(self, wanted: Collection[Content]) -> Iterator[None]:
+    def reading(self, contents: Collection[Content]) -> Iterator[None]:
         yield
 
-    def next(self, todo: Collection[Content], fits: Callable[[Content], bool]) -> Content | None:
-        return next(filter(fits, todo), None)
+    def next(self, todo: Collection[Content], accepts: Callable[[Content], bool]) -> Content | None:
+        return next(filter(accepts, todo), None)
 
     @asynccontextmanager
     async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:

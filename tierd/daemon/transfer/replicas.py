@@ -52,21 +52,23 @@ class Replicas:
     answer_s: float = ANSWER_S
     # By tier, every readable manifest, also if it contradicts the reference.
     _readable: dict[str, Manifest] = field(default_factory=dict)
-    _others: dict[str, list[str]] = field(default_factory=dict)  # tier -> prefixes where the rank's chunks may be
+    _other_prefixes: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # tier -> prefixes where the rank's chunks may be
 
     async def ask(self) -> None:
         """Read the part's manifest on every tier."""
         answers = await together(len(self.stores), [self._answer(name) for name in self.stores])
-        for name, found in zip(self.stores, answers, strict=True):
-            match found:
+        for name, answer in zip(self.stores, answers, strict=True):
+            match answer:
                 case Manifest():
-                    self.manifests[name] = found
+                    self.manifests[name] = answer
                 case ObjectNotFound():
                     pass
                 case ManifestError():
-                    self.defects[name] = str(found)
+                    self.defects[name] = str(answer)
                 case _:  # unavailable, refused, or of a newer format: says nothing about the bytes
-                    self.unavailable[name] = str(found)
+                    self.unavailable[name] = str(answer)
 
     async def _answer(self, name: str) -> Manifest | TierdError:
         try:
@@ -83,12 +85,12 @@ class Replicas:
         If two manifests contradict each other, one is wrong. Manifests that only this node's key can have made come
         first.
         """
-        found: list[Manifest] = []
+        distinct: list[Manifest] = []
         readable = (self._readable or self.manifests).items()
         for _, manifest in sorted(readable, key=lambda item: not is_authentic(self.stores[item[0]])):
-            if not any(manifest.same_content(other) for other in found):
-                found.append(manifest)
-        return found
+            if not any(manifest.same_content(earlier) for earlier in distinct):
+                distinct.append(manifest)
+        return distinct
 
     def trust(self, reference: Manifest) -> None:
         """Take `reference` as right, and record tiers whose manifest describes other content as defective."""
@@ -107,11 +109,11 @@ class Replicas:
         assert self.reference is not None
         raw = self.reference.files[file].chunks[index].size
         stored = [manifest.files[file].chunks[index].stored for manifest in self.manifests.values()]
-        if any(one and one.base for one in stored):
+        if any(encoded and encoded.base for encoded in stored):
             return 3 * raw  # of the base and of the chunk, and the blocks that differ
-        if stored and all(one and one.codec == RAW for one in stored):
+        if stored and all(encoded and encoded.codec == RAW for encoded in stored):
             return max(weight(store, raw) for store in self.stores.values())
-        return raw + max([raw, *(one.size for one in stored if one)])
+        return raw + max([raw, *(encoded.size for encoded in stored if encoded)])
 
     async def chunk(
         self, file: int, index: int, path: str, into: memoryview | None = None, buffers: Buffers | None = None
@@ -141,13 +143,13 @@ class Replicas:
                 unavailable[name] = str(error)
                 self.manifests[name] = self.manifests.pop(name)  # for the next chunk the other tiers are asked first
         assert self.reference is not None
-        wanted = self.reference.files[file].chunks[index]
+        expected = self.reference.files[file].chunks[index]
         for elsewhere in (False, True):
             for name in self.stores:
                 if name not in self.unavailable:
-                    found = await self._by_digest(name, wanted, unavailable, elsewhere=elsewhere)
-                    if found is not None:
-                        return found
+                    raw = await self._by_digest(name, expected, unavailable, elsewhere=elsewhere)
+                    if raw is not None:
+                        return raw
         raise self.lost(f"chunk {index} of {path}", unavailable)
 
     async def link(self, name: str, link: Chunk, where: Where) -> Buffer:
@@ -182,9 +184,9 @@ class Replicas:
         if link.content in failed:
             raise failed[link.content]
         errors: list[TierdError] = []
-        for tier, one in self._places(name, link, where):
+        for tier, entry in self._places(name, link, where):
             try:
-                return await self._get(tier, one, where, into, buffers, failed)
+                return await self._get(tier, entry, where, into, buffers, failed)
             except TierdError as error:
                 errors.append(error)
         # A tier that could not be asked may have the link, so the others prove nothing.
@@ -198,7 +200,7 @@ class Replicas:
         for tier, manifest in self.manifests.items():
             if tier != name:
                 chain = manifest.chunk(where).chain()
-                yield from ((tier, one) for one in chain if one.content == link.content)
+                yield from ((tier, entry) for entry in chain if entry.content == link.content)
         if link.stored and not is_patch(link.stored.codec):  # a patch has another key on each tier
             yield from ((tier, link) for tier in self.stores if tier != name)
 
@@ -217,8 +219,8 @@ class Replicas:
         base = await self._link(name, stored.base, where, into, buffers, failed) if stored.base else None
         get = partial(get_object, self.stores[name], f"{self.part.checkpoint.run}/{stored.key}", stored, f"{name}: ")
         if stored.codec == RAW:
-            fits = into is not None and stored.size == len(into)
-            raw = await to_the_end(decode, chunk, await get(into if fits else None), name)
+            is_read_in_place = into is not None and stored.size == len(into)
+            raw = await to_the_end(decode, chunk, await get(into if is_read_in_place else None), name)
         else:
             with buffers.hold(stored.size) as memory:
                 raw = await to_the_end(decode, chunk, await get(memory), name, into, base)
@@ -226,7 +228,7 @@ class Replicas:
         return raw
 
     async def _by_digest(
-        self, name: str, wanted: Chunk, unavailable: dict[str, str], *, elsewhere: bool
+        self, name: str, expected: Chunk, unavailable: dict[str, str], *, elsewhere: bool
     ) -> Buffer | None:
         """Search a chunk that no manifest of this part names, by the digest in its key; None if it is not found.
 
@@ -234,35 +236,39 @@ class Replicas:
         because equal chunks are shared.
         """
         try:
-            async for info in self._named(name, wanted, elsewhere=elsewhere):
-                found = await self._unnamed(name, info, wanted, unavailable)
-                if found is not None:
-                    return found
+            async for info in self._objects_with_digest(name, expected, elsewhere=elsewhere):
+                raw = await self._read_recognized(name, info, expected, unavailable)
+                if raw is not None:
+                    return raw
         except TierdError as error:
             unavailable[name] = str(error)
         return None
 
-    async def _named(self, name: str, wanted: Chunk, *, elsewhere: bool) -> AsyncIterator[ObjectInfo]:
-        """List the objects on a tier whose keys contain the digest of `wanted`."""
-        own, store = self.part.checkpoint, self.stores[name]
-        base, rank = chunks_prefix(own.run), f"{self.part.rank:05}"
+    async def _objects_with_digest(self, name: str, expected: Chunk, *, elsewhere: bool) -> AsyncIterator[ObjectInfo]:
+        """List the objects on a tier whose keys contain the digest of `expected`."""
+        checkpoint, store = self.part.checkpoint, self.stores[name]
+        base, rank = chunks_prefix(checkpoint.run), f"{self.part.rank:05}"
         if not elsewhere:
-            prefixes = [f"{base}{own.name}/{rank}/"]
-        elif name in self._others:
-            prefixes = self._others[name]
+            prefixes = [f"{base}{checkpoint.name}/{rank}/"]
+        elif name in self._other_prefixes:
+            prefixes = self._other_prefixes[name]
         else:
-            found = [CheckpointId.parse(own.run, one) async for one in children(store, base)]
-            others = sorted((one for one in found if one and one != own), reverse=True)[:_ELSEWHERE]
-            prefixes = self._others[name] = [f"{base}{other.name}/{rank}/" for other in others]
+            checkpoints = [CheckpointId.parse(checkpoint.run, directory) async for directory in children(store, base)]
+            other_checkpoints = sorted((owner for owner in checkpoints if owner and owner != checkpoint), reverse=True)[
+                :_ELSEWHERE
+            ]
+            prefixes = self._other_prefixes[name] = [f"{base}{owner.name}/{rank}/" for owner in other_checkpoints]
         for prefix in prefixes:
-            async for info in store.scan(f"{prefix}{wanted.xxh3_128}."):
+            async for info in store.scan(f"{prefix}{expected.xxh3_128}."):
                 # No encoder makes a chunk longer than that, and the base of a patch is not known.
-                if info.size <= 2 * wanted.size and not is_patch(info.key.rpartition(".")[2]):
+                if info.size <= 2 * expected.size and not is_patch(info.key.rpartition(".")[2]):
                     yield info
 
-    async def _unnamed(self, name: str, info: ObjectInfo, wanted: Chunk, unavailable: dict[str, str]) -> Buffer | None:
+    async def _read_recognized(
+        self, name: str, info: ObjectInfo, expected: Chunk, unavailable: dict[str, str]
+    ) -> Buffer | None:
         try:
-            _, raw = await get_recognized(self.stores[name], info.key, wanted, name)
+            _, raw = await get_recognized(self.stores[name], info.key, expected, name)
             self.used.add(name)
             return raw
         except (ObjectNotFound, CorruptChunk):
@@ -271,12 +277,12 @@ class Replicas:
             unavailable[name] = str(error)
             return None
 
-    def lost(self, what: str, unavailable: Mapping[str, str]) -> CorruptChunk | StoreUnavailable:
+    def lost(self, subject: str, unavailable: Mapping[str, str]) -> CorruptChunk | StoreUnavailable:
         """Return the error for a chunk that no tier has right: `CorruptChunk` only if every tier answered."""
         if unavailable:
             reasons = "; ".join(unavailable.values())
             return StoreUnavailable(
-                f"{self.part}: {what} is not right here, and a tier's copy could not be read: {reasons}"
+                f"{self.part}: {subject} is not right here, and a tier's copy could not be read: {reasons}"
             )
         reasons = "; ".join(self.defects.values()) or "no tier has a copy"
-        return CorruptChunk(f"{what}: {reasons}")
+        return CorruptChunk(f"{subject}: {reasons}")

@@ -86,10 +86,10 @@ class Encoding:
         self._window: dict[_Entry, _Pass] = {}  # kept chunks, the oldest first
 
     @contextmanager
-    def taking(self, part: PartId, wanted: Collection[Content]) -> Iterator[Taker]:
-        """Register a flush of `part` that needs the chunks with the contents `wanted`, until the context ends."""
+    def taking(self, part: PartId, contents: Collection[Content]) -> Iterator[Taker]:
+        """Register a flush of `part` that needs the chunks with these `contents`, until the context ends."""
         shared = self._passes.setdefault(part, _Pass())
-        taker = Taker(self, part, shared, set(wanted))
+        taker = Taker(self, part, shared, set(contents))
         shared.flushes.append(taker)
         try:
             yield taker
@@ -181,7 +181,7 @@ class Encoding:
             shared.entries.pop(entry.chunk.content, None)
             entry.work.cancel()
             try:
-                await _at_rest(entry.work)
+                await _await_end(entry.work)
             finally:
                 self._free(entry)
             return
@@ -199,17 +199,17 @@ class Taker:
         self._encoding, self._part, self._shared = encoding, part, shared
         self.lacking = lacking
 
-    def next(self, todo: Collection[Content], fits: Callable[[Content], bool]) -> Content | None:
-        """Return the content to send next, among those of `todo` that `fits` accepts.
+    def next(self, todo: Collection[Content], accepts: Callable[[Content], bool]) -> Content | None:
+        """Return the content to send next, among those of `todo` for which `accepts` is true.
 
         That is the oldest chunk that is or was encoded for another flush; otherwise the first of `todo`.
         """
-        ready = (one for one in self._shared.entries if one in todo and fits(one))
-        return next(ready, None) or next(filter(fits, todo), None)
+        ready = (content for content in self._shared.entries if content in todo and accepts(content))
+        return next(ready, None) or next(filter(accepts, todo), None)
 
-    def passes(self, one: Content) -> None:
+    def passes(self, content: Content) -> None:
         """Note that the flush does not need this content: no encoding of it is kept for the flush."""
-        self.lacking.discard(one)
+        self.lacking.discard(content)
 
     @asynccontextmanager
     async def take(self, chunk: Chunk, room: int, read: Read) -> AsyncIterator[Encoded]:
@@ -240,7 +240,7 @@ def _is_lacked(shared: _Pass, entry: _Entry) -> bool:
     return any(entry.chunk.content in flush.lacking for flush in shared.flushes)
 
 
-async def _at_rest(work: asyncio.Task[Encoded]) -> None:
+async def _await_end(work: asyncio.Task[Encoded]) -> None:
     """Wait until a cancelled task has ended, even if the wait is cancelled, because its thread may still read."""
     cancelled = False
     while not work.done():

@@ -17,7 +17,7 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk
 
 _FADE = 60.0  # seconds of work
-_ENOUGH = 64 << 20  # bytes; fewer measure the latency rather than the rate
+_MIN_MEASURED_BYTES = 64 << 20  # bytes; fewer measure the latency rather than the rate
 _FADE_BYTES = 4 << 30  # bytes that were compressed; older ones fade, because ratios change as training goes on
 _TRY = 64  # one chunk in so many is compressed even if that does not pay, as a measurement
 
@@ -25,8 +25,8 @@ _TRY = 64  # one chunk in so many is compressed even if that does not pay, as a 
 class Meter:
     """Bytes over time. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, enough: int = _ENOUGH) -> None:
-        self._clock, self._enough, self._lock = clock, enough, Lock()
+    def __init__(self, clock: Callable[[], float] = time.monotonic, enough: int = _MIN_MEASURED_BYTES) -> None:
+        self._clock, self._min_bytes, self._lock = clock, enough, Lock()
         self._active, self._since = 0, 0.0
         self._bytes = self._seconds = 0.0
 
@@ -36,22 +36,22 @@ class Meter:
         with self._lock:
             self._settle()
             self._active += 1
-        done = 0
+        moved_bytes = 0
         try:
             yield
-            done = size
+            moved_bytes = size
         finally:
             with self._lock:
                 self._settle()
                 self._active -= 1
-                self._bytes += done
+                self._bytes += moved_bytes
 
     @property
     def rate(self) -> float | None:
         """Bytes per second; None until enough bytes have been measured."""
         with self._lock:
             self._settle()
-            return self._bytes / self._seconds if self._bytes >= self._enough and self._seconds else None
+            return self._bytes / self._seconds if self._bytes >= self._min_bytes and self._seconds else None
 
     def _settle(self) -> None:
         now = self._clock()
@@ -83,10 +83,10 @@ class Throughput:
     def compression(self, tier: str) -> CompressionChoice:
         """Return whether compression pays for this tier alone, and why."""
         before = self._choices.get(tier)
-        ratio = self._stored / self._raw if self._raw >= _ENOUGH else None
-        found = compression_choice(self.link(tier).rate, self._encoder.rate, ratio, before.pack if before else True)
-        self._choices[tier] = found
-        return found
+        ratio = self._stored / self._raw if self._raw >= _MIN_MEASURED_BYTES else None
+        choice = compression_choice(self.link(tier).rate, self._encoder.rate, ratio, before.pack if before else True)
+        self._choices[tier] = choice
+        return choice
 
     def packs(self) -> bool:
         """Whether to compress the next chunk: if that pays for any tier, and sometimes as a measurement."""

@@ -51,9 +51,9 @@ class Meshes:
 
         The order matters because two meshes of a job may have the same shape and names.
         """
-        found = Meshes((tensor,))
-        found._meshes |= self._meshes
-        return found
+        reordered = Meshes((tensor,))
+        reordered._meshes |= self._meshes
+        return reordered
 
     def made(self, saved: SavedDTensor) -> Any:
         """Return a DTensor around the saved shard, on this job's mesh; it shares the shard's memory.
@@ -64,7 +64,7 @@ class Meshes:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-        mesh = self._of(saved)
+        mesh = self._mesh_of(saved)
         makers: dict[str | int, Any] = {
             REPLICATE: Replicate,
             SHARD: Shard,
@@ -78,23 +78,23 @@ class Meshes:
     def misfit(self, saved: SavedDTensor) -> str | None:
         """Return why no DTensor can be made of this shard; None if one can."""
         try:
-            self._of(saved)
+            self._mesh_of(saved)
         except ValueError as error:
             return str(error)
         return None
 
-    def _of(self, saved: SavedDTensor) -> Any:
-        wanted = saved.placement
+    def _mesh_of(self, saved: SavedDTensor) -> Any:
+        placement = saved.placement
         if not is_whole(saved):
             raise ValueError(f"{saved}, whose local shard is {tuple(saved.local.shape)}")
         for mesh in self._meshes.values():
             names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
-            here = (
+            local_placement = (
                 tuple(mesh.shape),
                 None if names is None else tuple(names),
                 None if coordinate is None else tuple(coordinate),
             )
-            if here == (wanted.mesh, wanted.names, wanted.coordinate):
+            if local_placement == (placement.mesh, placement.names, placement.coordinate):
                 return mesh
         raise ValueError(f"{saved} in the checkpoint, and no DTensor on such a mesh here")
 
@@ -110,15 +110,15 @@ def meshes_of(state: Mapping[str, object]) -> Meshes:
 
 def put_beside(optimizer: Optimizer, saved: Any, meshes: Meshes) -> None:
     """Replace shards in an optimizer's saved state by DTensors, each on the mesh of its parameter."""
-    own = saved["state"]
+    saved_state = saved["state"]
     for index, parameter in enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)):
-        if isinstance(own, dict) and index in own:
-            own[index] = meshes.first(parameter).put(own[index])
+        if isinstance(saved_state, dict) and index in saved_state:
+            saved_state[index] = meshes.first(parameter).put(saved_state[index])
 
 
 def shards_in(restored: Mapping[str, object]) -> list[tuple[Path, SavedDTensor]]:
     """Return every saved shard, with its path."""
-    return [found for key, saved in restored.items() for found in instances(saved, SavedDTensor, (key,))]
+    return [shard for key, saved in restored.items() for shard in instances(saved, SavedDTensor, (key,))]
 
 
 def meshless(state: Mapping[str, object], shards: Iterable[tuple[Path, SavedDTensor]]) -> Iterator[str]:

@@ -71,12 +71,12 @@ def placement_of(dtensor: Any) -> Placement:
     """
     spec = dtensor._spec
     mesh = spec.mesh
-    rules = tuple(_rule(one) for one in spec.placements)
+    rules = tuple(_rule(dim_placement) for dim_placement in spec.placements)
     if _is_ordered_otherwise(spec, rules):
         raise ValueError("a DTensor whose dimensions were split in an order of its own; pass .redistribute(mesh, …)")
     coordinate = mesh.get_coordinate()
     names = mesh.mesh_dim_names
-    found = Placement(
+    placement = Placement(
         tuple(spec.shape),
         tuple(spec.stride),
         tuple(mesh.shape),
@@ -85,12 +85,12 @@ def placement_of(dtensor: Any) -> Placement:
         None if coordinate is None else tuple(coordinate),
     )
     local = tuple(dtensor._local_tensor.shape)
-    if coordinate is not None and found.local_shape != local:
+    if coordinate is not None and placement.local_shape != local:
         raise ValueError(
-            f"a DTensor {found}, whose local shard should be {found.local_shape} and is {local}; "
+            f"a DTensor {placement}, whose local shard should be {placement.local_shape} and is {local}; "
             "give DTensor.from_local the shape= and stride= of the whole tensor"
         )
-    return found
+    return placement
 
 
 def _rule(placement: Any) -> Rule:
@@ -118,17 +118,19 @@ def _is_ordered_otherwise(spec: Any, rules: Sequence[Rule]) -> bool:
     show it themselves.
     """
     order = getattr(spec, "shard_order", None) or ()
-    said = {rule[1] for rule in rules if rule[0] == STRIDED}
-    return any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in order if one.tensor_dim not in said)
+    strided_dims = {rule[1] for rule in rules if rule[0] == STRIDED}
+    return any(
+        list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order if entry.tensor_dim not in strided_dims
+    )
 
 
-def is_placed_alike(spec: Any, other: Any) -> bool:
+def is_placed_alike(spec: Any, other_spec: Any) -> bool:
     """Return whether two DTensors' specs are equal.
 
     Types are compared as well, because up to about torch 2.8 a strided placement equals a plain one.
     """
-    kinds = [[type(placement) for placement in one.placements] for one in (spec, other)]
-    return bool(spec == other) and kinds[0] == kinds[1]
+    kinds = [[type(placement) for placement in dtensor_spec.placements] for dtensor_spec in (spec, other_spec)]
+    return bool(spec == other_spec) and kinds[0] == kinds[1]
 
 
 # ---- loading
@@ -137,17 +139,17 @@ def is_placed_alike(spec: Any, other: Any) -> bool:
 def misfit(target: Any, saved: object) -> str | None:
     """Return why a live DTensor cannot load `saved`; None if it can."""
     try:
-        here = placement_of(target)
+        target_placement = placement_of(target)
     except ValueError as error:
         return str(error)
     dtype = str(target.dtype).removeprefix("torch.")
     if not isinstance(saved, SavedDTensor):
-        what = "a whole tensor" if isinstance(saved, torch.Tensor) else type(saved).__name__
-        return f"{what} in the checkpoint, a DTensor of {dtype} {here} here"
+        saved_kind = "a whole tensor" if isinstance(saved, torch.Tensor) else type(saved).__name__
+        return f"{saved_kind} in the checkpoint, a DTensor of {dtype} {target_placement} here"
     if isinstance(saved.local, SavedWrapper) and (reason := saved.local.misfit(target._local_tensor)):
         return reason
-    if saved.placement != here or saved.local.dtype != target.dtype or not is_whole(saved):
-        return f"{saved} in the checkpoint, {dtype} {here} here"
+    if saved.placement != target_placement or saved.local.dtype != target.dtype or not is_whole(saved):
+        return f"{saved} in the checkpoint, {dtype} {target_placement} here"
     return None
 
 

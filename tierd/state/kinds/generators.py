@@ -67,7 +67,7 @@ class SavedGenerator(SavedRng):
         return "a torch.Generator"
 
     def made(self) -> torch.Generator:
-        return self._on(self.device)
+        return self._generator_on(self.device)
 
     def set(self, generator: Any) -> None:
         generator.set_state(self.state.clone())  # cloned to be aligned, and independent of the file's memory
@@ -84,15 +84,15 @@ class SavedGenerator(SavedRng):
 
     def _unusable(self, device: torch.device) -> str | None:
         try:
-            self._on(device)
+            self._generator_on(device)
         except Exception as error:
             return f"{self.label} that cannot be set on {device}: {error}"
         return None
 
-    def _on(self, device: torch.device) -> torch.Generator:
-        made = torch.Generator(device)
-        self.set(made)
-        return made
+    def _generator_on(self, device: torch.device) -> torch.Generator:
+        generator = torch.Generator(device)
+        self.set(generator)
+        return generator
 
 
 def type_label(value: object) -> str:

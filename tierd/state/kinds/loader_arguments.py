@@ -26,14 +26,14 @@ from tierd.state.kinds.shard_datasets import is_shard_dataset, shard_facts
 Fingerprint = dict[str, dict[str, object]]  # path -> attributes: ".sampler" -> {"rank": 0}; "" is the object itself
 
 _VALUES = IMMUTABLE - {range}
-_FEW = 64  # objects; of more, only these are recorded, which are the same ones each time
+_MAX_ITEMS = 64  # objects; of more, only these are recorded, which are the same ones each time
 
 # Names of attributes that identify the owner of the state.
 _WHOSE = re.compile(r"rank|world|world_size|num_(replicas|ranks|shards)|(dp|data_parallel)_(rank|size|world_size)")
 # Other names that decide the samples, if a constructor takes them. An attribute that is not an argument may count
 # progress.
 _AMOUNT = re.compile(r"n|length|size|(num|total)_samples|shard|shard_id")
-_CHOSEN = re.compile(rf"{_AMOUNT.pattern}|batch_size|drop_last|num_workers|buffer_size|replacement|shuffle|.*seed")
+_CHOICES = re.compile(rf"{_AMOUNT.pattern}|batch_size|drop_last|num_workers|buffer_size|replacement|shuffle|.*seed")
 _RETURNS = re.compile(r"shuffle|.*seed")  # names that an object's own state may restore in the objects below it
 # Names of attributes that hold another relevant object; in the plural, several.
 _LINK = re.compile(r".*(dataset|sampler|loader|source|root|iterable|node)(s?)")
@@ -49,30 +49,30 @@ def gives_samples(value: object) -> bool:
     )
 
 
-def made_with(value: object, own: dict[object, object] | None = None) -> Fingerprint:
+def made_with(value: object, state: dict[object, object] | None = None) -> Fingerprint:
     """Read the arguments of an object and of those that it holds.
 
     Args:
-        own: the object's state. What it restores is left out.
+        state: the object's state. What it restores is left out.
     """
-    found: Fingerprint = {}
-    kept: Fingerprint = {}  # of datasets whose state names arguments that it does not restore
+    fingerprint: Fingerprint = {}
+    shard_fingerprint: Fingerprint = {}  # of datasets whose state names arguments that it does not restore
     todo = deque([("", value, True)])
-    seen: set[int] = set()
-    while todo and len(seen) < _FEW:
-        where, part, given = todo.popleft()
-        if id(part) not in seen:
-            seen.add(id(part))
-            links, named = links_of(part)
-            facts = _facts(where, part, named, alone=not links, given=given)
+    visited: set[int] = set()
+    while todo and len(visited) < _MAX_ITEMS:
+        where, part, is_given = todo.popleft()
+        if id(part) not in visited:
+            visited.add(id(part))
+            links, own_values = links_of(part)
+            facts = _facts(where, part, own_values, alone=not links, is_given=is_given)
             if facts:
-                found[where] = facts
+                fingerprint[where] = facts
             if is_shard_dataset(part):
-                kept[where] = shard_facts(part)
-            todo += [(where + name, inner, given and inner_given) for name, inner, inner_given in links]
-    if own is not None:
-        _drop_brought_back(value, found, own)
-    return found | {where: found.get(where, {}) | facts for where, facts in kept.items()}
+                shard_fingerprint[where] = shard_facts(part)
+            todo += [(where + name, inner, is_given and inner_given) for name, inner, inner_given in links]
+    if state is not None:
+        _drop_restored(value, fingerprint, state)
+    return fingerprint | {where: fingerprint.get(where, {}) | facts for where, facts in shard_fingerprint.items()}
 
 
 def links_of(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
@@ -81,35 +81,35 @@ def links_of(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, ob
     Each object is paired with whether the constructor of `part` takes it. No property is run.
     """
     links: list[tuple[str, Any, bool]] = []
-    named: dict[str, object] = {}
+    own_values: dict[str, object] = {}
     kind: Any = type(part)
     parameters = _parameters(kind)
     for attribute, value in list(getattr(part, "__dict__", {}).items()):
         name, decides, link = _meaning(attribute)
         if decides and type(value) in (int, bool, str) and (decides == "whose" or name in parameters):
-            named[name] = value
+            own_values[name] = value
         items: Iterable[Any] = ()
         if link == "one":
             links.append((f".{name}", value, name in parameters))
         elif link and isinstance(value, Mapping | list | tuple):
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        links += [(f".{name}[{key!r}]", one, name in parameters) for key, one in islice(items, _FEW)]
-    return [link for link in links if type(link[1]) not in _VALUES and gives_samples(link[1])], named
+        links += [(f".{name}[{key!r}]", item, name in parameters) for key, item in islice(items, _MAX_ITEMS)]
+    return [link for link in links if type(link[1]) not in _VALUES and gives_samples(link[1])], own_values
 
 
-def _facts(where: str, part: Any, named: dict[str, object], alone: bool, given: bool) -> dict[str, object]:
+def _facts(where: str, part: Any, own_values: dict[str, object], alone: bool, is_given: bool) -> dict[str, object]:
     """Return the recorded values of one object.
 
     Args:
         alone: whether it holds no other relevant object.
-        given: whether its owner received it as an argument, and so did not make it.
+        is_given: whether its owner received it as an argument, and so did not make it.
     """
     facts: dict[str, object] = {}
     kind: Any = type(part)
     is_node, is_sampler = kind.__module__.startswith(NODES), isinstance(part, Sampler)
     if is_node or is_sampler:
         facts["class"] = kind.__name__
-    facts |= {name: value for name, value in named.items() if given or not _AMOUNT.fullmatch(name)}
+    facts |= {name: value for name, value in own_values.items() if is_given or not _AMOUNT.fullmatch(name)}
     # Because its state contains its number of workers.
     is_torchdatas = any(base.__module__.startswith(LOADER) for base in kind.__mro__)
     if isinstance(part, DataLoader) and not is_torchdatas and not isinstance(part.dataset, IterableDataset):
@@ -121,7 +121,7 @@ def _facts(where: str, part: Any, named: dict[str, object], alone: bool, given: 
     if facts.get("shuffle") is False:
         facts = {name: value for name, value in facts.items() if not name.endswith("seed")}
     fixed = alone and not is_stateful(part) if is_sampler else _has_a_fixed_length(where, part)
-    if given and fixed:  # the length of a stateful sampler may be the number of remaining samples
+    if is_given and fixed:  # the length of a stateful sampler may be the number of remaining samples
         with suppress(Exception):
             facts["length"] = _length(part)
     return facts
@@ -161,42 +161,42 @@ def _meaning(attribute: str) -> tuple[str, str, str]:
     """
     name = attribute.strip("_")
     link = _LINK.fullmatch(name)
-    decides = "whose" if _WHOSE.fullmatch(name) else "chosen" if _CHOSEN.fullmatch(name) else ""
+    decides = "whose" if _WHOSE.fullmatch(name) else "chosen" if _CHOICES.fullmatch(name) else ""
     return name, decides, ("many" if link[2] else "one") if link else ""
 
 
 @functools.lru_cache(maxsize=256)
 def _parameters(kind: Any) -> frozenset[str]:
     """Return the parameters of the constructors of a class and its bases."""
-    found: set[str] = set()
+    names: set[str] = set()
     for base in kind.__mro__[:-1]:
         with suppress(ValueError, TypeError):
-            found.update(inspect.signature(vars(base)["__init__"]).parameters if "__init__" in vars(base) else ())
-    return frozenset(found)
+            names.update(inspect.signature(vars(base)["__init__"]).parameters if "__init__" in vars(base) else ())
+    return frozenset(names)
 
 
-def _drop_brought_back(value: object, facts: Fingerprint, own: dict[object, object]) -> None:
+def _drop_restored(value: object, facts: Fingerprint, state: dict[object, object]) -> None:
     """Remove values that the state of `value` contains, because it restores them."""
     of_itself = facts.get("", {})
-    stays = {"class", "num_workers"} | whose_names(value, {*of_itself, *own})
-    for name in _bare(own) - stays:
+    kept_names = {"class", "num_workers"} | whose_names(value, {*of_itself, *state})
+    for name in _bare_names(state) - kept_names:
         of_itself.pop(name, None)
     returns = [(part, name) for part in facts.values() for name in part if _RETURNS.fullmatch(name)]
     keys: set[str] = set()
-    seen: set[int] = set()
-    todo: list[object] = [own] if returns else []
+    visited: set[int] = set()
+    todo: list[object] = [state] if returns else []
     while todo:
         inner = todo.pop()
-        if isinstance(inner, dict) and id(inner) not in seen:
-            seen.add(id(inner))
-            keys |= _bare(inner)
+        if isinstance(inner, dict) and id(inner) not in visited:
+            visited.add(id(inner))
+            keys |= _bare_names(inner)
             todo += inner.values()
     for part, name in returns:
         if name in keys:
             del part[name]
 
 
-def _bare(names: Iterable[object]) -> set[str]:
+def _bare_names(names: Iterable[object]) -> set[str]:
     return {name.strip("_") for name in names if type(name) is str}
 
 
@@ -205,6 +205,6 @@ def whose_names(value: object, names: Iterable[object]) -> set[str]:
 
     LoRA's `rank` is not one of them, because such objects have no world size and no iterator.
     """
-    found = {name for name in _bare(names) if _WHOSE.fullmatch(name)}
+    owner_names = {name for name in _bare_names(names) if _WHOSE.fullmatch(name)}
     iterated = isinstance(value, Dataset) or any(hasattr(type(value), name) for name in ("__iter__", "__next__"))
-    return found if iterated or len({name.endswith("rank") for name in found}) == 2 else set()
+    return owner_names if iterated or len({name.endswith("rank") for name in owner_names}) == 2 else set()

@@ -52,15 +52,15 @@ _RECORD = "made_with"
 
 def ask(value: Stateful) -> Any:
     """Return `value.state_dict()`, with the record attached if `value` yields samples."""
-    own = value.state_dict()
+    state = value.state_dict()
     with suppress(Exception):  # any error, because the state is worth saving without the record
-        if type(own) is dict and gives_samples(value):
-            facts = made_with(value, own)
+        if type(state) is dict and gives_samples(value):
+            facts = made_with(value, state)
             if facts:
-                recorded = OrderedDict(own)
+                recorded = OrderedDict(state)
                 recorded._metadata = {_RECORD: facts}  # type: ignore[attr-defined]
                 return recorded
-    return own
+    return state
 
 
 def as_given(saved: Any) -> Any:
@@ -73,35 +73,35 @@ def misfits(target: Stateful, saved: Any) -> list[tuple[str, str]]:
 
     A location is a path such as ``.sampler``, empty for the object itself.
     """
-    there = {where: dict(facts) for where, facts in (_record(saved) or {}).items()}
+    saved_fingerprint = {where: dict(facts) for where, facts in (_record(saved) or {}).items()}
     try:
         if not gives_samples(target):
             return []
-        defect = _read_loader(target, saved, there)
+        defect = _read_loader(target, saved, saved_fingerprint)
         if defect:
             return [("", defect)]
         if is_shard_dataset(target):
-            there[""] = {**saved_facts(saved), **there.get("", {})}
-        here = made_with(target)
+            saved_fingerprint[""] = {**saved_facts(saved), **saved_fingerprint.get("", {})}
+        target_fingerprint = made_with(target)
     except Exception:  # then the object's own load_state_dict decides
         return []
     with suppress(Exception):
-        _add_named_in_state(target, saved, there, here)
-    return list(_differences(there, here))
+        _add_named_in_state(target, saved, saved_fingerprint, target_fingerprint)
+    return list(_differences(saved_fingerprint, target_fingerprint))
 
 
-def _differences(there: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, str]]:
+def _differences(saved_fingerprint: Fingerprint, target_fingerprint: Fingerprint) -> Iterator[tuple[str, str]]:
     # Reported before, because a loader and its batch sampler both have a batch_size.
-    said: set[tuple[str, object, object]] = set()
+    reported: set[tuple[str, object, object]] = set()
     strangers: tuple[str, ...] = ()  # paths below objects of another class, which cannot be compared
-    for where, facts in there.items():
-        if where not in here or where.startswith(strangers):
+    for where, facts in saved_fingerprint.items():
+        if where not in target_fingerprint or where.startswith(strangers):
             continue
         for name, value in facts.items():
-            now = here[where].get(name, value)
-            if now == value or (name, value, now) in said:
+            now = target_fingerprint[where].get(name, value)
+            if now == value or (name, value, now) in reported:
                 continue
-            said.add((name, value, now))
+            reported.add((name, value, now))
             if name == "class":
                 strangers += (f"{where}.",)
                 yield where, f"{value} in the checkpoint, {now} here"
@@ -112,13 +112,14 @@ def _differences(there: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, s
 def _record(saved: object) -> Fingerprint | None:
     metadata = getattr(saved, "_metadata", None) if type(saved) is OrderedDict else None
     facts = metadata.get(_RECORD) if isinstance(metadata, dict) else None
-    return facts if isinstance(facts, dict) and all(isinstance(one, dict) for one in facts.values()) else None
+    return facts if isinstance(facts, dict) and all(isinstance(members, dict) for members in facts.values()) else None
 
 
-def _read_loader(target: Stateful, saved: Any, there: Fingerprint) -> str | None:
+def _read_loader(target: Stateful, saved: Any, saved_fingerprint: Fingerprint) -> str | None:
     """Return why `saved` is not a state of a torchdata loader such as `target`, or None.
 
-    torchdata itself would report this only at its first batch. Also stores the number of workers in `there`.
+    torchdata itself would report this only at its first batch. Also stores the number of workers in
+    `saved_fingerprint`.
     """
     source = getattr(getattr(type(target), "load_state_dict", None), "__module__", "")
     if not source.startswith((LOADER, NODES)) or isinstance(target, Sampler):
@@ -137,23 +138,27 @@ def _read_loader(target: Stateful, saved: Any, there: Fingerprint) -> str | None
             workers = saved["_snapshot"]["_main_snapshot"]["_num_workers"]
         except (KeyError, TypeError):
             return defect
-    there[""] = {**there.get("", {}), "num_workers": workers}
+    saved_fingerprint[""] = {**saved_fingerprint.get("", {}), "num_workers": workers}
     return None
 
 
-def _add_named_in_state(target: Stateful, saved: Any, there: Fingerprint, here: Fingerprint) -> None:
+def _add_named_in_state(
+    target: Stateful, saved: Any, saved_fingerprint: Fingerprint, target_fingerprint: Fingerprint
+) -> None:
     """Add values that only the saved state names.
 
     They exist because an object may get its rank from an attribute with another name.
     """
     if not isinstance(saved, dict) or type(target).__module__.startswith((LOADER, NODES)) or links_of(target)[0]:
         return
-    known = there.setdefault("", {})
-    whose = whose_names(target, {*here.get("", {}), *saved})
-    named = {key: key.strip("_") for key in saved if type(key) is str and key.strip("_") in whose}
-    named = {key: name for key, name in named.items() if name not in known and type(saved[key]) in (int, str)}
-    own = target.state_dict() if named else {}
-    for key, name in named.items():
-        if type(own.get(key)) in (int, str):
-            known[name] = saved[key]
-            here.setdefault("", {})[name] = own[key]
+    own_facts = saved_fingerprint.setdefault("", {})
+    whose = whose_names(target, {*target_fingerprint.get("", {}), *saved})
+    names_by_key = {key: key.strip("_") for key in saved if type(key) is str and key.strip("_") in whose}
+    names_by_key = {
+        key: name for key, name in names_by_key.items() if name not in own_facts and type(saved[key]) in (int, str)
+    }
+    target_state = target.state_dict() if names_by_key else {}
+    for key, name in names_by_key.items():
+        if type(target_state.get(key)) in (int, str):
+            own_facts[name] = saved[key]
+            target_fingerprint.setdefault("", {})[name] = target_state[key]

@@ -25,7 +25,7 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _given(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
+def _prepare_state(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
     """Return the state to pass to a module.
 
     It has views where torch's own modules copy, and owned memory where other code may keep it.
@@ -37,31 +37,31 @@ def _given(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) ->
         for prefix, part in module.named_modules(remove_duplicate=False)
         if part._load_state_dict_pre_hooks or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")
     )
-    given = copy.copy(saved)  # a copy of an OrderedDict keeps its _metadata
+    prepared = copy.copy(saved)  # a copy of an OrderedDict keeps its _metadata
     for key, value in saved.items():
         if not isinstance(value, torch.Tensor | SavedDTensor) or key.startswith(keepers) or is_extra_state(key):
-            given[key] = copy.deepcopy(value, memo)
+            prepared[key] = copy.deepcopy(value, memo)
         else:
-            given[key] = memo.get(id(value), value)  # may be on the module's device already
-    return given
+            prepared[key] = memo.get(id(value), value)  # may be on the module's device already
+    return prepared
 
 
 def load_module(module: nn.Module, saved: dict[str, Any], memo: dict[int, object], meshes: Meshes) -> None:
     """Load a state that fits. `memo` is that of `deepcopy`. Raises the exceptions of `load_state_dict`."""
-    given = _given(module, saved, memo)
-    shards = [key for key, value in given.items() if isinstance(value, SavedDTensor)]
-    own: dict[str, Any] = module.state_dict() if shards else {}
+    prepared = _prepare_state(module, saved, memo)
+    shards = [key for key, value in prepared.items() if isinstance(value, SavedDTensor)]
+    module_state: dict[str, Any] = module.state_dict() if shards else {}
     for key in shards:
-        given[key] = meshes.first(own[key]).made(given[key])
-    given = meshes.put(given)  # shards nested more deeply, for example in an extra state
+        prepared[key] = meshes.first(module_state[key]).made(prepared[key])
+    prepared = meshes.put(prepared)  # shards nested more deeply, for example in an extra state
     tensors = {
-        key: value for key, value in given.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)
+        key: value for key, value in prepared.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)
     }
     shells = [key for key, value in tensors.items() if value.dtype in SHELLS]
     if not shells or type(module).load_state_dict is not nn.Module.load_state_dict:
-        module.load_state_dict(given)
+        module.load_state_dict(prepared)
         return
-    own = module.state_dict()  # because torch itself cannot copy these dtypes into a module
+    module_state = module.state_dict()  # because torch itself cannot copy these dtypes into a module
     for key in shells:
-        fill(own[key], given.pop(key))
-    module.load_state_dict(given, strict=False)
+        fill(module_state[key], prepared.pop(key))
+    module.load_state_dict(prepared, strict=False)

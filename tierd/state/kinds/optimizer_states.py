@@ -30,7 +30,7 @@ NameOf = Callable[[torch.Tensor], str | None]
 SAME_ORDER = "make the optimizer with its parameters in the order of the checkpoint"
 _SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # of torch's own optimizers; every other tensor is a moment
 _PLAIN = (torch.Tensor, SavedDTensor, SavedWrapper, bool, int, float, str, type(None))
-_FEW = 3  # parameters that a message names
+_MAX_NAMED = 3  # parameters that a message names
 
 
 class _Moment(NamedTuple):
@@ -57,16 +57,16 @@ def aligned(optimizer: Optimizer, saved: Any) -> Any:
     if order is None or order == list(range(len(order))):
         return saved
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    places = {numbers[there]: here for here, there in enumerate(order)}
+    places = {numbers[saved_index]: index for index, saved_index in enumerate(order)}
     state = {places.get(number, number): members for number, members in saved["state"].items()}
     groups, first = [], 0
-    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        behind = first + len(own["params"])
-        groups.append({**group, "params": list(range(first, behind)), "param_names": list(own["param_names"])})
+    for group, target_group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        behind = first + len(target_group["params"])
+        groups.append({**group, "params": list(range(first, behind)), "param_names": list(target_group["param_names"])})
         first = behind
-    found = copy.copy(saved)
-    found["state"], found["param_groups"] = state, groups
-    return found
+    reordered = copy.copy(saved)
+    reordered["state"], reordered["param_groups"] = state, groups
+    return reordered
 
 
 def owners(optimizer: Optimizer, groups: object) -> dict[Any, torch.Tensor]:
@@ -76,7 +76,7 @@ def owners(optimizer: Optimizer, groups: object) -> dict[Any, torch.Tensor]:
         groups: the saved `param_groups`. Without them, or if they do not fit, parameters have the numbers of
             `state_dict()`.
     """
-    own = optimizer.state_dict()["param_groups"]
+    target_groups = optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     try:
         order = _order(optimizer, {"param_groups": groups})
@@ -84,9 +84,9 @@ def owners(optimizer: Optimizer, groups: object) -> dict[Any, torch.Tensor]:
     except (TypeError, KeyError, AttributeError):
         order, numbers = None, []
     if order is not None:
-        numbers = [numbers[there] for there in order]
+        numbers = [numbers[place] for place in order]
     if len(numbers) != len(parameters):
-        numbers = [number for group in own for number in group["params"]]
+        numbers = [number for group in target_groups for number in group["params"]]
     return dict(zip(numbers, parameters, strict=True))
 
 
@@ -96,47 +96,52 @@ def misfits(optimizer: Optimizer, saved: Any, name_of: NameOf) -> Iterator[str]:
     Args:
         name_of: returns the name by which a message mentions a parameter, or None.
     """
-    here: Groups = optimizer.param_groups
+    target_groups: Groups = optimizer.param_groups
     try:
-        there: Groups = saved["param_groups"]
-        sizes = [len(group["params"]) for group in there]
+        saved_groups: Groups = saved["param_groups"]
+        sizes = [len(group["params"]) for group in saved_groups]
         state = {number: members for number, members in saved["state"].items() if isinstance(members, dict)}
     except (TypeError, KeyError, AttributeError):
         yield "not the state of an optimizer"
         return
     is_free = not _has_hook(optimizer)  # such a hook adapts the state, as torch documents it
-    reason = _other_names(here, there) if is_free else None
-    if reason is None and sizes != (own := [len(group["params"]) for group in here]):
-        reason = f"parameter groups of {sizes} parameters in the checkpoint, of {own} here"
+    reason = _name_misfit(target_groups, saved_groups) if is_free else None
+    if reason is None and sizes != (target_sizes := [len(group["params"]) for group in target_groups]):
+        reason = f"parameter groups of {sizes} parameters in the checkpoint, of {target_sizes} here"
     if reason is None and is_free:
         reason = _shape_misfit(optimizer, saved, state, name_of)
     if reason is not None:
         yield reason
 
 
-def misfit_of_groups(here: object, there: object) -> str | None:
+def misfit_of_groups(target_groups: object, saved_groups: object) -> str | None:
     """Return why the state dict of an optimizer cannot be replaced by a saved one: its parameters have another order.
 
     Args:
-        here, there: the `param_groups` of both. Anything else is no misfit.
+        target_groups, saved_groups: the `param_groups` of both. Anything else is no misfit.
     """
     try:
-        own, saved = _names(here), _names(there)  # type: ignore[arg-type]
+        target_names, saved = _names(target_groups), _names(saved_groups)  # type: ignore[arg-type]
     except (TypeError, KeyError, AttributeError):
         return None
-    if own is None or saved is None or own.keys() != saved.keys() or list(own.items()) == list(saved.items()):
+    if (
+        target_names is None
+        or saved is None
+        or target_names.keys() != saved.keys()
+        or list(target_names.items()) == list(saved.items())
+    ):
         return None
-    return _in_other_order(own, saved)
+    return _order_misfit(target_names, saved)
 
 
 def names_in(state: Iterable[object]) -> NameOf:
     """Return a function that names a parameter as the modules among these values name it."""
-    known: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for value in state:
         if isinstance(value, torch.nn.Module):
             for name, parameter in value.named_parameters():
-                known.setdefault(id(parameter), name)
-    return lambda parameter: known.get(id(parameter))
+                names_by_id.setdefault(id(parameter), name)
+    return lambda parameter: names_by_id.get(id(parameter))
 
 
 # ---- names
@@ -158,8 +163,8 @@ def _names(groups: Groups) -> dict[str, int] | None:
         at += [number] * len(names)
     if not _are_texts(listed):
         return None
-    found = dict(zip(bare_names(listed), at, strict=True))
-    return found if len(found) == len(listed) else None
+    groups_by_name = dict(zip(bare_names(listed), at, strict=True))
+    return groups_by_name if len(groups_by_name) == len(listed) else None
 
 
 def _are_texts(names: Iterable[object]) -> bool:
@@ -168,36 +173,38 @@ def _are_texts(names: Iterable[object]) -> bool:
 
 def _order(optimizer: Optimizer, saved: Any) -> list[int] | None:
     """Return for each of the optimizer's parameters its position in `saved`; None if the names do not say it."""
-    own, there = _names(optimizer.param_groups), _names(saved["param_groups"])
-    if own is None or there is None or own != there or _has_hook(optimizer):
+    target_names, saved_names = _names(optimizer.param_groups), _names(saved["param_groups"])
+    if target_names is None or saved_names is None or target_names != saved_names or _has_hook(optimizer):
         return None
-    places = {name: place for place, name in enumerate(there)}
-    return [places[name] for name in own]
+    places = {name: place for place, name in enumerate(saved_names)}
+    return [places[name] for name in target_names]
 
 
-def _other_names(here: Groups, there: Groups) -> str | None:
+def _name_misfit(target_groups: Groups, saved_groups: Groups) -> str | None:
     """Return how the names of parameters, or of groups, differ in more than the order within a group."""
-    titles = [[group.get("name") for group in groups] for groups in (here, there)]
+    titles = [[group.get("name") for group in groups] for groups in (target_groups, saved_groups)]
     if titles[0] != titles[1] and _are_texts(titles[0] + titles[1]) and Counter(titles[0]) == Counter(titles[1]):
         return f"parameter groups in the order {titles[1]} in the checkpoint, {titles[0]} here; {SAME_ORDER}"
-    own, saved = _names(here), _names(there)
-    if own is None or saved is None or own == saved:
+    target_names, saved = _names(target_groups), _names(saved_groups)
+    if target_names is None or saved is None or target_names == saved:
         return None
     reasons = []
-    if missing := [name for name in own if name not in saved]:
-        reasons.append(f"the parameters {_few(missing)} not in the checkpoint")
-    if extra := [name for name in saved if name not in own]:
-        reasons.append(f"{_few(extra)} in the checkpoint, not among the parameters here")
+    if missing := [name for name in target_names if name not in saved]:
+        reasons.append(f"the parameters {_list_few(missing)} not in the checkpoint")
+    if extra := [name for name in saved if name not in target_names]:
+        reasons.append(f"{_list_few(extra)} in the checkpoint, not among the parameters here")
     if reasons:
         return f"{'; '.join(reasons)} (an optimizer that is made without names is compared by shapes)"
-    moved = [name for name, group in own.items() if saved[name] != group]
-    groups = f"{show_part(moved[0])} in group {saved[moved[0]]} in the checkpoint, in group {own[moved[0]]} here"
-    return f"the parameters {_few(moved)} in other groups: {groups}"
+    moved = [name for name, group in target_names.items() if saved[name] != group]
+    groups = (
+        f"{show_part(moved[0])} in group {saved[moved[0]]} in the checkpoint, in group {target_names[moved[0]]} here"
+    )
+    return f"the parameters {_list_few(moved)} in other groups: {groups}"
 
 
-def _in_other_order(own: Iterable[str], saved: Iterable[str]) -> str:
-    differing = [pair for pair in zip(saved, own, strict=True) if pair[0] != pair[1]]
-    order = [_few(names) for names in zip(*differing, strict=True)] or [_few(saved), _few(own)]
+def _order_misfit(target_names: Iterable[str], saved: Iterable[str]) -> str:
+    differing = [pair for pair in zip(saved, target_names, strict=True) if pair[0] != pair[1]]
+    order = [_list_few(names) for names in zip(*differing, strict=True)] or [_list_few(saved), _list_few(target_names)]
     return f"its parameters come in another order: {order[0]} in the checkpoint where here are {order[1]}; {SAME_ORDER}"
 
 
@@ -213,26 +220,28 @@ def _shape_misfit(optimizer: Optimizer, saved: Any, state: dict[Any, dict[Any, A
     order = _order(optimizer, saved) or straight
     moments = [
         _Moment(place, key, shape)
-        for place, there in enumerate(order)
-        for key, value in state.get(numbers[there], {}).items()
+        for place, saved_place in enumerate(order)
+        for key, value in state.get(numbers[saved_place], {}).items()
         if (shape := _shape(value)) is not None
     ]
     if order != straight and not (
         saved.keys() == {"state", "param_groups"}
         and all(isinstance(value, _PLAIN) for members in state.values() for value in members.values())
-        and all(not one.shape or _fits(one, parameters) for one in moments)
+        and all(not moment.shape or _has_parameter_shape(moment, parameters) for moment in moments)
     ):
         return misfit_of_groups(optimizer.param_groups, saved["param_groups"])
     is_torch_s = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     if is_torch_s and not isinstance(optimizer, torch.optim.LBFGS):
-        wrong = [one for one in moments if one.key not in _SCALARS and not _fits(one, parameters)]
+        wrong = [
+            moment for moment in moments if moment.key not in _SCALARS and not _has_parameter_shape(moment, parameters)
+        ]
     else:
-        wrong = _permuted(moments, parameters)
+        wrong = _permuted_moments(moments, parameters)
     if not wrong:
         return None
-    names = dict.fromkeys(_named(optimizer, one.place, name_of) for one in wrong)
+    names = dict.fromkeys(_parameter_label(optimizer, moment.place, name_of) for moment in wrong)
     return (
-        f"{show_part(wrong[0].key)} of {_few(names, quote=False)} has another shape than its parameter: "
+        f"{show_part(wrong[0].key)} of {_list_few(names, quote=False)} has another shape than its parameter: "
         f"{wrong[0].shape} in the checkpoint, {tuple(parameters[wrong[0].place].shape)} here. If the parameters come "
         f"in another order: {SAME_ORDER}, or with named_parameters() when you save and when you restore"
     )
@@ -246,33 +255,33 @@ def _shape(value: object) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _fits(moment: _Moment, parameters: list[torch.Tensor]) -> bool:
+def _has_parameter_shape(moment: _Moment, parameters: list[torch.Tensor]) -> bool:
     """Return whether the moment has its parameter's shape, or that of a factor of it."""
     parameter = parameters[moment.place]
-    whole = tuple(parameter.shape)
-    if moment.shape in (whole, tuple(local_of(parameter).shape)):
+    full_shape = tuple(parameter.shape)
+    if moment.shape in (full_shape, tuple(local_of(parameter).shape)):
         return True
     # Adafactor's means: torch keeps the dimension that they are taken over, with the length 1; others leave it out.
-    rows, columns = whole[:-1], (*whole[:-2], *whole[-1:])
-    kept = (*rows, 1), (*whole[:-2], 1, *whole[-1:])
-    return len(whole) > 1 and moment.shape in (*kept, rows, columns)
+    rows, columns = full_shape[:-1], (*full_shape[:-2], *full_shape[-1:])
+    kept_shapes = (*rows, 1), (*full_shape[:-2], 1, *full_shape[-1:])
+    return len(full_shape) > 1 and moment.shape in (*kept_shapes, rows, columns)
 
 
-def _permuted(moments: list[_Moment], parameters: list[torch.Tensor]) -> list[_Moment]:
+def _permuted_moments(moments: list[_Moment], parameters: list[torch.Tensor]) -> list[_Moment]:
     """Return the moments of another shape than their parameters, where the shapes of a key are those of the parameters.
 
     This is for optimizers of which nothing is known. A key whose tensors have the parameters' shapes, but at other
     parameters, shows another order. Any other shapes show nothing.
     """
     wrong = []
-    for key in dict.fromkeys(one.key for one in moments):
-        pairs = [(one, tuple(parameters[one.place].shape)) for one in moments if one.key == key]
-        if Counter(one.shape for one, _ in pairs) == Counter(whole for _, whole in pairs):
-            wrong += [one for one, whole in pairs if one.shape != whole]
+    for key in dict.fromkeys(moment.key for moment in moments):
+        pairs = [(moment, tuple(parameters[moment.place].shape)) for moment in moments if moment.key == key]
+        if Counter(moment.shape for moment, _ in pairs) == Counter(full_shape for _, full_shape in pairs):
+            wrong += [moment for moment, full_shape in pairs if moment.shape != full_shape]
     return wrong
 
 
-def _named(optimizer: Optimizer, place: int, name_of: NameOf) -> str:
+def _parameter_label(optimizer: Optimizer, place: int, name_of: NameOf) -> str:
     at = place
     for number, group in enumerate(optimizer.param_groups):
         if at < len(group["params"]):
@@ -282,6 +291,8 @@ def _named(optimizer: Optimizer, place: int, name_of: NameOf) -> str:
     raise IndexError(place)
 
 
-def _few(names: Iterable[str], *, quote: bool = True) -> str:
+def _list_few(names: Iterable[str], *, quote: bool = True) -> str:
     listed = [show_part(name) if quote else name for name in names]
-    return ", ".join(listed[:_FEW]) + (f" and {len(listed) - _FEW} more" if len(listed) > _FEW else "")
+    return ", ".join(listed[:_MAX_NAMED]) + (
+        f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
+    )

@@ -19,7 +19,7 @@ from tierd.state.kinds import wrapper_tensors
 from tierd.state.kinds.dtensors import held_by, local_of, tensors_in
 from tierd.state.values import is_storable
 
-_FEW = 64  # items; larger containers are not searched, because nobody keeps optimizers in them
+_MAX_MEMBERS = 64  # items; larger containers are not searched, because nobody keeps optimizers in them
 _DEPTH = 3  # levels of nested containers and objects that are searched for optimizers
 
 _NO_PLACE = (torch.Tensor, nn.Module)
@@ -44,7 +44,7 @@ def owned(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
     """Return the optimizers among a state's values, in small containers there, and in attributes of objects there."""
-    found: dict[int, Optimizer] = {}
+    optimizers: dict[int, Optimizer] = {}
     level: list[object] = list(state.values())
     for _ in range(_DEPTH):
         inner: list[object] = []
@@ -52,12 +52,12 @@ def optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
             if type(value) in IMMUTABLE or isinstance(value, _NO_PLACE):
                 continue
             if isinstance(value, Optimizer):
-                found[id(value)] = value
+                optimizers[id(value)] = value
             parts = value if isinstance(value, (dict, *SEQUENCES)) else _attributes(value)
-            if len(parts) <= _FEW:
+            if len(parts) <= _MAX_MEMBERS:
                 inner += parts.values() if isinstance(parts, dict) else parts
         level = inner
-    return list(found.values())
+    return list(optimizers.values())
 
 
 def trained(optimizers: list[Optimizer]) -> list[bool]:
@@ -68,11 +68,15 @@ def trained(optimizers: list[Optimizer]) -> list[bool]:
 
 def moving(optimizers: list[Optimizer], tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Return the names of the tensors that every step of these optimizers changes."""
-    own = {place(tensor) for optimizer in optimizers for tensor in _moved(optimizer) if is_storable(tensor)}
-    return frozenset(name for name, tensor in tensors.items() if own and tensor.nbytes and place(tensor) in own)
+    changed_places = {
+        place(tensor) for optimizer in optimizers for tensor in _changed_tensors(optimizer) if is_storable(tensor)
+    }
+    return frozenset(
+        name for name, tensor in tensors.items() if changed_places and tensor.nbytes and place(tensor) in changed_places
+    )
 
 
-def _moved(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def _changed_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -84,7 +88,7 @@ def _moved(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _attributes(value: object) -> dict[str, object]:
     try:
-        found: dict[str, object] = getattr(value, "__dict__", {})
-        return found
+        attributes: dict[str, object] = getattr(value, "__dict__", {})
+        return attributes
     except Exception:  # some objects raise when their attributes are read; no optimizer is found in them
         return {}

@@ -83,9 +83,9 @@ class Packed(NamedTuple):
     def named(self, name: str) -> Named:
         """Return the JSON that refers to the run if its tensor has this name."""
         text = json.dumps({"$values": [name, self.kind, self.size]}, ensure_ascii=False, separators=(",", ":"))
-        found = Named(text)
-        found.values = self.values
-        return found
+        reference = Named(text)
+        reference.values = self.values
+        return reference
 
 
 def run_form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -109,7 +109,7 @@ def pack(value: Any) -> list[Packed] | None:
     """
     kind = type(value)
     if kind is bytes or kind is bytearray:
-        return [_packed(kind.__name__, value, 0)] if len(value) >= FEWEST_BYTES else None
+        return [_pack_bytes(kind.__name__, value, 0)] if len(value) >= FEWEST_BYTES else None
     if len(value) < FEWEST:
         return None
     if kind in _MAPPINGS:
@@ -128,12 +128,12 @@ def pack_run(parts: tuple[Any, ...]) -> Packed | None:
     if set(map(type, parts)) != {kind}:
         return None
     if kind is bool:
-        return _packed("bool", bytes(parts), len(parts))
+        return _pack_bytes("bool", bytes(parts), len(parts))
     text = _BETWEEN.join(parts)
     if text.count(_BETWEEN) >= len(parts):
         return None
     try:
-        return _packed("str", text.encode(), len(parts))
+        return _pack_bytes("str", text.encode(), len(parts))
     except UnicodeEncodeError:
         return None
 
@@ -169,10 +169,10 @@ def _is_likely(first: object, last: object) -> bool:
     return type(first) is type(last) and type(first) in _RUNS
 
 
-def _packed(kind: str, data: bytes | bytearray, values: int) -> Packed:
-    held = bytearray(room(len(data)))
-    held[: len(data)] = data
-    return Packed(kind, len(data), values, torch.frombuffer(held, dtype=DTYPES[kind]))
+def _pack_bytes(kind: str, data: bytes | bytearray, values: int) -> Packed:
+    padded = bytearray(room(len(data)))
+    padded[: len(data)] = data
+    return Packed(kind, len(data), values, torch.frombuffer(padded, dtype=DTYPES[kind]))
 
 
 def check_form(dtype: torch.dtype, shape: Sequence[int], kind: str, size: int) -> None:

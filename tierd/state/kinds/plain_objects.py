@@ -86,9 +86,9 @@ def _text(payload: object) -> str:
 
 def _made_bytes_io(payload: object) -> io.BytesIO:
     data, position = _parts(payload, str, int)
-    found = io.BytesIO(base64.b64decode(data, validate=True))
-    found.seek(position)
-    return found
+    stream = io.BytesIO(base64.b64decode(data, validate=True))
+    stream.seek(position)
+    return stream
 
 
 def _made_time(kind: Any) -> Callable[[object], object]:

@@ -34,7 +34,7 @@ def tree_of(value: Any) -> object:
     kind = kind_of(value)
     if kind is None:
         raise ValueError("no generator of NumPy or of Python's random")
-    return {"$random": [kind, _typed(_state_of(value, kind))]}
+    return {"$random": [kind, _typed_state(_state_of(value, kind))]}
 
 
 def made(payload: object) -> SavedRandom:
@@ -70,14 +70,14 @@ class SavedRandom(SavedRng):
 
     def made(self) -> Any:
         if self.kind == PYTHON:
-            found: Any = random.Random()  # noqa: S311
+            generator: Any = random.Random()  # noqa: S311
         else:
             from numpy import random as numpy
 
             maker: Callable[[Any], Any] = numpy.Generator if self.kind == NUMPY else numpy.RandomState
-            found = maker(getattr(numpy, self.state["bit_generator"])())
-        self.set(found)
-        return found
+            generator = maker(getattr(numpy, self.state["bit_generator"])())
+        self.set(generator)
+        return generator
 
     def set(self, generator: Any) -> None:
         if self.kind == PYTHON:
@@ -90,8 +90,8 @@ class SavedRandom(SavedRng):
 
     def misfit(self, target: Any) -> str | None:
         kind = kind_of(target)
-        here = SavedRandom(kind, _state_of(target, kind)).label if kind else f"a {type_label(target)}"
-        return self.unusable() if here == self.label else f"{self.label} in the checkpoint, {here} here"
+        target_label = SavedRandom(kind, _state_of(target, kind)).label if kind else f"a {type_label(target)}"
+        return self.unusable() if target_label == self.label else f"{self.label} in the checkpoint, {target_label} here"
 
 
 def _state_of(value: Any, kind: str) -> Any:
@@ -105,11 +105,11 @@ def _state_of(value: Any, kind: str) -> Any:
     return state
 
 
-def _typed(value: Any) -> object:
+def _typed_state(value: Any) -> object:
     if isinstance(value, dict):
-        return {key: _typed(inner) for key, inner in value.items()}
+        return {key: _typed_state(inner) for key, inner in value.items()}
     if hasattr(value, "tolist"):  # an array, or a scalar of NumPy
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_typed(inner) for inner in value]
+        return [_typed_state(inner) for inner in value]
     return SCALARS[type(value)](value)

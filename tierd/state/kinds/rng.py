@@ -76,20 +76,20 @@ class RngState:
 def _cuda_misfit(states: object, current: object) -> str | None:
     if not isinstance(states, list) or not (current is None or (type(current) is int and 0 <= current < len(states))):
         return "the CUDA devices' states are not what RngState gives"
-    here = torch.cuda.device_count()
-    if current is None and len(states) > 1 and here not in (0, len(states)):
+    device_count = torch.cuda.device_count()
+    if current is None and len(states) > 1 and device_count not in (0, len(states)):
         return (
-            f"saved with {len(states)} CUDA devices, this process sees {here}, and the checkpoint does not say which "
-            "was in use: show as many to this process (CUDA_VISIBLE_DEVICES), or leave RngState out"
+            f"saved with {len(states)} CUDA devices, this process sees {device_count}, and the checkpoint does not say "
+            "which was in use: show as many to this process (CUDA_VISIBLE_DEVICES), or leave RngState out"
         )
     return None
 
 
 def _set_cuda(states: list[torch.Tensor], current: int | None) -> None:
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if here == len(states):
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices == len(states):
         torch.cuda.set_rng_state_all(states)
-    elif here == 0:
+    elif devices == 0:
         log.warning("generators of %d CUDA devices are left out: this process sees none", len(states))
-    if here and states and (here != len(states) or (current is not None and torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
+    if devices and states and (devices != len(states) or (current is not None and torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(states[current or 0])  # of the current device

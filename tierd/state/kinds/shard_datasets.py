@@ -35,8 +35,8 @@ def shard_facts(part: Any) -> dict[str, object]:
         facts["shuffle_seed"] = part._shuffle_seed
     if id(part) not in _files:
         weakref.finalize(part, _files.pop, id(part), None)
-        _files[id(part)] = _listed(part._files)
-    return {**facts, "files": _files[id(part)], "split": _split(part)}
+        _files[id(part)] = _files_digest(part._files)
+    return {**facts, "files": _files[id(part)], "split": _strategy_text(part)}
 
 
 def saved_facts(saved: Any) -> dict[str, object]:
@@ -47,20 +47,20 @@ def saved_facts(saved: Any) -> dict[str, object]:
 
 def mismatch_error(part: object) -> type[Exception] | None:
     """Return the error that the library's documents say to catch, if `part` is one of its datasets."""
-    found = getattr(sys.modules.get(_BASE), "CheckpointMismatchError", None) if is_shard_dataset(part) else None
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
+    error_class = getattr(sys.modules.get(_BASE), "CheckpointMismatchError", None) if is_shard_dataset(part) else None
+    return error_class if isinstance(error_class, type) and issubclass(error_class, Exception) else None
 
 
-def _listed(files: list[Any]) -> str:
-    lines = "\n".join(f"{one.path}\t{one.file_size}" for one in files)
+def _files_digest(files: list[Any]) -> str:
+    lines = "\n".join(f"{file.path}\t{file.file_size}" for file in files)
     return f"{len(files)} ({hashlib.sha256(lines.encode(errors='surrogateescape')).hexdigest()[:12]})"
 
 
-def _split(part: Any) -> str:
+def _strategy_text(part: Any) -> str:
     """Return the strategy's class and arguments, without a seed that is the dataset's or is not used."""
     kind = type(part._strategy)
     values = {name.strip("_"): value for name, value in vars(part._strategy).items()}
     if not values.get("shuffle") or values.get("seed") == getattr(part, "_shuffle_seed", None):
         values.pop("seed", None)
-    given = [name for name in inspect.signature(kind).parameters if type(values.get(name)) in (int, bool, str)]
-    return f"{kind.__name__}({', '.join(f'{name}={values[name]!r}' for name in given)})"
+    arguments = [name for name in inspect.signature(kind).parameters if type(values.get(name)) in (int, bool, str)]
+    return f"{kind.__name__}({', '.join(f'{name}={values[name]!r}' for name in arguments)})"

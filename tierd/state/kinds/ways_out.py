@@ -46,18 +46,18 @@ def of(value: object) -> str:
         return f", a subclass of {base.__name__}; pass {f'.{name}()' if name else f'a plain {base.__name__}'}"
     if isinstance(value, _CODE):
         return ", which is code; leave it out, and make it again before the restore"
-    return f"; {_way(value)}"
+    return f"; {_find_way(value)}"
 
 
-def _way(value: Any) -> str:
+def _find_way(value: Any) -> str:
     loads = "restore then calls its load_state_dict()"
     if _has(value, ("state_dict",)):
         return f"it has state_dict() and no load_state_dict(): give it that, too, and {loads}"
     if (getter := _has(value, _GETTERS)) and (setter := _has(value, _SETTERS)):
         return f"give its class state_dict() and load_state_dict(), which call {getter}() and {setter}(), and {loads}"
     if name := _has(value, _DICTS):
-        again = "by .from_dict()" if _has(value, ("from_dict",)) else "of that dict"
-        return f"pass .{name}(), and make it again {again}"
+        remedy = "by .from_dict()" if _has(value, ("from_dict",)) else "of that dict"
+        return f"pass .{name}(), and make it again {remedy}"
     if dataclasses.is_dataclass(value):
         return (
             "pass dataclasses.asdict(…), and make it again of that dict; or give it state_dict() and load_state_dict()"

@@ -20,14 +20,17 @@ _ANYWHERE = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _IN_FRONT = "module"  # only in front of every name, because models have submodules of this name
 
 
-def differing(own: Iterable[object], saved: Iterable[object]) -> str | None:
+def differing(target: Iterable[object], saved: Iterable[object]) -> str | None:
     """Say how two sets of names differ, if they differ by wrappers' prefixes alone; else None."""
-    mine, theirs = list(own), list(saved)
-    pairs = _pairs(mine, theirs)
+    target_names, saved_names = list(target), list(saved)
+    pairs = _pairs(target_names, saved_names)
     if pairs is None:
         return None
-    there, here = next((there, here) for there, here in pairs.items() if there != here)
-    return f"the names differ by prefixes of wrappers alone: {there!r} in the checkpoint is {here!r} here; {WAY_OUT}"
+    saved_name, target_name = next((old, new) for old, new in pairs.items() if old != new)
+    return (
+        f"the names differ by prefixes of wrappers alone: {saved_name!r} in the checkpoint is {target_name!r} here; "
+        f"{WAY_OUT}"
+    )
 
 
 def with_names_of(state: Mapping[str, object], restored: dict[str, Any]) -> dict[str, Any]:
@@ -35,55 +38,55 @@ def with_names_of(state: Mapping[str, object], restored: dict[str, Any]) -> dict
 
     Only names that differ by wrappers' prefixes alone are changed. Tensors are neither copied nor changed.
     """
-    return {key: _renamed(state[key], saved) if key in state else saved for key, saved in restored.items()}
+    return {key: _rename(state[key], saved) if key in state else saved for key, saved in restored.items()}
 
 
-def _renamed(target: object, saved: Any) -> Any:
+def _rename(target: object, saved: Any) -> Any:
     if not isinstance(saved, dict):
         return saved
     if isinstance(target, nn.Module):
-        own = target.state_dict()
-        pairs = _pairs(own, saved)
-        return saved if pairs is None else _with_names(saved, pairs, own)
+        module_state = target.state_dict()
+        pairs = _pairs(module_state, saved)
+        return saved if pairs is None else _rename_keys(saved, pairs, module_state)
     if not isinstance(target, dict):
         return saved
     pairs = _pairs(target, saved)
-    found = saved if pairs is None else _with_names(saved, pairs, target)
-    for name in found.keys() & target.keys():
-        inner = _renamed(target[name], found[name])
-        if inner is not found[name]:
-            found = copy.copy(found) if found is saved else found
-            found[name] = inner
-    return found
+    renamed = saved if pairs is None else _rename_keys(saved, pairs, target)
+    for name in renamed.keys() & target.keys():
+        inner = _rename(target[name], renamed[name])
+        if inner is not renamed[name]:
+            renamed = copy.copy(renamed) if renamed is saved else renamed
+            renamed[name] = inner
+    return renamed
 
 
-def _with_names(saved: dict[str, Any], pairs: Mapping[str, str], own: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_keys(saved: dict[str, Any], pairs: Mapping[str, str], target: Mapping[str, Any]) -> dict[str, Any]:
     """Return `saved` under other names; an `OrderedDict` keeps torch's `_metadata`, under its modules' other names."""
-    found: dict[str, Any] = OrderedDict() if isinstance(saved, OrderedDict) else {}
-    found.update((pairs[name], value) for name, value in saved.items())
-    metadata, wanted = getattr(saved, "_metadata", None), getattr(own, "_metadata", None)
-    if isinstance(metadata, dict) and isinstance(wanted, dict):
+    renamed: dict[str, Any] = OrderedDict() if isinstance(saved, OrderedDict) else {}
+    renamed.update((pairs[name], value) for name, value in saved.items())
+    metadata, target_metadata = getattr(saved, "_metadata", None), getattr(target, "_metadata", None)
+    if isinstance(metadata, dict) and isinstance(target_metadata, dict):
         # A wrapper has an entry of its own, which comes first; that of what it wraps counts.
         front = _is_in_front(saved)
-        known = {_bare(name, front): entry for name, entry in metadata.items()}
-        front = _is_in_front(own)
-        there = ((name, known.get(_bare(name, front))) for name in wanted)
-        found._metadata = OrderedDict((name, entry) for name, entry in there if entry is not None)  # type: ignore[attr-defined]
-    return found
+        entries_by_name = {_bare(name, front): entry for name, entry in metadata.items()}
+        front = _is_in_front(target)
+        entries = ((name, entries_by_name.get(_bare(name, front))) for name in target_metadata)
+        renamed._metadata = OrderedDict((name, entry) for name, entry in entries if entry is not None)  # type: ignore[attr-defined]
+    return renamed
 
 
-def _pairs(own: Iterable[object], saved: Iterable[object]) -> dict[str, str] | None:
+def _pairs(target: Iterable[object], saved: Iterable[object]) -> dict[str, str] | None:
     """Return each saved name with the name that it has here; None if they are equal, or differ by more."""
-    mine, theirs = list(own), list(saved)
-    if len(mine) != len(theirs) or set(mine) == set(theirs):
+    target_names, saved_names = list(target), list(saved)
+    if len(target_names) != len(saved_names) or set(target_names) == set(saved_names):
         return None
-    names = [one for one in (*mine, *theirs) if isinstance(one, str)]
-    if len(names) != len(mine) + len(theirs):
+    names = [name for name in (*target_names, *saved_names) if isinstance(name, str)]
+    if len(names) != len(target_names) + len(saved_names):
         return None
-    here, there = _by_bare_name(names[: len(mine)]), _by_bare_name(names[len(mine) :])
-    if len(here) != len(mine) or here.keys() != there.keys():
+    target_by_bare, saved_by_bare = _by_bare_name(names[: len(target_names)]), _by_bare_name(names[len(target_names) :])
+    if len(target_by_bare) != len(target_names) or target_by_bare.keys() != saved_by_bare.keys():
         return None
-    return {there[bare]: name for bare, name in here.items()}
+    return {saved_by_bare[bare]: name for bare, name in target_by_bare.items()}
 
 
 def bare_names(names: list[str]) -> list[str]:

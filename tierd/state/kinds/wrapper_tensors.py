@@ -60,11 +60,11 @@ CONTEXTS: dict[str, tuple[str, ...]] = {
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device))
 
 
-def name_of(value: object, known: dict[str, tuple[str, ...]] = CLASSES) -> str | None:
+def name_of(value: object, classes: dict[str, tuple[str, ...]] = CLASSES) -> str | None:
     """Return the name under which the exact type of `value` is known; None if it is not."""
     kind = type(value)
     name = f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
-    modules = map(sys.modules.get, known.get(name, ()))
+    modules = map(sys.modules.get, classes.get(name, ()))
     return name if any(getattr(module, kind.__qualname__, None) is kind for module in modules) else None
 
 
@@ -145,8 +145,8 @@ class SavedWrapper:
             memo[id(self)] = self.made(lambda tensor: copy.deepcopy(tensor, memo))
         return memo[id(self)]
 
-    def made(self, own: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
-        """Return a tensor of inner tensors as `own` returns them.
+    def made(self, convert: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
+        """Return a tensor of inner tensors as `convert` returns them.
 
         Raises:
             ValueError: this class, or one in its context, is not installed here.
@@ -154,7 +154,7 @@ class SavedWrapper:
         """
         context, shape, stride, _ = self.context
         inner = {
-            name: tensor.made(own) if isinstance(tensor, SavedWrapper) else own(tensor)
+            name: tensor.made(convert) if isinstance(tensor, SavedWrapper) else convert(tensor)
             for name, tensor in self.inner.items()
         }
         kind: Any = _class_of(self.name, CLASSES)
@@ -178,28 +178,30 @@ class SavedWrapper:
 
     def nested(self) -> dict[str, Any]:
         """Return the inner tensors as nested dicts."""
-        return {name: one.nested() if isinstance(one, SavedWrapper) else one for name, one in self.inner.items()}
+        return {
+            name: tensor.nested() if isinstance(tensor, SavedWrapper) else tensor for name, tensor in self.inner.items()
+        }
 
     def misfit(self, target: Any) -> str | None:
         """Return why it cannot be filled into the live tensor `target`; None if it can."""
-        here = name_of(target) or f"{type(target).__module__}.{type(target).__qualname__}"
-        if here != self.name:
+        target_name = name_of(target) or f"{type(target).__module__}.{type(target).__qualname__}"
+        if target_name != self.name:
             shape = tuple(target.shape)
-            return f"{self} in the checkpoint, a {here} {shape} here; make it of that kind before the restore"
+            return f"{self} in the checkpoint, a {target_name} {shape} here; make it of that kind before the restore"
         try:
             is_same = context_of(target) == _typed(self.context)
         except ValueError as error:
             return f"{self} in the checkpoint; of the one here, {error}"
         if not is_same:
             return f"{self} in the checkpoint, made in another way than the one {tuple(target.shape)} here"
-        own = inner_tensors(target)
-        if own.keys() != self.inner.keys():
-            return f"{self} of {', '.join(self.inner)} in the checkpoint, of {', '.join(own)} here"
+        target_tensors = inner_tensors(target)
+        if target_tensors.keys() != self.inner.keys():
+            return f"{self} of {', '.join(self.inner)} in the checkpoint, of {', '.join(target_tensors)} here"
         for name, saved in self.inner.items():
             if isinstance(saved, SavedWrapper):
-                reason = saved.misfit(own[name])
+                reason = saved.misfit(target_tensors[name])
             else:
-                forms = [(tensor.shape, tensor.dtype, name_of(tensor)) for tensor in (saved, own[name])]
+                forms = [(tensor.shape, tensor.dtype, name_of(tensor)) for tensor in (saved, target_tensors[name])]
                 reason = (
                     None if forms[0] == forms[1] else f"{self} in the checkpoint, whose {name!r} is another tensor here"
                 )
@@ -209,12 +211,12 @@ class SavedWrapper:
 
     def pairs(self, target: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each tensor inside `target`, which fits, with the stored one."""
-        own = inner_tensors(target)
+        target_tensors = inner_tensors(target)
         for name, saved in self.inner.items():
             if isinstance(saved, SavedWrapper):
-                yield from saved.pairs(own[name])
+                yield from saved.pairs(target_tensors[name])
             else:
-                yield own[name], saved
+                yield target_tensors[name], saved
 
 
 def parsed(payload: object) -> SavedWrapper:
@@ -281,11 +283,11 @@ def _typed(value: Any) -> object:
     return SCALARS[type(value)](value)
 
 
-def _class_of(name: str, known: dict[str, tuple[str, ...]]) -> Any:
-    library, _, own = name.partition(".")
-    for module in known[name]:
+def _class_of(name: str, classes: dict[str, tuple[str, ...]]) -> Any:
+    library, _, class_name = name.partition(".")
+    for module in classes[name]:
         try:
-            return getattr(importlib.import_module(module), own)
+            return getattr(importlib.import_module(module), class_name)
         except (ImportError, AttributeError):
             continue
-    raise ValueError(f"{library} has no {own} here; install the {library} with which it was saved")
+    raise ValueError(f"{library} has no {class_name} here; install the {library} with which it was saved")

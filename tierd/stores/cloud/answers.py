@@ -56,9 +56,9 @@ class Answer:
 
 def read(text: str) -> Answer:
     """Read the text of an error of obstore."""
-    said = text.partition("Debug source")[0]  # what follows repeats it in another form
-    status, code = _STATUS.search(said), _CODE.search(said)
-    head = said[: status.start()] if status else said
+    summary = text.partition("Debug source")[0]  # what follows repeats it in another form
+    status, code = _STATUS.search(summary), _CODE.search(summary)
+    head = summary[: status.start()] if status else summary
     bare = _ADDRESS.sub("", _NAMES.sub("", head))
     return Answer(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(bare) is not None)
 
@@ -74,8 +74,8 @@ def translated(place: str, doing: str, error: BaseException) -> TierdError:
     if isinstance(error, FileNotFoundError) and not answer.status:  # a store in memory, or one key of a batch
         answer = Answer(404, "NoSuchKey", is_of_credentials=False)
     kind, advice = _condition(place.partition(":")[0], doing.partition(" ")[0], answer, str(error))
-    shown = " ".join(filter(None, (answer.code, str(answer.status or ""))))
-    return kind(f"{place}: {doing}: {shown or name}{advice}")
+    codes = " ".join(filter(None, (answer.code, str(answer.status or ""))))
+    return kind(f"{place}: {doing}: {codes or name}{advice}")
 
 
 def _condition(scheme: str, action: str, answer: Answer, text: str) -> tuple[type[TierdError], str]:

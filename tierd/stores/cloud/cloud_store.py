@@ -62,7 +62,7 @@ class CloudStore:
 
     def __init__(self, url: StoreUrl, opening: Opening | None = None) -> None:
         self._url = url
-        self._opening = opening or _opened
+        self._opening = opening or _open_store
         self._store: Any = None
         self.signs = 0  # pieces of bodies that arrived; see `stores.base.signs`
 
@@ -86,16 +86,16 @@ class CloudStore:
             await self._fill(view, answer, doing)
         return view
 
-    async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
+    async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
         """Fill `into` from a listed object; see `stores.foreign`."""
-        doing, ends = f"get {found.key!a}", (offset, offset + into.nbytes)
-        async with self._confirmed(found.key, doing):
+        doing, ends = f"get {info.key!a}", (offset, offset + into.nbytes)
+        async with self._confirmed(info.key, doing):
             try:
-                options: Any = {"range": ends, "if_match": f'"{found.token}"'}
-                answer = await obstore.get_async(self._connected(), found.key, options=options)
+                options: Any = {"range": ends, "if_match": f'"{info.token}"'}
+                answer = await obstore.get_async(self._connected(), info.key, options=options)
             except PreconditionError:
                 raise ObjectNotFound(f"{self._url}: {doing}: another object has its name now") from None
-            if tuple(answer.range) != ends or str(answer.meta["e_tag"]).strip('"') != found.token:
+            if tuple(answer.range) != ends or str(answer.meta["e_tag"]).strip('"') != info.token:
                 raise StoreUnavailable(f"{self._url}: {doing}: the server sent other bytes than these {ends}")
             await self._fill(octets(into), answer, f"{self._url}: {doing}")
 
@@ -111,11 +111,11 @@ class CloudStore:
         while True:
             with self._translated(f"scan {prefix}"):
                 try:
-                    found = await anext(listing)
+                    page = await anext(listing)
                 except StopAsyncIteration:
                     return
-            for one in found:
-                key = one["path"]
+            for meta in page:
+                key = meta["path"]
                 if key <= last:
                     raise StoreRefused(f"{self._url} lists keys out of order, as Azure's hierarchical namespaces do")
                 last = key
@@ -123,13 +123,13 @@ class CloudStore:
                     if key > prefix:
                         return
                 elif key > after:
-                    etag = str(one["e_tag"]).strip('"')
-                    yield ObjectInfo(key, one["size"], etag, ns_since_1970(one.get("last_modified")))
+                    etag = str(meta["e_tag"]).strip('"')
+                    yield ObjectInfo(key, meta["size"], etag, ns_since_1970(meta.get("last_modified")))
 
     async def delete(self, keys: Sequence[str]) -> None:
         names, slots = [check_key(key) for key in keys], asyncio.Semaphore(_DELETES)
 
-        async def one(name: str) -> None:
+        async def delete_name(name: str) -> None:
             async with slots:
                 try:
                     async with self._confirmed(name, f"delete {name}"):
@@ -137,7 +137,7 @@ class CloudStore:
                 except ObjectNotFound:
                     pass
 
-        tasks = [asyncio.ensure_future(one(name)) for name in names]
+        tasks = [asyncio.ensure_future(delete_name(name)) for name in names]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -190,14 +190,14 @@ class CloudStore:
 def _offset(prefix: str, after: str) -> str | None:
     """Return a name at which a listing may begin: not after `after`, nor after the first key with `prefix`."""
     before = prefix[:-1] + chr(ord(prefix[-1]) - 1) + _LAST if prefix and not prefix.endswith("/") else ""
-    found = max(after, before)
-    if unsafe := _UNSAFE.search(found):
-        found = found[: unsafe.start()] + (_LAST if unsafe[0] > "z" else "")
-    found = found.rstrip("/")
-    return found if found and "//" not in found and not found.startswith("/") else None
+    start = max(after, before)
+    if unsafe := _UNSAFE.search(start):
+        start = start[: unsafe.start()] + (_LAST if unsafe[0] > "z" else "")
+    start = start.rstrip("/")
+    return start if start and "//" not in start and not start.startswith("/") else None
 
 
-def _opened(url: StoreUrl) -> Any:
+def _open_store(url: StoreUrl) -> Any:
     """Make obstore's store for `url`. It takes credentials from the environment.
 
     Raises:

@@ -94,8 +94,8 @@ def _wait_s(after: str, date: str) -> float:
         until, now = parsedate_to_datetime(after), parsedate_to_datetime(date) if date else datetime.now(UTC)
     except (ValueError, OverflowError):
         return 0.0
-    left = until.replace(tzinfo=UTC) - now.replace(tzinfo=UTC)  # HTTP dates are always in GMT
-    return min(max(left.total_seconds(), 0.0), _LONGEST_WAIT_S)
+    remaining = until.replace(tzinfo=UTC) - now.replace(tzinfo=UTC)  # HTTP dates are always in GMT
+    return min(max(remaining.total_seconds(), 0.0), _LONGEST_WAIT_S)
 
 
 def _condition(doing: str, code: str, status: int, message: str) -> tuple[type[TierdError], str]:
@@ -186,27 +186,27 @@ def _tls_trouble(error: BaseException) -> str:
 
     Return an empty string for other errors.
     """
-    for one in _causes(error):
-        if isinstance(one, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in _reason(one):
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in _reason(cause):
             return "the server's certificate does not verify; see AWS_CA_BUNDLE"
-        if isinstance(one, ssl.SSLError) and any(word in _reason(one) for word in _NO_TLS):
+        if isinstance(cause, ssl.SSLError) and any(word in _reason(cause) for word in _NO_TLS):
             return "the server does not speak TLS on this port; if that is meant, write endpoint=http://…"
-        if isinstance(one, http.client.BadStatusLine) and str(one).startswith(_TLS_ALERT):
+        if isinstance(cause, http.client.BadStatusLine) and str(cause).startswith(_TLS_ALERT):
             return "the server speaks TLS on this port; write endpoint=https://…"
     return ""
 
 
 def _reason(error: BaseException) -> str:
     """Return OpenSSL's constant for the failure."""
-    return next((one.reason or "" for one in _causes(error) if isinstance(one, ssl.SSLError)), "")
+    return next((cause.reason or "" for cause in _causes(error) if isinstance(cause, ssl.SSLError)), "")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and the chain of its causes."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        inner = getattr(one, "kwargs", {}).get("error")  # botocore keeps the cause in this member
-        one = one.__cause__ or (inner if isinstance(inner, BaseException) else None)
+    visited: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        yield cause
+        inner = getattr(cause, "kwargs", {}).get("error")  # botocore keeps the cause in this member
+        cause = cause.__cause__ or (inner if isinstance(inner, BaseException) else None)

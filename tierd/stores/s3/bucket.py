@@ -44,7 +44,7 @@ class Bucket:
     async def rules(self) -> list[LifecycleRule]:
         """Return the enabled rules of the bucket's lifecycle."""
         answer = await self._ask("lifecycle", "get_bucket_lifecycle_configuration")
-        return [rule(one) for one in answer.get("Rules", ()) if one.get("Status") == "Enabled"]
+        return [rule(entry) for entry in answer.get("Rules", ()) if entry.get("Status") == "Enabled"]
 
     async def lock(self) -> tuple[str, str]:
         """Return the mode and the period of the bucket's default retention; both are empty if it has none."""
@@ -52,7 +52,7 @@ class Bucket:
         default = answer.get("ObjectLockConfiguration", {}).get("Rule", {}).get("DefaultRetention", {})
         units = ("Days", "Years")
         return str(default.get("Mode", "")), " ".join(
-            f"{default[one]} {one.lower()}" for one in units if one in default
+            f"{default[unit]} {unit.lower()}" for unit in units if unit in default
         )
 
     async def versions(self) -> str:
@@ -62,7 +62,7 @@ class Bucket:
     async def uploads(self) -> tuple[int, str]:
         """Return how many unfinished multipart uploads the first page below the prefix has, and when one began."""
         answer = await self._ask("multipart uploads", "list_multipart_uploads", Prefix=self.base)
-        began = [str(one.get("Initiated", ""))[:19] for one in answer.get("Uploads", ())]
+        began = [str(upload.get("Initiated", ""))[:19] for upload in answer.get("Uploads", ())]
         return len(began), min(began, default="")
 
     async def aclose(self) -> None:
@@ -81,18 +81,18 @@ class Bucket:
                 raise
 
 
-def rule(found: Mapping[str, Any]) -> LifecycleRule:
+def rule(members: Mapping[str, Any]) -> LifecycleRule:
     """Read one rule as the API reference of GetBucketLifecycleConfiguration describes it."""
-    chosen = found.get("Filter", {})
-    both = chosen.get("And", {})
-    expiration = found.get("Expiration", {})
+    scope = members.get("Filter", {})
+    conjunction = scope.get("And", {})
+    expiration = members.get("Expiration", {})
     return LifecycleRule(
-        name=str(found.get("ID", "")),
-        prefix=str(found.get("Prefix") or chosen.get("Prefix") or both.get("Prefix") or ""),
-        tagged=bool(chosen.get("Tag") or both.get("Tags")),
+        name=str(members.get("ID", "")),
+        prefix=str(members.get("Prefix") or scope.get("Prefix") or conjunction.get("Prefix") or ""),
+        tagged=bool(scope.get("Tag") or conjunction.get("Tags")),
         expires="Days" in expiration or "Date" in expiration,
-        moves_to=tuple(str(one.get("StorageClass", "")) for one in found.get("Transitions", ())),
-        old_versions=bool(found.get("NoncurrentVersionExpiration")),
+        moves_to=tuple(str(transition.get("StorageClass", "")) for transition in members.get("Transitions", ())),
+        old_versions=bool(members.get("NoncurrentVersionExpiration")),
     )
 
 
@@ -103,17 +103,17 @@ async def credentials(url: StoreUrl) -> Credentials | None:
         StoreUnavailable, StoreRefused: a link of the chain failed.
     """
     try:
-        found = await get_session().get_credentials()
-        if found is None:
+        resolved = await get_session().get_credentials()
+        if resolved is None:
             return None
-        frozen = await found.get_frozen_credentials()
+        frozen = await resolved.get_frozen_credentials()
     except (botocore.BotoCoreError, botocore.ClientError, OSError) as error:
         raise unanswered(str(url), "credentials", error, heard=False) from None  # its text may quote a secret
-    expiry = getattr(found, "_expiry_time", None)  # the library has no public name for it
+    expiry = getattr(resolved, "_expiry_time", None)  # the library has no public name for it
     return Credentials(
-        source=str(found.method),
+        source=str(resolved.method),
         temporary=bool(frozen.token),
-        renewed=isinstance(found, AioRefreshableCredentials),
+        renewed=isinstance(resolved, AioRefreshableCredentials),
         left_s=None if expiry is None else expiry.timestamp() - time.time(),
     )
 
@@ -132,4 +132,4 @@ def is_proxied(endpoint: str) -> bool:
 
 def _proxies(endpoint: str) -> Iterator[str]:
     scheme = endpoint.partition(":")[0]
-    yield from (one for name, one in get_environ_proxies(endpoint).items() if name in (scheme, "all"))
+    yield from (proxy for name, proxy in get_environ_proxies(endpoint).items() if name in (scheme, "all"))

@@ -30,7 +30,7 @@ class ChecksumProbe:
     Args:
         url: the store, for the log.
         name: the object to put.
-        put: puts an object of this name, with these bytes and these additional parameters; returns the response.
+        upload: puts an object of this name, with these bytes and these additional parameters; returns the response.
         remove: deletes an object.
         limits: of the client.
 
@@ -44,11 +44,11 @@ class ChecksumProbe:
         self,
         url: str,
         name: str,
-        put: Callable[[str, memoryview, dict[str, str]], Awaitable[Any]],
+        upload: Callable[[str, memoryview, dict[str, str]], Awaitable[Any]],
         remove: Callable[[str], Awaitable[None]],
         limits: S3Limits,
     ) -> None:
-        self._url, self._name, self._put, self._remove = url, name, put, remove
+        self._url, self._name, self._upload, self._remove = url, name, upload, remove
         self.checksum: Checksum = MD5
         self.proven = ""
         self.next_at: float | None = 0.0
@@ -66,7 +66,7 @@ class ChecksumProbe:
             if self.next_at is None or time.monotonic() < self.next_at:
                 return
             self.next_at = time.monotonic() + self._again_s
-            taken: list[Checksum] = []
+            accepted: list[Checksum] = []
             for checksum in CHECKSUMS:
                 refused = await self._refuses(checksum)
                 if refused is None:
@@ -75,8 +75,8 @@ class ChecksumProbe:
                     self.checksum, self.proven, self.next_at = checksum, checksum.name, None
                     return
                 if refused == "":
-                    taken.append(checksum)
-            self.checksum, self.next_at = taken[0] if taken else MD5, None
+                    accepted.append(checksum)
+            self.checksum, self.next_at = accepted[0] if accepted else MD5, None
             _log.info("%s verifies no checksum: what is put is proven by reading it back", self._url)
 
     async def _refuses(self, checksum: Checksum) -> str | None:
@@ -89,7 +89,7 @@ class ChecksumProbe:
         wrong = await checksum.parameters(memoryview(b"other bytes"))
         data = memoryview(b"a put with a wrong checksum, which a server should refuse")
         try:
-            answer = await self._put(self._name, data, wrong)
+            answer = await self._upload(self._name, data, wrong)
         except botocore.ClientError as error:
             code = error.response.get("Error", {}).get("Code")
             return "mismatch" if code in MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None

@@ -52,14 +52,14 @@ def _md5(view: memoryview) -> bytes:
     return hashlib.md5(view, usedforsecurity=False).digest()
 
 
-def _known() -> tuple[Checksum, ...]:
-    known = [Checksum("crc32", "ChecksumCRC32", lambda view: zlib.crc32(view).to_bytes(4, "big"))]
+def _available_checksums() -> tuple[Checksum, ...]:
+    checksums = [Checksum("crc32", "ChecksumCRC32", lambda view: zlib.crc32(view).to_bytes(4, "big"))]
     if _crt is not None:
         crc32c, crc64 = _crt.crc32c, _crt.crc64nvme
-        known.insert(0, Checksum("crc32c", "ChecksumCRC32C", lambda view: crc32c(view).to_bytes(4, "big")))
-        known.insert(0, Checksum("crc64nvme", "ChecksumCRC64NVME", lambda view: crc64(view).to_bytes(8, "big")))
-    return tuple(known)
+        checksums.insert(0, Checksum("crc32c", "ChecksumCRC32C", lambda view: crc32c(view).to_bytes(4, "big")))
+        checksums.insert(0, Checksum("crc64nvme", "ChecksumCRC64NVME", lambda view: crc64(view).to_bytes(8, "big")))
+    return tuple(checksums)
 
 
 MD5 = Checksum("md5", "ContentMD5", _md5)  # every server supports it; it is slow, and never counts as proven
-CHECKSUMS = _known()
+CHECKSUMS = _available_checksums()

@@ -36,8 +36,8 @@ T = TypeVar("T")
 SLOWEST = 5_000  # bytes/s: a transfer with a lower average rate is given up
 _BUFFERED_S = 5.0  # seconds after which a sent byte shows that the server reads; before, buffers may have taken it
 _PIECE = 1 << 20  # bytes: a cancelled call waits for at most one piece
-_TOGETHER = 1 << 14  # bytes: a body up to this size is sent together with its head
-_CUT = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_SINGLE_SEND = 1 << 14  # bytes: a body up to this size is sent together with its head
+_DISCONNECTS = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
 class StallTimer:
@@ -50,7 +50,7 @@ class StallTimer:
 
     def __init__(self, stall_s: float, now: float, moved: int, when: str = "") -> None:
         self.stall_s, self._when = stall_s, when
-        self._begun, self._base = now, moved
+        self._started_at, self._base = now, moved
         self._last, self._moved = now, moved
 
     def left_s(self, now: float, moved: int) -> float:
@@ -62,12 +62,12 @@ class StallTimer:
         if moved != self._moved:
             self._last, self._moved = now, moved
         stalled = self._last + self.stall_s - now
-        slow = self._begun + self.stall_s + (moved - self._base) / SLOWEST - now
+        slow = self._started_at + self.stall_s + (moved - self._base) / SLOWEST - now
         if stalled <= 0:
             raise Unanswered(f"stalled: no byte for {self.stall_s:g} s {self._when}")
         if slow <= 0:
             moved -= self._base
-            raise Unanswered(f"stalled: no more than {moved} bytes in {now - self._begun:.1f} s {self._when}")
+            raise Unanswered(f"stalled: no more than {moved} bytes in {now - self._started_at:.1f} s {self._when}")
         return min(stalled, slow)
 
 
@@ -125,15 +125,17 @@ class Connection:
     def _reach(self) -> None:
         addresses = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
         end = time.monotonic() + self._connect_timeout_s
-        for left, (family, kind, protocol, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-            sock = self._own(socket.socket(family, kind, protocol))
-            sock.settimeout(max(0.1, (end - time.monotonic()) / left))
+        for remaining, (family, kind, protocol, _, address) in zip(
+            range(len(addresses), 0, -1), addresses, strict=True
+        ):
+            sock = self._adopt(socket.socket(family, kind, protocol))
+            sock.settimeout(max(0.1, (end - time.monotonic()) / remaining))
             try:
                 sock.connect(address)
                 return
             except OSError:
                 sock.close()
-                if left == 1 or self.aborted:
+                if remaining == 1 or self.aborted:
                     raise
 
     def _shake_hands(self) -> None:
@@ -143,8 +145,8 @@ class Connection:
             raise Unanswered(f"the certificates to verify by cannot be read: {reason(error)}", refused=True) from error
         try:
             tls = context.wrap_socket(self.sock, server_hostname=self._address[0], do_handshake_on_connect=False)
-            self._own(tls)
-            self._ready(tls.do_handshake, select.POLLIN)
+            self._adopt(tls)
+            self._retry_when_ready(tls.do_handshake, select.POLLIN)
         except ssl.SSLCertVerificationError as error:
             raise Unanswered(_distrust(error, self._address[0]), refused=True) from error
         except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
@@ -152,7 +154,7 @@ class Connection:
         except ssl.SSLError as error:
             raise botocore.SSLError(endpoint_url=self._place, error=error) from error
 
-    def _own(self, sock: socket.socket) -> socket.socket:
+    def _adopt(self, sock: socket.socket) -> socket.socket:
         self._sock = sock
         if self.aborted:  # `abort` ran before this socket existed
             raise ConnectionAbortedError("the call was cancelled")
@@ -172,19 +174,19 @@ class Connection:
             The error with which the server closed the connection before it had read the whole request; None if it read
             it all. A server may do so and still respond.
         """
-        parts = [memoryview(head + body)] if len(body) <= _TOGETHER else [memoryview(head), body]
+        parts = [memoryview(head + body)] if len(body) <= _SINGLE_SEND else [memoryview(head), body]
         try:
             for part in parts:
                 for start in range(0, len(part), _PIECE):
                     self._send_piece(part[start : start + _PIECE])
-        except _CUT as error:
+        except _DISCONNECTS as error:
             return error
         return None
 
     def _send_piece(self, piece: memoryview) -> None:
         with self._moving:
             while piece:
-                count = self._ready(self.sock.send, select.POLLOUT, piece)
+                count = self._retry_when_ready(self.sock.send, select.POLLOUT, piece)
                 self.moved += count
                 self.signs += time.monotonic() > self._watched_at + _BUFFERED_S
                 piece = piece[count:]
@@ -201,20 +203,20 @@ class Connection:
             self._check_aborted()
             view[:at] = ahead[:at]
             del ahead[:at]
-            while at < len(view) and (count := self._ready(self.sock.recv_into, select.POLLIN, view[at:])):
+            while at < len(view) and (count := self._retry_when_ready(self.sock.recv_into, select.POLLIN, view[at:])):
                 self.moved += count
                 self.signs += 1
                 at += count
         return at
 
-    def receive(self, most: int) -> bytes:
-        """Receive at most `most` bytes; none at the connection's end."""
-        data = self._ready(self.sock.recv, select.POLLIN, most)
+    def receive(self, max_bytes: int) -> bytes:
+        """Receive at most `max_bytes` bytes; none at the connection's end."""
+        data = self._retry_when_ready(self.sock.recv, select.POLLIN, max_bytes)
         self.moved += len(data)
         self.signs += bool(data)
         return data
 
-    def _ready(self, call: Callable[..., T], event: int, *args: Any) -> T:
+    def _retry_when_ready(self, call: Callable[..., T], event: int, *args: Any) -> T:
         """Repeat a non-blocking call until it succeeds, and wait for the socket in between."""
         while True:
             self._check_aborted()
@@ -257,7 +259,7 @@ class Connection:
         if (sock := self._sock) is not None:
             try:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)  # shut down below TLS, so that no TLS exchange is needed
-            except OSError:  # not connected any more, or about to be wrapped: `_own` checks the flag
+            except OSError:  # not connected any more, or about to be wrapped: `_adopt` checks the flag
                 pass
         with self._moving:  # waits until the current transfer has ended
             pass

@@ -31,8 +31,8 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
     def __init__(self, limits: S3Limits) -> None:
         super().__init__("", "", method="tierd")
         self.generation = 0
-        self._found: Any = None
-        self._known: object = None  # the keys themselves, to notice a change
+        self._resolved: Any = None
+        self._frozen: object = None  # the keys themselves, to notice a change
         self._pause_s = limits.credentials_s
         self._checked_at = -self._pause_s
         self._checking = asyncio.Lock()
@@ -53,9 +53,9 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
 
         If there are none, return None: botocore then raises `NoCredentialsError`.
         """
-        if self._found is None:
+        if self._resolved is None:
             await self.renew()
-        return None if self._found is None else await self._found.get_frozen_credentials()
+        return None if self._resolved is None else await self._resolved.get_frozen_credentials()
 
     async def renew(self) -> None:
         """Search the chain again. Raises botocore's errors if a link of the chain fails."""
@@ -63,10 +63,10 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
             if time.monotonic() - self._checked_at < self._pause_s:
                 return
             self._checked_at = time.monotonic()
-            found = await get_session().get_credentials()
-            known = await found.get_frozen_credentials() if found else None
-            if known != self._known:
-                self._found, self._known, self.generation = found, known, self.generation + 1
+            credentials = await get_session().get_credentials()
+            frozen = await credentials.get_frozen_credentials() if credentials else None
+            if frozen != self._frozen:
+                self._resolved, self._frozen, self.generation = credentials, frozen, self.generation + 1
 
 
 @cache
@@ -88,12 +88,12 @@ async def check_bundle(session: AioSession) -> None:
 
 
 def _check_bundle(path: str) -> None:
-    named = f"AWS_CA_BUNDLE (or ca_bundle in AWS's configuration) names {path}"
+    subject = f"AWS_CA_BUNDLE (or ca_bundle in AWS's configuration) names {path}"
     try:
         if Path(path).is_dir():
-            raise StoreRefused(f"{named}, which is a directory; name a file of certificates, in PEM")
+            raise StoreRefused(f"{subject}, which is a directory; name a file of certificates, in PEM")
         ssl.create_default_context(cafile=path)
     except ssl.SSLError:
-        raise StoreRefused(f"{named}, which holds no certificate that can be used; it has to be PEM") from None
+        raise StoreRefused(f"{subject}, which holds no certificate that can be used; it has to be PEM") from None
     except OSError as error:
-        raise StoreRefused(f"{named}: {error.strerror}; correct the path, or unset it") from None
+        raise StoreRefused(f"{subject}: {error.strerror}; correct the path, or unset it") from None

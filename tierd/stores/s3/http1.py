@@ -36,9 +36,9 @@ class Unanswered(botocore.HTTPClientError):  # type: ignore[misc]
 
     fmt = "{said}"
 
-    def __init__(self, said: str, *, refused: bool = False) -> None:
-        super().__init__(said=said)
-        self.said, self.refused = said, refused
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        super().__init__(said=reason)
+        self.said, self.refused = reason, refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ def request_head(method: str, url: SplitResult, headers: Mapping[str, Any]) -> b
     """
     target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
     fields = {name: value.decode() if isinstance(value, bytes) else str(value) for name, value in headers.items()}
-    known = {name.lower() for name in fields}
-    fields = ({} if "host" in known else {"Host": url.netloc}) | fields
-    if "accept-encoding" not in known:
+    names = {name.lower() for name in fields}
+    fields = ({} if "host" in names else {"Host": url.netloc}) | fields
+    if "accept-encoding" not in names:
         fields["Accept-Encoding"] = "identity"
     lines = [f"{method} {target} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in fields.items() if name.lower() != "expect"]
@@ -118,23 +118,23 @@ def parse_head(raw: bytes, method: str) -> MessageHead:
 
 
 def _fields(lines: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in lines:
         match = _FIELD.fullmatch(line)
         if not match:
             raise Unanswered(f"an answer with a header that is none: {line[:40]!r}")
         name, value = match[1].lower(), match[2]
-        found[name] = f"{found[name]}, {value}" if name in found else value
-    return found
+        fields[name] = f"{fields[name]}, {value}" if name in fields else value
+    return fields
 
 
 def _size(fields: dict[str, str]) -> int | None:
-    said = {one.strip() for one in fields["content-length"].split(",")} if "content-length" in fields else set()
-    if not said:
+    lengths = {text.strip() for text in fields["content-length"].split(",")} if "content-length" in fields else set()
+    if not lengths:
         return None
-    if len(said) > 1 or not _SIZE.fullmatch(one := said.pop()):
+    if len(lengths) > 1 or not _SIZE.fullmatch(length := lengths.pop()):
         raise Unanswered(f"an answer whose Content-Length is {fields['content-length'][:40]!r}")
-    return int(one)
+    return int(length)
 
 
 def chunk_size(line: bytes) -> int:

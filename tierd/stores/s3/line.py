@@ -87,8 +87,10 @@ class HttpLine:
         self._job: Future[Any] | None = None  # a cancelled call that may still be running
         self._ahead = bytearray()  # received, and not yet parsed
         self._head: MessageHead | None = None
-        self._left = self._got = 0  # bytes of the body, or of its chunk, still to be read; and bytes read so far
-        self._more = False  # whether further chunks follow
+        self._remaining = self._received = (
+            0  # bytes of the body, or of its chunk, still to be read; and bytes read so far
+        )
+        self._has_more_chunks = False  # whether further chunks follow
         self._idle_since = 0.0
 
     # -- exchanges --------------------------------------------------------------------------------------------------
@@ -104,17 +106,17 @@ class HttpLine:
                 self.connection.connect()
             elif self.state is not State.IDLE:
                 raise Unanswered(f"a line that is {self.state.name} was taken for another exchange")
-            self.state, self._got = State.BUSY, 0
+            self.state, self._received = State.BUSY, 0
             self.connection.watch(self._limits.stall_s, "while the request was sent")
             cut = self.connection.send(request_head(request.method, url, request.headers), _view(request.body))
             self.connection.watch(self._limits.answer_s, "before the answer began")
-            self._head = head = self._answered(request.method, cut)
-            self._left, self._more = head.size or 0, head.size is None
-            if not self._left and not self._more:
+            self._head = head = self._read_answer(request.method, cut)
+            self._remaining, self._has_more_chunks = head.size or 0, head.size is None
+            if not self._remaining and not self._has_more_chunks:
                 self._end()
             return head
 
-    def _answered(self, method: str, cut: OSError | None) -> MessageHead:
+    def _read_answer(self, method: str, cut: OSError | None) -> MessageHead:
         """Read the response's head.
 
         Args:
@@ -152,34 +154,34 @@ class HttpLine:
         at = 0
         with self._fatal():
             self.connection.watch(self._limits.stall_s, "in the answer's body")
-            while at < len(view) and (count := self._some(view[at:])):
+            while at < len(view) and (count := self._read_some(view[at:])):
                 at += count
-            if not self._left and not self._more:
+            if not self._remaining and not self._has_more_chunks:
                 self._end()
         return at
 
-    def read(self, most: int) -> bytearray:
-        """Read the response's body, or its first `most` bytes."""
+    def read(self, max_bytes: int) -> bytearray:
+        """Read the response's body, or its first `max_bytes` bytes."""
         data = bytearray()
         with self._fatal():
             self.connection.watch(self._limits.stall_s, "in the answer's body")
-            while len(data) < most:
-                piece = memoryview(bytearray(min(most - len(data), self._left or _AHEAD, _PIECE)))
-                count = self._some(piece)
+            while len(data) < max_bytes:
+                piece = memoryview(bytearray(min(max_bytes - len(data), self._remaining or _AHEAD, _PIECE)))
+                count = self._read_some(piece)
                 if not count:
                     break
                 data += piece[:count]
-            if not self._left and not self._more:
+            if not self._remaining and not self._has_more_chunks:
                 self._end()
         return data
 
-    def _some(self, view: memoryview) -> int:
+    def _read_some(self, view: memoryview) -> int:
         """Read some of the body into `view`, and return the number of bytes; 0 at the body's end."""
-        if not self._left and self._more:
+        if not self._remaining and self._has_more_chunks:
             self._begin_chunk()
-        piece = view[: self._left]
+        piece = view[: self._remaining]
         count = self._fill(piece) if piece else 0
-        if self._more and not self._left and count and self._text_line():
+        if self._has_more_chunks and not self._remaining and count and self._text_line():
             raise Unanswered("a body in chunks, one of which is longer than it says")
         return count
 
@@ -190,24 +192,24 @@ class HttpLine:
         try:
             count = self.connection.fill(piece, self._ahead)
         except Unanswered as stall:
-            raise Unanswered(f"{stall.said}, after {self._got + self.connection.moved - before}{of}") from stall
-        self._left -= count
-        self._got += count
+            raise Unanswered(f"{stall.said}, after {self._received + self.connection.moved - before}{of}") from stall
+        self._remaining -= count
+        self._received += count
         if not count:
-            raise Unanswered(f"the connection ended after {self._got}{of}")
+            raise Unanswered(f"the connection ended after {self._received}{of}")
         return count
 
     def _begin_chunk(self) -> None:
-        self._left = chunk_size(self._text_line())
-        if not self._left:
+        self._remaining = chunk_size(self._text_line())
+        if not self._remaining:
             while self._text_line():  # trailers, which are not used
                 pass
-            self._more = False
+            self._has_more_chunks = False
 
     def _text_line(self) -> bytes:
         while (end := self._ahead.find(b"\r\n")) < 0:
             if len(self._ahead) > LONGEST_HEAD or not self._receive():
-                raise Unanswered(f"a body in chunks broke off after {self._got} bytes")
+                raise Unanswered(f"a body in chunks broke off after {self._received} bytes")
         line = bytes(self._ahead[:end])
         del self._ahead[: end + 2]
         return line

@@ -116,10 +116,10 @@ class S3Store:
         async with confirmed(self.names, key), self.translated(f"get {key}"):
             return await self._get(check_key(key), f"get {key}", into)
 
-    async def _get(self, key: str, doing: str, into: memoryview | None, **more: str) -> Buffer:
+    async def _get(self, key: str, doing: str, into: memoryview | None, **options: str) -> Buffer:
         client = await self.connected()
         with self._parsed(doing):
-            answer = await client.get_object(Bucket=self._url.bucket, Key=self._base + key, **more)
+            answer = await client.get_object(Bucket=self._url.bucket, Key=self._base + key, **options)
         async with answer["Body"] as body:  # an unread and unclosed body would hold its connection forever
             self._check_whose(answer, "ETag", doing)
             return await self._read(body.raw_stream, answer.get("ContentLength"), into, f"{self._url}: {doing}")
@@ -186,9 +186,9 @@ class S3Store:
                 code = refusal.get("Code", "")
                 if code != "NoSuchKey":
                     raise said(str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message") or "")
-            answered = {one.get("Key") for one in (*answer.get("Deleted", ()), *refusals)}
+            answered = {entry.get("Key") for entry in (*answer.get("Deleted", ()), *refusals)}
             # A response that leaves a key out is not from an S3 server.
-            if missing := [one["Key"] for one in batch if one["Key"] not in answered]:
+            if missing := [entry["Key"] for entry in batch if entry["Key"] not in answered]:
                 raise StoreUnavailable(f"{self._url}: delete {missing[0]}: the answer does not say what became of it")
 
     async def aclose(self) -> None:
@@ -200,7 +200,7 @@ class S3Store:
         async with self._opening:
             if self._client is None:
                 config = AioConfig(
-                    http_session_cls=self._opened,
+                    http_session_cls=self._open_session,
                     max_pool_connections=self._limits.connections,
                     connect_timeout=self._limits.connect_s,
                     read_timeout=self._limits.answer_s,
@@ -222,7 +222,7 @@ class S3Store:
                 self._client = client
             return self._client
 
-    def _opened(self, **options: Any) -> DirectSession | ProxiedSession:
+    def _open_session(self, **options: Any) -> DirectSession | ProxiedSession:
         self._session = http_session(self._limits, **options)
         return self._session
 
@@ -279,12 +279,12 @@ class S3Store:
         return self._chain.generation != generation
 
 
-async def _bounded(raw: Any, most: int) -> Buffer:
-    """Read a body of unknown size, or its first `most` bytes."""
+async def _bounded(raw: Any, max_bytes: int) -> Buffer:
+    """Read a body of unknown size, or its first `max_bytes` bytes."""
     if isinstance(raw, Answer):
-        return await raw.read(most)
+        return await raw.read(max_bytes)
     data = bytearray()
-    while len(data) < most and (piece := await raw.content.read(most - len(data))):
+    while len(data) < max_bytes and (piece := await raw.content.read(max_bytes - len(data))):
         data += piece
     return data
 

@@ -43,7 +43,7 @@ from tierd.stores.s3.proxied import ProxiedSession
 T = TypeVar("T")
 
 
-_mine: ContextVar[list[Answer] | None] = ContextVar("answers of this call", default=None)
+_call_answers: ContextVar[list[Answer] | None] = ContextVar("answers of this call", default=None)
 
 
 class Answer:
@@ -53,8 +53,8 @@ class Answer:
         self._session: DirectSession | None = session
         self.line: HttpLine | None = None
         self.head: MessageHead | None = None
-        if (mine := _mine.get()) is not None:
-            mine.append(self)
+        if (answers := _call_answers.get()) is not None:
+            answers.append(self)
 
     async def readinto(self, view: memoryview) -> int:
         """Fill `view` from the body, close the answer, and return the number of bytes; fewer if the body ends first."""
@@ -64,22 +64,22 @@ class Answer:
         finally:
             self.close()
 
-    async def read(self, most: int | None = None) -> bytes:
-        """Read the whole body, or its first `most` bytes, and close the answer.
+    async def read(self, max_bytes: int | None = None) -> bytes:
+        """Read the whole body, or its first `max_bytes` bytes, and close the answer.
 
         Raises:
-            Unanswered: the body is longer than `LONGEST_REPLY`, and `most` was not given.
+            Unanswered: the body is longer than `LONGEST_REPLY`, and `max_bytes` was not given.
         """
         if self._session is None or self.line is None or self.head is None or self.head.opaque or self.line.is_idle():
             self.close()
             return b""
         try:
             size = self.head.size or 0
-            if most is None and size > LONGEST_REPLY:
+            if max_bytes is None and size > LONGEST_REPLY:
                 raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
-            limit = LONGEST_REPLY + 1 if most is None else most
+            limit = LONGEST_REPLY + 1 if max_bytes is None else max_bytes
             data = await self._session.run(self.line, self.line.read, limit)
-            if most is None and len(data) > LONGEST_REPLY:
+            if max_bytes is None and len(data) > LONGEST_REPLY:
                 raise Unanswered(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
             return bytes(data)
         finally:
@@ -155,7 +155,7 @@ class DirectSession:
         answer = Answer(self)
         try:
             url = urlsplit(request.url)
-            answer.line = line = self._take(url)
+            answer.line = line = self._take_line(url)
             answer.head = head = await self.run(line, line.exchange, url, request)
             response = AioAWSResponse(request.url, head.status, head.headers, answer)
             if not request.stream_output:
@@ -182,7 +182,7 @@ class DirectSession:
                 raise Unanswered("the store was closed") from None
             raise
 
-    def _take(self, url: SplitResult) -> HttpLine:
+    def _take_line(self, url: SplitResult) -> HttpLine:
         parked = self._parked.get((url.scheme, url.netloc), [])
         while parked:
             if (line := parked.pop()).is_fresh():
@@ -232,13 +232,13 @@ def exchanges(doing: str) -> Iterator[None]:
         StoreUnavailable, StoreRefused: there was no response, or none that can be used.
     """
     opened: list[Answer] = []
-    token = _mine.set(opened)
+    token = _call_answers.set(opened)
     try:
         yield
     except Unanswered as error:
         raise (StoreRefused if error.refused else StoreUnavailable)(f"{doing}: {error.said}") from error
     finally:
-        _mine.reset(token)
+        _call_answers.reset(token)
         for answer in opened:
             answer.close()
 
