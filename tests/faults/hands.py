@@ -1,10 +1,11 @@
-"""Trials spread over two processes that are forked once: a trial is a call, and what it needs was made before.
+"""Trials spread over processes that are forked once: a trial is a call, and what it needs was made before.
 
 Invariant: a process that dies, or a trial that hangs, is a loss of that trial's seed and no end of the round.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -13,10 +14,11 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from faults.rounds import Round
 
@@ -31,6 +33,32 @@ class Hang(Exception):
     """A trial passed its deadline."""
 
 
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends, so that nothing of a round outlives it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """What `work` gives, done in a process of its own, which may change that for good. Raises what that raises."""
+    ours, theirs = multiprocessing.Pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            theirs.send((work(), None))
+        except Exception as error:
+            theirs.send((None, error))
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        found, error = ours.recv()
+    finally:
+        os.waitpid(pid, 0)
+    if error is not None:
+        raise error
+    return found
+
+
 def room(work: Round) -> Path:
     """Where files cost least: a directory in memory, if this machine has one, else in the round's own."""
     memory = Path("/dev/shm")
@@ -38,7 +66,16 @@ def room(work: Round) -> Path:
 
 
 def spread(
-    work: Round, prepare: Callable[[], Trial], *, deadline_s: int = 60, memory: int = 0, batch: int = _BATCH
+    work: Round,
+    prepare: Callable[[], Trial],
+    *,
+    deadline_s: int = 60,
+    memory: int = 0,
+    batch: int = _BATCH,
+    hands: int = HANDS,
+    worth: int = 1,
+    anew: bool = False,
+    seeds: Iterator[int] | None = None,
 ) -> None:
     """Trials until the round has enough.
 
@@ -47,13 +84,18 @@ def spread(
         deadline_s: of one trial, by an alarm.
         memory: bytes of address space that a process may take beyond what it has after `prepare`; 0: any.
         batch: seeds that are handed out at once; few where a trial takes long.
+        hands: processes; more than there are cores where trials mostly wait.
+        worth: units that a trial counts for, at least.
+        anew: each trial has a process of its own, because it changes that for good. `batch` is 1 then.
+        seeds: those of the round if none are given.
     """
-    seeds = work.seeds()
-    hands = [_Hand(prepare, deadline_s, memory) for _ in range(1 if work.only is not None else HANDS)]
+    seeds = seeds or work.seeds()
+    team = [_Hand(prepare, deadline_s, memory) for _ in range(1 if work.only is not None else hands)]
     try:
-        for hand in hands:
-            hand.give(list(itertools.islice(seeds, batch)))
-        while busy := [hand for hand in hands if hand.todo]:
+        for hand in team:
+            if work.done + worth * sum(len(other.todo) for other in team) < work.trials:
+                hand.give(list(itertools.islice(seeds, batch)))
+        while busy := [hand for hand in team if hand.todo]:
             ready = wait([hand.line for hand in busy], timeout=max(min(hand.left() for hand in busy), 0.0))
             for hand in busy:
                 if hand.line in ready:
@@ -62,12 +104,14 @@ def spread(
                     silent = time.monotonic() - hand.heard
                     work.lost(hand.todo.pop(0), f"no word for {silent:.0f} s: it hangs where no alarm ends it")
                     hand.restart()
-            for hand in hands:
-                # What the others still do counts one each at least, and a trial that nobody needs may take minutes.
-                if not hand.todo and work.done + sum(len(one.todo) for one in hands) < work.trials:
+            for hand in team:
+                # What the others still do counts, too, and a trial that nobody needs may take minutes.
+                if not hand.todo and work.done + worth * sum(len(other.todo) for other in team) < work.trials:
+                    if anew:
+                        hand.restart()
                     hand.give(list(itertools.islice(seeds, batch)))
     finally:
-        for hand in hands:
+        for hand in team:
             hand.end()
 
 
@@ -124,13 +168,13 @@ class _Hand:
 
     def end(self) -> None:
         self.line.close()
-        self._process.join(2)
         self._process.kill()
         self._process.join()
 
 
 def _serve(line: Connection, parents: Connection, prepare: Callable[[], Trial], deadline_s: int, memory: int) -> None:
     parents.close()
+    end_with_parent()
     signal.signal(signal.SIGALRM, _over)
     trial = prepare()
     if memory:

@@ -19,19 +19,16 @@ import gc
 import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import time
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from faults.disk import failures as faults
 from faults.disk import traced
 from faults.disk.calls import Calls
-from faults.disk.node import DEADLINE, Node, hurry
+from faults.disk.node import Node, hurry
 from faults.disk.volumes import Volume, own_mounts
+from faults.hands import in_child, spread
 from faults.rounds import Lost, Round
 from support.waiting import holds
 
@@ -46,7 +43,7 @@ MET = (
 
 _AT_ONCE = 4  # trials at a time: they mostly wait
 _LIFE = 4  # faults in a trial, one after the other
-_LIMIT = 6 * DEADLINE  # seconds that a trial may take
+_LIMIT_S = 720  # of a trial
 _BASE = 3  # steps that were saved before
 _KINDS = ("calls",) * 6 + ("bytes", "bytes", "full", "ext4", "ext4")
 _KINDS += ("inodes", "size", "read-only", "vanished", "traced")
@@ -63,72 +60,20 @@ def missing() -> str | None:
 
 def run(work: Round) -> None:
     for large in (False, True):
-        child = _fork(lambda large=large: _prepare(work.room, large) or "", work.room / f"prepared-{large}")
-        os.waitpid(child.pid, 0)
-        if said := child.said():
-            raise RuntimeError(f"no node to begin with: {said}")
+        in_child(lambda large=large: _prepare(work.room, large))
     with (work.room / "ext4.img").open("wb") as file:
         file.truncate(24 << 20)
     subprocess.run(["mkfs.ext4", "-qF", "-m0", "-N128", str(work.room / "ext4.img")], check=True, timeout=120)
-    running: dict[int, _Trial] = {}
-    for seed in work.seeds():
+
+    def trial(seed: int) -> tuple[int, list[str]]:
         room = work.room / str(seed)
-        running[seed] = _fork(lambda seed=seed, room=room: _trial(seed, room, work.room), room)
-        while len(running) >= _AT_ONCE or (running and work.only is not None):
-            _reap(work, running)
-    while running:
-        _reap(work, running)
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Trial:
-    """A child at work in `room`; what it has to say, it leaves in a file beside that."""
-
-    pid: int
-    room: Path
-    begun: float
-
-    def said(self) -> str:
         try:
-            return self.room.with_suffix(".said").read_text()
-        except FileNotFoundError:
-            return "LOST it ended without a word"
+            met = _trial(seed, room, work.room)
+            return len(met), [note for notes in met for note in notes]
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
 
-
-def _fork(work, room: Path) -> _Trial:
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(int(_LIMIT) + 60)  # it ends, also for those that wait for it
-        try:
-            said = work()
-        except BaseException as error:
-            said = "LOST " + "".join(traceback.format_exception(error))
-        with open(room.with_suffix(".said"), "w") as file:
-            file.write(said)
-        os._exit(0)
-    return _Trial(pid, room, time.monotonic())
-
-
-def _reap(work: Round, running: dict[int, _Trial]) -> None:
-    for seed, trial in list(running.items()):
-        late = time.monotonic() - trial.begun > _LIMIT
-        if late:
-            os.kill(trial.pid, signal.SIGKILL)
-        if os.waitpid(trial.pid, 0 if late else os.WNOHANG)[0]:
-            said = "LOST it hangs" if late else trial.said()
-            del running[seed]
-            if said.startswith("LOST"):
-                work.lost(seed, said)
-            else:
-                met = [line.split("\t") for line in said.splitlines()]
-                work.passed(len(met), *(note for notes in met for note in notes))
-            shutil.rmtree(trial.room, ignore_errors=True)
-            trial.room.with_suffix(".said").unlink(missing_ok=True)
-    time.sleep(0.01)
+    spread(work, lambda: trial, deadline_s=_LIMIT_S, batch=1, hands=_AT_ONCE, anew=True)
 
 
 # -- a trial ----------------------------------------------------------------------------------------------------------
@@ -148,8 +93,8 @@ def _prepare(room: Path, large: bool) -> None:
     node.stop()
 
 
-def _trial(seed: int, room: Path, prepared: Path) -> str:
-    """What was done to what, a line for each fault that was met, with notes between tabs."""
+def _trial(seed: int, room: Path, prepared: Path) -> list[tuple[str, ...]]:
+    """What was done to what: the notes of each fault that was met."""
     import torch
 
     torch.set_num_threads(1)
@@ -159,7 +104,7 @@ def _trial(seed: int, room: Path, prepared: Path) -> str:
     home = Volume(room / "home", size=256 << 20).point
     if kind == "traced":
         found = [traced.trial(rng, home / str(number)) for number in range(_LIFE)]
-        return "\n".join("\t".join(notes) for notes in found if notes)
+        return [notes for notes in found if notes]
     hurry()
     large, where = rng.random() < 0.4, rng.choice(("nvme", "nfs"))
     # A tmpfs turns read-only only when nothing is open for writing, as the daemon's lock in the spool is.
@@ -180,9 +125,9 @@ def _trial(seed: int, room: Path, prepared: Path) -> str:
             raise Lost(f"fsync was called again after it had failed on {calls.retried}")
         place = "spool" if where == "nvme" else "tier"
         if fault.hit:
-            met.append("\t".join((f"{fault.kind}: {place}, {doing}{alone}", f"{fault.sort}: {place}", *fault.notes)))
+            met.append((f"{fault.kind}: {place}, {doing}{alone}", f"{fault.sort}: {place}", *fault.notes))
     _end(node)
-    return "\n".join(met)
+    return met
 
 
 def _mounted(home: Path, prepared: Path, where: str, *, large: bool, ext4: bool, root: bool) -> Volume:

@@ -15,15 +15,13 @@ NFS is not played: its client and server are the kernel's, and most kernels of v
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from faults.hands import Trial, spread
+from faults.hands import Trial, in_child, spread
 from faults.host import places
 from faults.host.lives import GROUPS, HOSTS
 from faults.host.node import nfs
@@ -45,7 +43,7 @@ def missing() -> str | None:
     if lacking:
         return f"not installed: {', '.join(lacking)}"
     try:
-        _in_child(lambda: None)
+        in_child(hide_mounts)
     except OSError as error:
         return str(error)
     return None
@@ -53,7 +51,7 @@ def missing() -> str | None:
 
 def run(work: Round) -> None:
     work.notes[nfs()] += 1
-    refused = _in_child(lambda: _refused(work.room / "tried"))
+    refused = in_child(lambda: _refused(work.room / "tried"))
     for name, why in refused.items():
         work.skip(f"{name}: {why}")
 
@@ -75,7 +73,7 @@ def run(work: Round) -> None:
     try:
         spread(work, prepare, deadline_s=_LIMIT_S, batch=1)
     finally:
-        _in_child(lambda: places.sweep_groups(work.room / "groups", mine))
+        in_child(lambda: places.sweep_groups(work.room / "groups", mine))
 
 
 def _play(name: str, seed: int, home: Path) -> list[str]:
@@ -91,6 +89,7 @@ def _play(name: str, seed: int, home: Path) -> list[str]:
 def _refused(room: Path) -> dict[str, str]:
     """What of the hosts this machine cannot be, and why."""
     room.mkdir()
+    hide_mounts()
     mount_memory(room)
     for name in ("home", "lower", "groups"):
         (room / name).mkdir()
@@ -117,26 +116,3 @@ def _refused(room: Path) -> dict[str, str]:
 def _mounts(name: str, room: Path) -> Callable[[], object]:
     """Mount the file system that the host of this name has."""
     return lambda: LoopFs(name.split()[0], room, name).mount()
-
-
-def _in_child(work: Callable[[], Any]) -> Any:
-    """What `work` gives, done in a process that has mounts of its own. Raises OSError as that does."""
-    ours, theirs = multiprocessing.Pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            try:
-                hide_mounts()
-                theirs.send(work())
-            except OSError as error:
-                theirs.send(error)
-        finally:
-            os._exit(0)
-    theirs.close()
-    try:
-        said = ours.recv()
-    finally:
-        os.waitpid(pid, 0)
-    if isinstance(said, OSError):
-        raise said
-    return said

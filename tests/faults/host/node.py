@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from faults.disk.node import in_spool, read_tier
+from faults.hands import end_with_parent
 from faults.host.places import Memory
 from faults.host.trainer import Saved, Trainer
-from faults.kills.victims import end_with_parent
 from faults.rounds import Lost
 from support.waiting import holds
 

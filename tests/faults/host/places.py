@@ -13,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from faults.power.loopfs import LoopFs
+from faults.power.loopfs import LoopFs, hide_mounts
 from faults.rounds import Lost
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -150,6 +150,7 @@ def mount_memory(at: Path) -> bool:
 
 def sweep_groups(at: Path, prefix: str) -> None:
     """Remove what a process left that could not clean up: it was killed."""
+    hide_mounts()
     try:
         mount_memory(at)
     except OSError:

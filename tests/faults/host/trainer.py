@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from faults.disk.node import check_state, state
+from faults.hands import end_with_parent
 from faults.host import clock
-from faults.kills.victims import end_with_parent
 from faults.rounds import Lost
 
 import tierd

@@ -8,7 +8,6 @@ calls of which kinds it is to kill itself: so a kill hits windows that a clock s
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import hashlib
 import json
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from faults.hands import end_with_parent
 from support.timed import give, give_client
 from torch import distributed
 
@@ -184,13 +184,6 @@ _COUNTED: dict[str, list[tuple[Any, str]]] = {
 
 
 # -- a process --------------------------------------------------------------------------------------------------------
-
-_libc = ctypes.CDLL(None)
-
-
-def end_with_parent() -> None:
-    """Have this process killed when its parent ends, so that nothing of a round outlives it."""
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def fork(page: Page, log: Path, main: Callable[[], None]) -> int:

@@ -17,23 +17,21 @@ What threads do at once in "saves of two ranks" is not the seed's to say.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
-import traceback
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from faults.hands import Trial, in_child, spread
 from faults.power import loopfs
 from faults.power.cutter import MOMENTS, can_trace
 from faults.power.loopfs import FLAGS, LoopFs
-from faults.power.play import Bench, Outcome, Plan, Play, Say, in_child, warm_up, window
+from faults.power.play import Bench, Plan, Play, warm_up, window
 from faults.power.scenes import SCENES
-from faults.rounds import Lost, Round
+from faults.rounds import Round
 
 UNIT = "power cuts"
 SHORT = 120
@@ -45,54 +43,26 @@ MET = (
     "plays seen by strace, too",
 )
 
-_WORKERS = 2
-
-
-_bench: Bench | None = None  # a worker's
-
-
-def _set_up(room: Path, kinds: Sequence[str]) -> None:
-    """Make a worker's file systems: in memory, and nobody else's."""
-    global _bench
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    loopfs.hide_mounts()
-    place = Path(tempfile.mkdtemp(dir=room))
-    loopfs.mount_memory(place)
-    _bench = Bench({kind: LoopFs(kind, place, kind) for kind in kinds}, place)
-    warm_up(place / "warm")
-    gc.freeze()  # what is there is not looked through again by every child
-
-
-def _trial(seed: int) -> Outcome:
-    assert _bench is not None
-    outcome = Outcome()
-    try:
-        Play(_bench, Plan.of(seed, list(_bench.systems))).run(outcome)
-    except Exception as error:
-        outcome.loss = str(error) if isinstance(error, Lost) else traceback.format_exc()
-    return outcome
+_LIMIT_S = 900  # of a trial, which is all cuts of a seed
 
 
 @cache
 def _kinds() -> dict[str, str | None]:
     """Each kind of file system, and why it cannot be had here, by trying."""
+    return {kind: loopfs.missing(kind) or in_child(lambda kind=kind: _refusal(kind)) for kind in loopfs.KINDS}
 
-    def work(say: Say) -> None:
+
+def _refusal(kind: str) -> str | None:
+    room = Path(tempfile.mkdtemp())
+    try:
         loopfs.hide_mounts()
-        for kind in loopfs.KINDS:
-            why = loopfs.missing(kind)
-            room = Path(tempfile.mkdtemp())
-            try:
-                if not why:
-                    loopfs.mount_memory(room)
-                    _try(LoopFs(kind, room, kind))
-            except OSError as error:
-                why = str(error)
-            finally:
-                shutil.rmtree(room, ignore_errors=True)
-            say([kind, why])
-
-    return dict(in_child(work))
+        loopfs.mount_memory(room)
+        _try(LoopFs(kind, room, kind))
+    except OSError as error:
+        return str(error)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+    return None
 
 
 def _try(system: LoopFs) -> None:
@@ -117,26 +87,25 @@ def run(work: Round) -> None:
             work.skip(f"{kind}: {why}")
     if not can_trace():
         work.skip("the check of what is hooked: there is no strace")
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(_WORKERS, fork, _set_up, (work.room, kinds)) as pool:
-        under_way: dict[Future[Outcome], int] = {}
-        seeds = 0
+    seeds = 0
 
-        def take(enough: int) -> None:
-            while len(under_way) > enough:
-                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    _note(work, under_way.pop(future), future.result())
+    def prepare() -> Trial:
+        """Make this process's file systems: in memory, and nobody else's."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        loopfs.hide_mounts()
+        place = Path(tempfile.mkdtemp(dir=work.room))
+        loopfs.mount_memory(place)
+        bench = Bench({kind: LoopFs(kind, place, kind) for kind in kinds}, place)
+        warm_up(place / "warm")
+        gc.freeze()  # what is there is not looked through again by every child
+        return lambda seed: Play(bench, Plan.of(seed, kinds)).run()
 
+    def counted() -> Iterator[int]:
+        nonlocal seeds
         for seed in work.seeds():
-            under_way[pool.submit(_trial, seed)] = seed
-            take(_WORKERS)
             seeds += 1
-        take(0)
+            yield seed
+
+    spread(work, prepare, deadline_s=_LIMIT_S, batch=1, seeds=counted())
     every = window(kinds)  # and a round may be played in pieces
     work.notes["times that every cut was made"] = (work.first + seeds) // every - work.first // every
-
-
-def _note(work: Round, seed: int, outcome: Outcome) -> None:
-    work.passed(outcome.cuts, *outcome.notes.elements())
-    if outcome.loss:
-        work.lost(seed, outcome.loss)

@@ -14,7 +14,6 @@ import select
 import signal
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -170,15 +169,6 @@ def warm_up(room: Path) -> None:
     observe(ground.spool, ground.tier, scene.sizes)
 
 
-@dataclass
-class Outcome:
-    """What a seed came to: `cuts` made, what they were of, and what was lost by one of them."""
-
-    cuts: int = 0
-    notes: Counter[str] = field(default_factory=Counter)
-    loss: str | None = None
-
-
 class Play:
     """A plan being played on a bench."""
 
@@ -191,16 +181,17 @@ class Play:
         self._ground.pieces = plan.pieces
         self._state: dict[str, Any] | None = None  # where it leads without a cut
 
-    def run(self, outcome: Outcome) -> None:
-        plan = self._plan
+    def run(self) -> tuple[int, list[str]]:
+        """How many cuts were made, and of what."""
+        plan, notes = self._plan, list[str]()
         for system in self._systems:
             system.restore(self._bench.fresh[system.kind])
         with self._mounted():
             said = in_child(lambda say: plan.scene.prepare(self._for(say)))
         self._base, self._kept = said, [system.keep("base") for system in self._systems]
         calls = self._to_the_end()
-        outcome.notes["plays seen by strace, too"] += self._traced
-        for cut in plan.cuts(calls):
+        cuts = plan.cuts(calls)
+        for cut in cuts:
             where = self._systems
             if plan.share is None and len(where) > 1:
                 where = plan.rng.choice(([where[0]], [where[1]], where))
@@ -211,8 +202,8 @@ class Play:
                 call = calls[cut.number].name if cut.number < len(calls) else "end"
                 why = str(error) if isinstance(error, Lost) else "".join(traceback.format_exception(error))
                 raise Lost(f"{plan.scene.name} on {names}, {cut} ({call}) of {len(calls)}: {why}") from None
-            outcome.cuts += 1
-            outcome.notes.update((f"{plan.scene.name} on {plan.kind}", cut.note(plan.kind)))
+            notes += [f"{plan.scene.name} on {plan.kind}", cut.note(plan.kind)]
+        return len(cuts), [*notes, *["plays seen by strace, too"] * self._traced]
 
     @property
     def _traced(self) -> bool:

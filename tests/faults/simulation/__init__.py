@@ -2,20 +2,18 @@
 disks that lose at a power cut what was not synced, and tiers whose answers get lost. Beside these trials are whole
 lives (`life`): several tiers, job after job, readers, small disks, judged by `keeper`.
 
-`trial` plays one trial, `workers` are the processes that play them.
-
 A unit is one callback of the loop in the time in which faults happen.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import select
 from collections.abc import Iterator
 
+from faults.hands import Trial, spread
 from faults.rounds import Round
-from faults.simulation.trial import LIVES
-from faults.simulation.workers import Worker
+from faults.simulation.trial import LIVES, play
 
 UNIT = "simulated fault steps"
 SHORT = 40_000
@@ -32,35 +30,25 @@ MET = (
     *(f"store faults: {one}" for one in ("fails", "lost", "late", "stalls", "partial", "spoils", "flips", "slow down")),
 )
 
+_DEADLINE_S = 600  # of a trial, on a machine that others load; most take one or two
+
 
 def missing() -> str | None:
     return None if os.path.isdir("/dev/shm") else "no /dev/shm for the simulated disks"
 
 
 def run(work: Round) -> None:
-    """Workers do the trials, one each of this machine's cores: a seed's order of events hangs on the hashes of strings,
-    which a process is given when it starts."""
-    seeds = _mixed(work)
-    workers = [Worker() for _ in range(1 if work.only is not None else os.cpu_count() or 1)]
-    try:
-        busy = [worker for worker in workers if worker.give(next(seeds, None))]
-        while busy:
-            select.select([worker.out for worker in busy], [], [], max(0.0, min(worker.left() for worker in busy)))
-            for worker in list(busy):
-                answer = worker.take()
-                if answer is None:
-                    continue
-                if answer["lost"]:
-                    work.lost(worker.seed, answer["lost"], answer["steps"])
-                else:
-                    work.notes.update(answer["count"])
-                    beside = worker.seed >= LIVES > work.first  # what it counts is not of this round
-                    work.passed(0 if beside else answer["steps"], "lives" if worker.seed >= LIVES else "trials")
-                if not worker.give(next(seeds, None)):
-                    busy.remove(worker)
-    finally:
-        for worker in workers:
-            worker.end()
+    def prepare() -> Trial:
+        logging.disable(logging.CRITICAL)
+
+        def trial(seed: int) -> tuple[int, list[str]]:
+            steps, count = play(seed)
+            is_beside = seed >= LIVES > work.first  # what it counts is not of this round
+            return 0 if is_beside else steps, ["lives" if seed >= LIVES else "trials", *count.elements()]
+
+        return trial
+
+    spread(work, prepare, deadline_s=_DEADLINE_S, batch=1, seeds=_mixed(work))
 
 
 def _mixed(work: Round) -> Iterator[int]:

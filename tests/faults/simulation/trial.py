@@ -13,7 +13,6 @@ import json
 import random
 import shutil
 import tempfile
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -409,18 +408,10 @@ def _flipped(data: bytes, rng: random.Random) -> bytes:
     return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
-def play(seed: int) -> dict[str, Any]:
-    """Play one seed, a trial or a whole life; return what is told of it."""
+def play(seed: int) -> tuple[int, Counter[str]]:
+    """Play one seed, a trial or a whole life: its steps while faults happened, and what happened how often."""
     home = Path(tempfile.mkdtemp(prefix="tierd-sim-", dir="/dev/shm"))
-    one = Trial(seed, home) if seed < LIVES else RegionLife(seed - LIVES, home)
     try:
-        steps, count = one.run()
-        return {"lost": "", "steps": steps, "count": dict(count)}
-    except Exception as error:
-        return {
-            "lost": "".join(traceback.format_exception(error)),
-            "steps": max(1, one.faulty or one.loop.steps),
-            "count": {},
-        }
+        return (Trial(seed, home) if seed < LIVES else RegionLife(seed - LIVES, home)).run()
     finally:
         shutil.rmtree(home, ignore_errors=True)
