@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -104,3 +105,99 @@ def raw(chunk: Mapping[str, Any], get: Callable[[str], bytes]) -> bytes:
         case "planes":
             return bytes(program().join_planes(data, chunk["size"]))
     return bytes(program().apply_patch(data, raw(stored["base"], get)))
+
+
+# -- what lies in places -----------------------------------------------------------------------------------------------
+
+SEAL_BYTES = 46
+Files = dict[str, bytes]
+
+
+class Damaged(AssertionError):
+    """What lies in a place is not what a manifest says."""
+
+
+def seal(text: bytes) -> bytes:
+    """A manifest or a head of this text, which ends in '}', with a seal that is right."""
+    return text[:-1] + b',"digest":"%s"}\n' % digest(text[:-1]).encode()
+
+
+@functools.lru_cache(maxsize=4096)
+def sealed(data: bytes) -> dict[str, Any] | None:
+    """What a manifest or a head says; None if its seal is broken."""
+    text = data[:-SEAL_BYTES] + b"}"
+    if seal(text) != data:
+        return None
+    found: Any = json.loads(text)
+    return found if isinstance(found, dict) else None
+
+
+def entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a manifest on a tier says of each object that it names; nothing if it is a head."""
+    for file in manifest.get("files", ()):
+        for chunk in file["chunks"]:
+            yield from (link["stored"] for link in chain(chunk))
+
+
+def keys(manifest: Mapping[str, Any]) -> set[str]:
+    """The keys below its run of the objects that a manifest names."""
+    return {stored["key"] for stored in entries(manifest)}
+
+
+def on_tier(path: Path) -> tuple[dict[str, Any], Files]:
+    """What the manifest at this path of a directory tier says, and the files that it describes, verified."""
+    judge, home = program(), path.parents[2]
+    try:
+        manifest = judge.read_sealed(path)
+        return manifest, {
+            file["path"]: b"".join(judge.read_chunk(home, chunk) for chunk in file["chunks"])
+            for file in manifest["files"]
+        }
+    except (judge.Damaged, SystemExit, OSError) as error:
+        raise Damaged(f"{path}: what lies there cannot be read: {error}") from error
+
+
+def in_spool(home: Path) -> tuple[dict[str, Any], Files]:
+    """What the manifest of a part's directory in a spool says, and the files that it describes, verified."""
+    judge = program()
+    try:
+        manifest = judge.read_sealed(home / "manifest.json")
+        files = {file["path"]: (home / file["path"]).read_bytes() for file in manifest["files"]}
+    except (judge.Damaged, SystemExit, OSError) as error:
+        raise Damaged(f"{home}: what lies there cannot be read: {error}") from error
+    for file in manifest["files"]:
+        at = 0
+        for chunk in file["chunks"]:
+            if digest(files[file["path"]][at : at + chunk["size"]]) != chunk["xxh3_128"]:
+                raise Damaged(f"{home}: {file['path']} differs at {at}")
+            at += chunk["size"]
+        if not at == file["size"] == len(files[file["path"]]):
+            raise Damaged(f"{home}: {file['path']} has not the {file['size']} bytes of which its manifest tells")
+    return manifest, files
+
+
+def tensors(file: bytes) -> Files:
+    """The bytes of each tensor in a file of safetensors."""
+    begin = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:begin])
+    header.pop("__metadata__", None)
+    ranges = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: file[begin + first : begin + last] for name, (first, last) in ranges.items()}
+
+
+def unfinished(spool: Path, run: str, *more: str) -> list[str]:
+    """What a spool holds beside committed parts of a run: stages, graves, quarantined parts, and halves of parts.
+
+    Args:
+        more: further directories of `.tierd` that are to be empty.
+    """
+    rooms = ("stage", "fetch", "trash", "quarantine", *more)
+    found = [path for room in rooms for path in (spool / ".tierd" / room).glob("*")]
+    found += [home for home in (spool / run).glob("*.*") if not files_below(home)]
+    found += [home for home in (spool / run).glob("*.*/*") if not (home / "manifest.json").exists()]
+    return [str(path) for path in found]
+
+
+def files_below(path: Path) -> list[Path]:
+    """All files; what is deleted meanwhile is left out."""
+    return [Path(directory, name) for directory, _, names in os.walk(path) for name in names]

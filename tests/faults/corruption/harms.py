@@ -6,9 +6,8 @@ import json
 import random
 from collections.abc import Callable, Iterable
 
-from faults.corruption.judge import SEAL
 from faults.corruption.places import TIERS, Places
-from support.by_hand import digest
+from support.by_hand import SEAL_BYTES, seal, sealed
 
 from tierd.core.ids import PartId
 
@@ -132,7 +131,7 @@ class Harms:
 
     def _keys(self, part: PartId, tier: str) -> list[str]:
         """The chunks of a part, as its right manifest names them."""
-        reported = json.loads(self._places.pristine[tier][part.manifest_key][:-SEAL] + b"}")
+        reported = sealed(self._places.pristine[tier][part.manifest_key]) or {}
         return [f"{reported['run']}/{chunk['stored']['key']}" for file in reported["files"] for chunk in file["chunks"]]
 
     def _all_keys(self) -> list[str]:
@@ -147,13 +146,12 @@ class Harms:
 
     def _forged(self, data: bytes, *, stored: bool) -> bytes:
         """A right manifest that was made to say something else, with a seal of its own."""
-        reported = json.loads(data[:-SEAL] + b"}")
+        reported = json.loads(data[:-SEAL_BYTES] + b"}")
         chunks = [chunk for file in reported["files"] for chunk in file["chunks"]]
         deep = FORGED_DEEP if self._deep and stored else ()
         way = self._noise.choice([*FORGED_NAMES, *(FORGED_FORMS if stored else ()), *deep])
         self._forge(reported, chunks[self._index(len(chunks))], way)
-        body = json.dumps(reported, separators=(",", ":")).encode()[:-1]
-        return body + b',"digest":"%s"}\n' % digest(body).encode()
+        return seal(json.dumps(reported, separators=(",", ":")).encode())
 
     def _forge(self, reported: dict, chunk: dict, way: str) -> None:
         other = self._noise.choice(self._all_keys())

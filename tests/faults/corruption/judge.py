@@ -6,20 +6,17 @@ are the ones that were saved, or an encoding of them that the unharmed world had
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import zstandard
 from faults.corruption.cipher import UNREADABLE
 from faults.corruption.places import ORIGIN, RUN, TIERS, WORLD, Places
-from support.by_hand import chain, digest, program, raw
+from support.by_hand import chain, digest, program, raw, sealed
 
 from tierd.core.ids import PartId
 
-SEAL = 46  # bytes, FORMAT.md
 Piece = tuple[int, int, str]  # offset, size, digest of the raw bytes
 
 
@@ -30,16 +27,6 @@ def _is_entry(chunk: Mapping[str, Any]) -> bool:
         return True
     name = f"{chunk['xxh3_128']}.{entry['codec']}"
     return entry["key"].rpartition("/")[2] == name and ("base" in entry) == entry["codec"].startswith("patch")
-
-
-@lru_cache(maxsize=4096)
-def sealed(data: bytes) -> dict[str, Any] | None:
-    """What a manifest says whose seal is intact."""
-    body, seal = data[:-SEAL], data[-SEAL:]
-    if seal != b',"digest":"%s"}\n' % digest(body).encode():
-        return None
-    found: dict[str, Any] = json.loads(body + b"}")
-    return found
 
 
 def said(data: bytes | None, part: PartId) -> dict[str, Any] | None:
@@ -72,7 +59,8 @@ class Judge:
 
     def _truth(self, part: PartId) -> Truth:
         files = self.places.held[part]
-        reported = json.loads(self.places.files[f"{part.path}/manifest.json"][:-SEAL] + b"}")
+        reported = sealed(self.places.files[f"{part.path}/manifest.json"])
+        assert reported is not None
         assert sorted(files) == [file["path"] for file in reported["files"]]
         pieces = []
         for file in reported["files"]:

@@ -16,7 +16,7 @@ from faults.corruption.harms import LOCAL
 from faults.corruption.places import OTHER, RUN, TIERS, WORLD, Places
 from faults.corruption.remembered import HEAD
 from faults.corruption.trials import PLACES
-from support.by_hand import digest
+from support.by_hand import seal
 from support.world import attempt
 
 from tierd.core.ids import CheckpointId, PartId
@@ -41,11 +41,6 @@ NAMED = tuple(f"names: {what}" for what in (*WHERE, *CONTENT, "of another number
 HARMS = (*NAMED, *(f"head: {what}" for what in HEADS), *(f"gone: {what}" for what in GONE), "silent")
 
 
-def sealed(reported: dict[str, Any]) -> bytes:
-    body = json.dumps(reported, separators=(",", ":")).encode()[:-1]
-    return body + b',"digest":"%s"}\n' % digest(body).encode()
-
-
 def head(run: str, by: str, launches: dict[str, tuple[str, int] | None], newest: dict[str, int], counter: int) -> bytes:
     """A head by FORMAT.md, of launches with what they resumed from."""
     reported = {
@@ -57,17 +52,12 @@ def head(run: str, by: str, launches: dict[str, tuple[str, int] | None], newest:
     }
     before = None if counter == 1 else f"{counter:032x}"
     written = "2026-11-22T00:00:00+00:00"
-    return sealed(
-        {
-            "version": 1,
-            "run": run,
-            "by": by,
-            "counter": counter,
-            "before": before,
-            "written": written,
-            "launches": reported,
-        }
-    )
+    tree = {"version": 1, "run": run, "by": by, "counter": counter, "before": before, "written": written}
+    return _sealed(tree | {"launches": reported})
+
+
+def _sealed(tree: dict[str, Any]) -> bytes:
+    return seal(json.dumps(tree, separators=(",", ":")).encode())
 
 
 LINE: dict[str, tuple[str, int] | None] = {FIRST: None, SECOND: (FIRST, 2)}
@@ -148,7 +138,7 @@ class History:
             case "another key":
                 text = base64.b64encode(noise.randbytes(200)).decode().rstrip("=")
                 reported = {"version": 2, "cipher": "aes-256-gcm", "key_id": f"{noise.getrandbits(64):016x}"}
-                places.put_raw(tier, key, sealed({**reported, "encrypted": text}))
+                places.put_raw(tier, key, _sealed({**reported, "encrypted": text}))
 
     # -- heads --------------------------------------------------------------------------------------------------------
 

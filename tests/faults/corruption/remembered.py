@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from faults.corruption.judge import Judge, said, sealed
+from faults.corruption.judge import Judge, said
 from faults.corruption.places import RUN, TIERS, WORLD, Places
+from support.by_hand import sealed
 
 from tierd.core.ids import CheckpointId, PartId
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import math
-import struct
 import time
 import weakref
 from collections.abc import Collection, Iterator
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from faults.rounds import Lost
 from support import by_hand
 from support.timed import HASTE, give, give_client
@@ -112,79 +110,36 @@ def check_state(found: dict[str, Any], step: int, big: int, where: str) -> None:
             raise Lost(f"{where}: {name} is not what was saved at step {step}")
 
 
-def _check_files(files: dict[str, bytes], step: int, big: int, where: str) -> None:
-    """That what lies in a part is the state of its step, by the description of safetensors."""
-    data = files["tensors.safetensors"]
-    (length,) = struct.unpack_from("<Q", data)
-    for name, entry in json.loads(data[8 : 8 + length]).items():
-        if name == "__metadata__":
-            continue
-        begin, end = (8 + length + at for at in entry["data_offsets"])
-        if data[begin:end] != np.ascontiguousarray(state(step, big)[name].numpy()).tobytes():
-            raise Lost(f"{where}: {name} is not what was saved at step {step}")
+def _check_part(manifest: dict[str, Any], files: by_hand.Files, big: int) -> int:
+    """That what lies in a part is the state of its step; the step."""
+    step = int(manifest["step"])
+    wanted = state(step, big)
+    for name, data in by_hand.tensors(files["tensors.safetensors"]).items():
+        if data != np.ascontiguousarray(wanted[name].numpy()).tobytes():
+            raise Lost(f"{name} is not what was saved at step {step}")
     if json.loads(files["state.json"])["epoch"] != step:
-        raise Lost(f"{where}: state.json is not that of step {step}")
+        raise Lost(f"state.json is not that of step {step}")
+    return step
 
 
-def read_tier(root: Path, big: int) -> tuple[set[int], set[str]]:
-    """The steps of the checkpoints on a tier, all of them read and compared, and the keys of their chunks."""
-    judge, home = by_hand.program(), root / "run"
-    steps, named = set[int](), set[str]()
-    for path in sorted(home.glob("manifests/*/*.json")):
-        try:
-            manifest = judge.read_sealed(path)
-            chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
-            named |= {one["stored"]["key"] for chunk in chunks for one in by_hand.chain(chunk)}
-            files = {
-                file["path"]: b"".join(judge.read_chunk(home, chunk) for chunk in file["chunks"])
-                for file in manifest["files"]
-            }
-        except (judge.Damaged, SystemExit, OSError) as error:
-            raise Lost(f"{path}: {error}") from error
-        _check_files(files, manifest["step"], big, str(path))
-        steps.add(int(manifest["step"]))
-    return steps, named
+def on_tier(root: Path, big: int) -> set[int]:
+    """The steps of the checkpoints on a tier, all of them read and compared."""
+    return {_check_part(*by_hand.on_tier(path), big) for path in root.glob("run/manifests/*/*.json")}
 
 
-def verified_steps(root: Path, big: int) -> set[int]:
-    """The steps of the checkpoints on a tier, all of them read and compared; nothing else may lie there."""
-    home = root / "run"
-    steps, named = read_tier(root, big)
-    stray = {str(path.relative_to(home)) for path in home.glob("chunks/**/*") if path.is_file()} - named
-    other = [str(path) for path in root.rglob("*") if path.is_file() and not _known(path.relative_to(root))]
-    if stray or other or any((root / ".tmp").iterdir()):
-        raise Lost(f"left over on {root}: {sorted(stray)} {other} {list((root / '.tmp').iterdir())}")
-    return steps
-
-
-def _known(path: Path) -> bool:
-    return str(path) in ("README.md", "README.md.id") or (
-        path.parts[0] == "run" and path.parts[1] in ("manifests", "chunks", "retention", "timeline")
-    )
+def left_on(root: Path) -> list[str]:
+    """What lies on a tier that no manifest names."""
+    named = set().union(*(by_hand.keys(by_hand.on_tier(path)[0]) for path in root.glob("run/manifests/*/*.json")))
+    found = {str(path.relative_to(root)) for path in by_hand.files_below(root)}
+    known = ("README.md", "run/manifests/", "run/retention/", "run/timeline/", *(f"run/{key}" for key in named))
+    return sorted(name for name in found if not name.startswith(known))
 
 
 def in_spool(root: Path, big: int) -> set[int]:
-    """The steps of the parts in a spool, all of them read and compared; no stage and no grave may be left."""
-    judge, steps = by_hand.program(), set()
-    for path in sorted(root.glob("run/*/*/manifest.json")):
-        try:
-            manifest = judge.read_sealed(path)
-        except (judge.Damaged, SystemExit) as error:
-            raise Lost(f"{path}: {error}") from error
-        files = {}
-        for file in manifest["files"]:
-            files[file["path"]] = data = (path.parent / file["path"]).read_bytes()
-            at = 0
-            for chunk in file["chunks"]:
-                if xxhash.xxh3_128_hexdigest(data[at : at + chunk["size"]]) != chunk["xxh3_128"]:
-                    raise Lost(f"{path.parent}: {file['path']} differs at {at}")
-                at += chunk["size"]
-        _check_files(files, manifest["step"], big, str(path))
-        steps.add(int(manifest["step"]))
-    rooms = [path for room in ("stage", "fetch", "trash", "quarantine") for path in (root / ".tierd" / room).iterdir()]
-    halves = [path for path in root.glob("run/*.*/*") if not (path / "manifest.json").exists()]
-    if rooms or halves:
-        raise Lost(f"left over in {root}: {rooms} {halves}")
+    """The steps of the parts in a spool, all of them read and compared; nothing unfinished may be left."""
+    steps = {_check_part(*by_hand.in_spool(path.parent), big) for path in root.glob("run/*/*/manifest.json")}
+    if left := by_hand.unfinished(root, "run"):
+        raise Lost(f"left over in {root}: {left}")
     return steps
 
 
@@ -373,7 +328,9 @@ class Node:
                 raise Lost(f"an error counted as corruption: {name}; {self.lines[-20:]}")
         known = self.saved
         holds(lambda: not any(any((root / ".tmp").iterdir()) for root in self.tiers.values()), 60.0)  # puts under way
-        places = {name: verified_steps(root, self.big) for name, root in self.tiers.items()}
+        places = {name: on_tier(root, self.big) for name, root in self.tiers.items()}
+        if left := [path for root in self.tiers.values() for path in left_on(root)]:
+            raise Lost(f"left over on a tier: {left}")
         places["spool"] = in_spool(self.spool, self.big)
         on_tiers = set.intersection(*(places[name] for name in self.tiers))
         for name, steps in places.items():

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from faults.disk.node import in_spool, read_tier
+from faults.disk.node import in_spool, on_tier
 from faults.hands import end_with_parent
 from faults.host.places import Memory
 from faults.host.trainer import Saved, Trainer
@@ -197,7 +197,7 @@ class Node:
             nonlocal said
             try:
                 self._check_places()
-            except Lost as error:
+            except AssertionError as error:
                 said = str(error)
                 return False
             return True
@@ -208,7 +208,7 @@ class Node:
         self._check_counters()
 
     def _check_places(self) -> None:
-        places = {name: read_tier(root, self.big)[0] for name, root in self.tiers.items()}
+        places = {name: on_tier(root, self.big) for name, root in self.tiers.items()}
         places["spool"] = in_spool(self.spool, self.big)
         for name, steps in places.items():
             wanted = set(sorted(self.saved | steps)[-KEEP:])

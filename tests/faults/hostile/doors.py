@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults.hostile.mutation import dumped, mutated, spoiled, text
-from faults.hostile.readers import HANDED, MANIFEST, RAW, REQUESTS, TREE, sealed
+from faults.hostile.readers import HANDED, MANIFEST, RAW, REQUESTS, TREE
 from faults.rounds import Lost
+from support.by_hand import seal
 from support.world import Daemon, commit, part
 
 from tierd.core.errors import FormatTooNew, ManifestError, StateMismatch, TierdError
@@ -224,7 +225,7 @@ def _plant(noise: random.Random, home: Path, canary: Path) -> int:
             case 4:
                 with open(name, "wb") as file:
                     file.write(
-                        noise.choice([b"", b"\xff" * 100, sealed(dumped(MANIFEST, noise)), b"9999-99-99", b"[" * 10**5])
+                        noise.choice([b"", b"\xff" * 100, seal(dumped(MANIFEST, noise)), b"9999-99-99", b"[" * 10**5])
                     )
             case 5:
                 os.symlink(b"/dev/zero", name)
@@ -263,7 +264,7 @@ def hypothesis(noise: random.Random, room: Path, canary: Path) -> int:
         done += 2
         try:
             body = json.dumps(MANIFEST | {member: found}).encode("utf-8", "surrogatepass")
-            decode(sealed(body))
+            decode(seal(body))
         except (ManifestError, FormatTooNew):
             pass
         try:

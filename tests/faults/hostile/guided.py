@@ -62,6 +62,7 @@ def main() -> None:
         from tierd.state.tree_parser import parse_tree
     import msgspec
     from faults.hostile import readers
+    from support.by_hand import seal
 
     from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, StateMismatch
 
@@ -70,7 +71,7 @@ def main() -> None:
 
     given: dict[str, tuple[object, bytes]] = {
         "manifest": (
-            lambda data: decode(readers.sealed(data or b"}")),
+            lambda data: decode(seal(data or b"}")),
             json.dumps(readers.MANIFEST).encode(),
         ),
         "config": (config, readers.CONFIG.encode()),

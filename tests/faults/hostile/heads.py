@@ -14,8 +14,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from faults.hostile.mutation import NUMBERS, dumped, mutated, spoiled, text
-from faults.hostile.readers import MANIFEST, Reader, only, sealed
+from faults.hostile.readers import MANIFEST, Reader, only
 from faults.rounds import Lost
+from support.by_hand import seal
 from support.world import attempt
 
 from tierd.core.errors import FormatTooNew, ManifestError
@@ -62,10 +63,10 @@ def huge() -> list[bytes]:
     """A head with one launch and one byte more than any reader takes, and the largest of either that must be taken."""
     some = [{f"{number:012x}-00000000": {"resumed_from": None, "newest": 1} for number in range(LAUNCHES + 1)}]
     some.append(dict(list(some[0].items())[:LAUNCHES]))
-    found = [sealed(json.dumps(HEAD | {"launches": one}, separators=(",", ":")).encode()) for one in some]
+    found = [seal(json.dumps(HEAD | {"launches": one}, separators=(",", ":")).encode()) for one in some]
     body = json.dumps(HEAD, separators=(",", ":")).encode()
     for size in (MOST + 1, MOST):
-        found.append(sealed(body[:-1] + b" " * (size - 45 - len(body)) + b"}"))
+        found.append(seal(body[:-1] + b" " * (size - 45 - len(body)) + b"}"))
         assert len(found[-1]) == size
     return found
 
@@ -93,7 +94,7 @@ def head(noise: random.Random) -> None:
         data = noise.choice(huge())
     else:
         tree = mutated(HEAD, noise, noise.randrange(1, 4)) if kind < 0.6 else _aimed(noise)
-        data = sealed(dumped(tree, noise) if kind < 0.8 else json.dumps(tree).encode("utf-8", "surrogatepass"))
+        data = seal(dumped(tree, noise) if kind < 0.8 else json.dumps(tree).encode("utf-8", "surrogatepass"))
     if 0.1 < kind < 0.3:
         data = spoiled(data, noise)
     found = only(lambda: decode(data, RUN, BY), ManifestError, FormatTooNew)
@@ -134,7 +135,7 @@ def _planted(noise: random.Random) -> tuple[str, bytes]:
         ]
     )
     tree = mutated(noise.choice([HEAD, MANIFEST]), noise, 1)
-    data = noise.choice([b"", noise.randbytes(40), dumped(tree, noise), sealed(dumped(tree, noise)), sealed(b"{}")])
+    data = noise.choice([b"", noise.randbytes(40), dumped(tree, noise), seal(dumped(tree, noise)), seal(b"{}")])
     return key, data
 
 

@@ -22,7 +22,7 @@ import zstandard
 from faults.hostile.mutation import NUMBERS, dumped, mutated, spoiled, text
 from faults.rounds import Lost
 from support import dcp_pickles
-from support.by_hand import digest
+from support.by_hand import digest, seal
 from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -101,11 +101,6 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def sealed(body: bytes) -> bytes:
-    """A manifest of this text, which ends in '}', with a seal that is right."""
-    return body[:-1] + b',"digest":"%s"}\n' % digest(body[:-1]).encode()
-
-
 def _patched() -> dict[str, Any]:
     """A manifest one of whose chunks is a patch of a patch."""
     tree: dict[str, Any] = json.loads(json.dumps(MANIFEST)) | {"version": 3}
@@ -127,10 +122,10 @@ def huge() -> list[bytes]:
     """Manifests with one file, metric and byte more than any reader takes, and the largest that must be taken."""
     files = MANIFEST | {"files": [{"path": f"f{n}", "size": 0, "chunks": []} for n in range(100_001)]}
     metrics = MANIFEST | {"metrics": {f"m{n}": 0.0 for n in range(1001)}}
-    found = [sealed(json.dumps(one, separators=(",", ":")).encode()) for one in (files, metrics)]
+    found = [seal(json.dumps(one, separators=(",", ":")).encode()) for one in (files, metrics)]
     body = json.dumps(MANIFEST, separators=(",", ":")).encode()
     for size in (MOST + 1, MOST):
-        found.append(sealed(body[:-1] + b" " * (size - 45 - len(body)) + b"}"))
+        found.append(seal(body[:-1] + b" " * (size - 45 - len(body)) + b"}"))
         assert len(found[-1]) == size
     return found
 
@@ -156,7 +151,7 @@ def manifest(noise: random.Random) -> None:
     else:
         whole = PATCHED if 0.5 < kind < 0.6 else MANIFEST
         tree = mutated(whole, noise, noise.randrange(1, 4)) if kind < 0.7 else _aimed(noise)
-        data = sealed(dumped(tree, noise))
+        data = seal(dumped(tree, noise))
     if 0.1 < kind < 0.3:
         data = spoiled(data, noise)
     expected = noise.choice([PART, PART, None])

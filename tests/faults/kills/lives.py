@@ -471,7 +471,7 @@ class KilledLife:
             time.sleep(0.05)
         self._stop_daemon()
         self.notes["chunks that nobody names, beside one that is lent"] += waiting(self.tiers)
-        check_remains(Path(self.config.spool), self.tiers, self.seed, self.keep)
+        check_remains(Path(self.config.spool), self.tiers, self.seed)
         for path in self.room.glob("*.log"):
             text = path.read_text(errors="replace")
             if path.name == "daemon.log" and "Traceback" in text:

@@ -10,14 +10,13 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-import xxhash
 from faults.rounds import Lost
-from support.by_hand import chain, raw
+from support import by_hand
 
 # A thing is (place, name). What a place is, and what its names look like:
 SPOOL = "spool"  # <run>/<checkpoint>/<part>
@@ -193,36 +192,12 @@ def _defect(home: Path, expected: Mapping[str, bytes]) -> str | None:
         if there != data:
             return f"{name} holds {_difference(there, data)}"
     try:
-        manifest = _manifest((home / "manifest.json").read_bytes())
-    except ValueError as error:
+        manifest, _ = by_hand.in_spool(home)
+    except by_hand.Damaged as error:
         return str(error)
-    for file, chunks in _files(manifest, expected):
-        for chunk, data in chunks:
-            if xxhash.xxh3_128_hexdigest(data) != chunk["xxh3_128"]:
-                return f"the manifest's digest of {file} is wrong"
+    if len(manifest["files"]) != len(expected):
+        return f"a manifest of other files than {sorted(expected)}"
     return None
-
-
-def _manifest(data: bytes) -> dict:
-    if data[-46:-35] != b',"digest":"' or data[-3:] != b'"}\n':
-        raise ValueError(f"a manifest of {len(data)} bytes without a seal")
-    if xxhash.xxh3_128_hexdigest(data[:-46]).encode() != data[-35:-3]:
-        raise ValueError("a manifest with a broken seal")
-    return json.loads(data)
-
-
-def _files(manifest: dict, expected: Mapping[str, bytes]) -> Iterator[tuple[str, list[tuple[dict, bytes]]]]:
-    """Each file's chunks, with the bytes that they should hold."""
-    for file in manifest["files"]:
-        data, at, chunks = expected[file["path"]], 0, []
-        for chunk in file["chunks"]:
-            chunks.append((chunk, data[at : at + chunk["size"]]))
-            at += chunk["size"]
-        if at != len(data) or file["size"] != at:
-            raise Lost(f"a manifest describes {file['size']} bytes of {file['path']}, which has {len(data)}")
-        yield file["path"], chunks
-    if {file["path"] for file in manifest["files"]} != expected.keys():
-        raise Lost(f"a manifest of other files than {sorted(expected)}")
 
 
 def _observe_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
@@ -236,14 +211,12 @@ def _observe_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
             case [_, "retention", _]:
                 json.loads(path.read_bytes())["retention"]["keep_last"]  # whole, whenever the power went
             case [_, "timeline", _]:
-                _manifest(path.read_bytes())["launches"]  # as whole, under a seal of the same kind
+                (by_hand.sealed(path.read_bytes()) or {})["launches"]  # as whole, under a seal of the same kind
             case [run, "manifests", checkpoint, part]:
                 _observe_manifest(seen, tier, f"{run}/{checkpoint}/{part.removesuffix('.json')}", path, sizes)
             case [run, "quarantine", checkpoint, part]:
                 seen.things.add((TIER_QUARANTINED, f"{run}/{checkpoint}/{part.removesuffix('.json')}"))
-                manifest = _manifest(path.read_bytes())
-                chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
-                seen.named |= {f"{run}/{one['stored']['key']}" for chunk in chunks for one in chain(chunk)}
+                seen.named |= _named(run, path)
             case [run, "pins", checkpoint]:
                 seen.things.add((TIER_PINNED, f"{run}/{checkpoint}"))
             case [_, "chunks", *_]:
@@ -256,28 +229,16 @@ def _observe_manifest(seen: Seen, tier: Path, name: str, path: Path, sizes: Size
     thing = TIER, name
     seen.things.add(thing)
     try:
-        manifest = _manifest(path.read_bytes())
-    except ValueError as error:
+        _, files = by_hand.on_tier(path)
+        if wrong := [file for file, data in sizes.files_of(name).items() if files.get(file) != data]:
+            seen.bad[thing] = f"other bytes of {wrong} than were saved"
+    except by_hand.Damaged as error:
         seen.bad[thing] = str(error)
-        return
-    for file, chunks in _files(manifest, sizes.files_of(name)):
-        for chunk, data in chunks:
-            home = tier / name.partition("/")[0]
-            seen.named |= {f"{home.name}/{one['stored']['key']}" for one in chain(chunk)}
-            if why := _chunk_defect(home, chunk, data):
-                seen.bad[thing] = f"{file}: {chunk['stored']['key']} {why}"
+    seen.named |= _named(name.partition("/")[0], path)
 
 
-def _chunk_defect(home: Path, chunk: dict, wanted: bytes) -> str | None:
-    for stored in (one["stored"] for one in chain(chunk)):
-        try:
-            data = (home / stored["key"]).read_bytes()
-        except FileNotFoundError:
-            return f"is not there, or its base {stored['key']} is not"
-        if len(data) != stored["size"] or xxhash.xxh3_128_hexdigest(data) != stored["xxh3_128"]:
-            return f"is not what was stored, or its base is not: {stored['key']} has {len(data)} bytes"
-    data = raw(chunk, lambda key: (home / key).read_bytes())
-    return None if data == wanted else f"holds {_difference(data, wanted)}"
+def _named(run: str, path: Path) -> set[str]:
+    return {f"{run}/{key}" for key in by_hand.keys(by_hand.sealed(path.read_bytes()) or {})}
 
 
 def _difference(there: bytes, wanted: bytes) -> str:

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from faults.rounds import Lost
 from faults.s3.proxy import Answer, Fault, Proxy, Request
-from support.by_hand import chain
+from support.by_hand import digest, entries
 
 from tierd.core.urls import parse_url
 from tierd.stores.limit import LimitedStore
@@ -172,9 +171,9 @@ class Slot:
         if "/quarantine/" in name:
             self.broken.append(f"{name} was set aside, and nothing is corrupt")
         if "/manifests/" in name:
-            for key, (size, digest) in chunks_of(name, data).items():
+            for key, (size, expected) in chunks_of(name, data).items():
                 found = self.mirror.get(key)
-                if found is None or len(found) != size or xxhash.xxh3_128_hexdigest(found) != digest:
+                if found is None or len(found) != size or digest(found) != expected:
                     self.broken.append(f"{name} was put and names {key}, which is {'wrong' if found else 'not there'}")
 
     # -- how it stands ----------------------------------------------------------------------------------------------
@@ -223,9 +222,8 @@ class Slot:
 def chunks_of(name: str, manifest: bytes) -> dict[str, tuple[int, str]]:
     """What a manifest names: the key in its bucket -> size and digest of the object."""
     run = name.removeprefix(PREFIX).partition("/")[0]
-    chunks = [chunk for file in json.loads(manifest)["files"] for chunk in file["chunks"]]
-    stored = [one["stored"] for chunk in chunks for one in chain(chunk)]
-    return {f"{PREFIX}{run}/{one['key']}": (one["size"], one["xxh3_128"]) for one in stored}
+    named = entries(json.loads(manifest))
+    return {f"{PREFIX}{run}/{one['key']}": (one["size"], one["xxh3_128"]) for one in named}
 
 
 async def check_uploads(admin: Any, bucket: str) -> None:

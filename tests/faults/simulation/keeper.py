@@ -54,8 +54,7 @@ def _chunks(manifest: bytes) -> dict[str, int] | None:
         parsed: dict[str, Any] = json.loads(manifest)
     except ValueError:
         return None
-    stored = [one["stored"] for file in parsed["files"] for chunk in file["chunks"] for one in by_hand.chain(chunk)]
-    return {f"{parsed['run']}/{one['key']}": one["size"] for one in stored}
+    return {f"{parsed['run']}/{one['key']}": one["size"] for one in by_hand.entries(parsed)}
 
 
 @lru_cache(maxsize=8192)

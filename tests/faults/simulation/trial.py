@@ -24,7 +24,8 @@ from faults.simulation.loop import SimLoop, clocked
 from faults.simulation.loop import run as run_loop
 from faults.simulation.node import Job, Node, World, tierd_here
 from faults.simulation.store import Bucket, Weather
-from faults.simulation.truth import HEAD, Truth, committed, is_sealed, named, part_of
+from faults.simulation.truth import HEAD, Truth, committed, named, part_of
+from support.by_hand import sealed
 
 from tierd.core.errors import CheckpointNotFound
 
@@ -371,7 +372,7 @@ class Trial:
                     world.count["chunks that nothing tells of"] += 1
                     continue
                 if "/timeline/" in key:
-                    if key in truth.hurt[bucket.name] and not is_sealed(bucket.objects[key][0]):
+                    if key in truth.hurt[bucket.name] and not sealed(bucket.objects[key][0]):
                         continue  # the trial, or a line, has spoiled what another node wrote
                     heads += 1
                     launches = json.loads(bucket.objects[key][0])["launches"]

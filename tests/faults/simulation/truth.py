@@ -7,7 +7,6 @@ follow from its numbers, so that those of two attempts differ.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import random
@@ -33,7 +32,6 @@ _DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
 _QUARANTINE = ".tierd/quarantine"
 HEAD = f".tierd/timeline/{RUN}.json"  # in a spool
 _FASTER_S = 60.0  # simulated seconds between finding a copy wrong and setting it aside
-_SEALED = 46  # bytes of a manifest's end, behind what its seal is of
 
 
 @lru_cache(maxsize=4096)
@@ -66,15 +64,6 @@ def part_of(key: str) -> tuple[str, Part] | None:
     return (found[1], (int(found[3], 16), int(found[2]), int(found[4]))) if found else None
 
 
-@lru_cache(maxsize=4096)
-def _parsed(data: bytes) -> dict[str, Any] | None:
-    """A manifest whose seal holds."""
-    if data[-_SEALED:] != f',"digest":"{by_hand.digest(data[:-_SEALED])}"}}\n'.encode():
-        return None
-    found = json.loads(data)
-    return found if isinstance(found, dict) else None
-
-
 def _describes(manifest: dict[str, Any], part: Part) -> bool:
     """Whether it describes the bytes that were saved."""
     files = content(part)
@@ -93,10 +82,7 @@ def _describes(manifest: dict[str, Any], part: Part) -> bool:
 
 def named(data: bytes) -> set[str]:
     """The keys of the chunks that a manifest on a tier names; none of anything else that is sealed, as a head."""
-    files = (_parsed(data) or {}).get("files", ())
-    return {
-        f"{RUN}/{one['stored']['key']}" for file in files for chunk in file["chunks"] for one in by_hand.chain(chunk)
-    }
+    return {f"{RUN}/{key}" for key in by_hand.keys(by_hand.sealed(data) or {})}
 
 
 class Truth:
@@ -155,13 +141,13 @@ class Truth:
         return found
 
     def _is_right(self, bucket: Bucket, key: str, part: Part) -> bool:
-        manifest = _parsed(bucket.objects[key][0])
+        manifest = by_hand.sealed(bucket.objects[key][0])
         return manifest is not None and _describes(manifest, part) and not self.wrong(bucket, key)
 
     def wrong(self, bucket: Bucket, key: str) -> list[str]:
         """The keys of chunks that a manifest names and that are not what it says."""
         found = []
-        for file in (_parsed(bucket.objects[key][0]) or {"files": ()})["files"]:
+        for file in (by_hand.sealed(bucket.objects[key][0]) or {"files": ()})["files"]:
             for chunk in file["chunks"]:
                 bad = [one["stored"]["key"] for one in by_hand.chain(chunk) if not self._is_as_reported(bucket, one)]
                 found += [f"{RUN}/{key}" for key in bad]
@@ -291,7 +277,7 @@ class Truth:
                 loose = (under | (named(old or b"") & bucket.objects.keys())) - spared
                 coming = {one.split("/")[2] for one in others if "/flushing/" in one}  # none of theirs goes
                 # What a damaged one named is known to each node that read it before, and spared.
-                if all(is_sealed(bucket.objects[one][0]) for one in others if part_of(one)):
+                if all(by_hand.sealed(bucket.objects[one][0]) for one in others if part_of(one)):
                     self.doomed[bucket.name] |= {one for one in loose if one.split("/")[2] not in coming}
 
     def _is_unnoticed(self, bucket: Bucket, part: Part) -> bool:
@@ -405,10 +391,10 @@ class Truth:
         """The launches of which a manifest can be read somewhere, quarantined or not, or that any head has: both say
         what they resumed from."""
         homes = [one for spool, _ in spools for base in (spool, spool / _QUARANTINE) for one in committed(base)]
-        found = {part[0] for part, home in homes if _parsed(_manifest(home))}
+        found = {part[0] for part, home in homes if by_hand.sealed(_manifest(home))}
         for bucket in self.buckets:
             whose = [(key, one[1][0]) for key in bucket.keys if (one := part_of(key))]
-            found |= {launch for key, launch in whose if _parsed(bucket.objects[key][0])}
+            found |= {launch for key, launch in whose if by_hand.sealed(bucket.objects[key][0])}
         return found.union(*(_launches(data) for data in self._heads(spools)))
 
     def _heads(self, spools: list[tuple[Path, int]]) -> list[bytes]:
@@ -463,11 +449,7 @@ def committed(spool: Path) -> list[tuple[Part, Path]]:
 @lru_cache(maxsize=4096)
 def _launches(data: bytes) -> frozenset[int]:
     """The launches that a head tells of, if its seal holds."""
-    return frozenset(int(attempt[-8:], 16) for attempt in (_parsed(data) or {"launches": ()})["launches"])
-
-
-def is_sealed(data: bytes) -> bool:
-    return _parsed(data) is not None
+    return frozenset(int(attempt[-8:], 16) for attempt in (by_hand.sealed(data) or {"launches": ()})["launches"])
 
 
 def _manifest(home: Path) -> bytes:
@@ -479,7 +461,7 @@ def _manifest(home: Path) -> bytes:
 
 def _is_whole(home: Path, part: Part) -> bool:
     try:
-        manifest = _parsed(_manifest(home))
+        manifest = by_hand.sealed(_manifest(home))
         return (
             manifest is not None
             and _describes(manifest, part)
