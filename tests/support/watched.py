@@ -10,19 +10,14 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from support import layouts
 from support.layouts import WRITERS
 
-from tierd.formats.byte_source import ByteSource
-from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed, inspect_unit
 from tierd.watching.layouts import units
 from tierd.watching.listing import MARKERS, ListedEntry, Listing
-from tierd.watching.programs import DEEPSPEED, MEGATRON, SHARDED
-from tierd.watching.settle import Due, Settling
+from tierd.watching.programs import SHARDED
 from tierd.watching.unit import Unit
 
 SETTLE_S = 10.0
@@ -73,7 +68,6 @@ class World:
         self.now_s = 1000.0
         self.whole = False  # since the last save ended, nothing was written, deleted or renamed
         self.finished: list[Files] = []  # each state in which the writer left a whole checkpoint
-        self.calm_since_s = 0.0  # when the writer last did anything
         self.acts = Counter[str]()  # what the writer did, or what was done to it
         self.writer = self.life()
         self.over = False
@@ -85,8 +79,6 @@ class World:
         self.now_s += self.chance.choice((0.02, 0.02, 0.02, 0.5, 2.0))
         if not self.over and next(self.writer, None) is None:
             self.over = True
-        elif not self.over:
-            self.calm_since_s = self.now_s
 
     def stamp(self, path: Path) -> None:
         os.utime(path, ns=(0, int(self.now_s * 1e9)))
@@ -194,43 +186,6 @@ class World:
             yield "back"
         self.whole = self.there() in self.finished
 
-    # -- the watcher --------------------------------------------------------------------------------------------------
-
-    def watch(self, settling: Settling, taken: dict[str, Files], refused: set[str]) -> None:
-        with Tree(self.root) as tree:
-            due_now = settling.observe(tree.names(), self.now_s)
-        for due in due_now:
-            with Tree(self.root) as tree:
-                copy, sound = self.take(tree, due)
-            with Tree(self.root) as tree:
-                outcome = settling.finish(due, sound, tree.again(due.unit))
-            if outcome == "taken":
-                taken[due.unit.path] = copy
-                refused.discard(due.unit.path)
-                # Where the marker beside it named it before, a save over it is whole before that is written again.
-                whole = self.finished + (self.save if due.unit.layout in (MEGATRON, DEEPSPEED) else [])
-                assert any(copy == unit_of(one, due.unit) for one in whole), (due.unit.path, sorted(copy))
-            elif outcome == "refused":
-                refused.add(due.unit.path)
-
-    def take(self, tree: Tree, due: Due) -> tuple[Files, bool]:
-        entries = dict(due.shape)
-
-        @contextmanager
-        def opened(path: str) -> Iterator[ByteSource]:
-            with tree.opened(path, entries[path]) as source:
-                yield Meddled(source, self)
-
-        found = inspect_unit(due.unit, {path: entries[path].size for path in due.unit.files}, opened)
-        copy: Files = {}
-        try:
-            for path in due.unit.files:
-                with opened(path) as source:
-                    copy[path] = source.read(0, source.size)
-        except (Changed, OSError):
-            return copy, False
-        return copy, found.status == "sound"
-
 
 def unit_of(files: Files, unit: Unit) -> Files | None:
     """The files of a finished save that belong to a unit. A model's shards are one without their config.json, too."""
@@ -243,16 +198,3 @@ def unit_of(files: Files, unit: Unit) -> Files | None:
     if unit.layout is SHARDED:
         return {path: files[path] for path in unit.files if path in files}
     return {path: files[path] for path in found[0].files} if found else None
-
-
-class Meddled:
-    """A source whose reader the writer overtakes now and then."""
-
-    def __init__(self, source: ByteSource, world: World) -> None:
-        self.source, self.size, self.world = source, source.size, world
-
-    def read(self, offset: int, length: int) -> bytes:
-        if self.world.chance.random() < 0.02:
-            for _ in range(self.world.chance.randint(1, 5)):
-                self.world.step()
-        return self.source.read(offset, length)

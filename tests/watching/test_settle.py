@@ -1,62 +1,10 @@
-"""Writers of every layout that are killed, delete, rename or rewrite at any point, beside a watcher that takes what is
-due.
-
-The judge is written from the promise's words: what is taken is byte for byte a checkpoint that its writer finished,
-whole and of one save (0 torn); and each finished checkpoint that was left alone is taken (0 sound ones lost). Files are
-real, and so are `Tree`, `inspect_unit` and `Settling`; modification times are simulated, so that a seed is a history.
-"""
+"""When a watched unit is due: the state machine alone. Whole lives of writers are in test_taken.py."""
 
 from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-from support.layouts import WRITERS
-from support.watched import OBSERVE_S, SETTLE_S, Files, World, write_saves
 
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.settle import Settling
 from tierd.watching.unit import Unit
-
-_SEEDS = 8  # of each layout; `python -m faults watched` has thousands, beside a real spool
-
-
-@pytest.fixture(scope="module")
-def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Files]]:
-    return write_saves(tmp_path_factory.mktemp("saves"))
-
-
-@pytest.mark.parametrize("name", [one.__name__ for one in WRITERS])
-def test_no_torn_checkpoint_is_taken_and_no_sound_checkpoint_is_lost(
-    name: str, saves: dict[str, list[Files]], tmp_path: Path
-) -> None:
-    taken_at_all = killed = 0
-    for seed in range(_SEEDS):
-        root = tmp_path / str(seed) / "watched"
-        root.mkdir(parents=True)
-        world, settling = World(root, seed, saves[name]), Settling(SETTLE_S)
-        taken: dict[str, Files] = {}
-        refused: set[str] = set()
-        while not world.over:
-            for _ in range(world.chance.randint(1, 8)):
-                world.step()
-            world.watch(settling, taken, refused)
-        for _ in range(200):  # the writer has ended, or was killed, and time goes on
-            world.now_s += OBSERVE_S
-            world.watch(settling, taken, refused)
-        there = world.there()
-        if world.whole and there in world.finished:
-            missing = [
-                path for path, data in there.items() if not any(files.get(path) == data for files in taken.values())
-            ]
-            assert all(path.rpartition("/")[2].startswith("latest") for path in missing), (seed, missing, refused)
-            taken_at_all += 1
-        else:
-            killed += 1
-    assert taken_at_all
-
-
-# -- the state machine alone ------------------------------------------------------------------------------------------
 
 
 def listing(*mtimes: int, name: str = "model.pt") -> Listing:
