@@ -11,28 +11,27 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
-NODE = "TIERD_TEST_NODE"  # as support.launched has it, which loads torch
+from support.srun import NODE, end_well
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+def command(nodes: str, port: int, *more: str) -> list[str]:
+    """What starts one agent, before its script."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
+    own = [f"--nnodes={nodes}", "--nproc-per-node=1", "--local-addr=127.0.0.1", "--monitor-interval=0.2", *more]
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous, *own]
 
 
 def main(nodes: int, restarts: int, script: str) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--local-addr=127.0.0.1"]
-    command += ["--monitor-interval=0.2", f"--max-restarts={restarts}", script]
-    agents = [subprocess.Popen(command, env={**os.environ, NODE: str(node)}) for node in range(nodes)]
-    try:
-        while any(one.poll() is None for one in agents):
-            if any(one.returncode for one in agents):
-                return 1
-            time.sleep(0.05)
-        return int(any(one.returncode for one in agents))
-    finally:
-        for one in agents:
-            one.kill()
-            one.wait()
+    start = [*command(str(nodes), free_port(), f"--max-restarts={restarts}"), script]
+    agents = [subprocess.Popen(start, env={**os.environ, NODE: str(node)}) for node in range(nodes)]
+    return int(not end_well(agents))
 
 
 if __name__ == "__main__":

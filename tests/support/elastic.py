@@ -1,7 +1,7 @@
 """A training whose number of ranks changes while it runs: replicated state, saved and resharded through DCP.
 
 Every rank computes the same, so that the end hangs on no number of ranks. `log` has a line for each launch of a rank:
-`resumed RANK WORLD STEP ATTEMPT`; and `acked RANK STEP ATTEMPT` once its part is durable. Each agent's ranks have the
+`RANK resumed STEP ATTEMPT WORLD`; and `RANK acked STEP ATTEMPT` once its part is durable. Each agent's ranks have the
 spool of its node; the tier is one.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from support.launched import NODE, timed
+from support.launched import timed
+from support.srun import NODE
 from support.state_digests import state_digest
 from support.trainer import note
 from torch import distributed
@@ -41,6 +42,10 @@ def advance(state: dict[str, torch.Tensor]) -> None:
     state["step"] += 1
 
 
+def digest(state: dict[str, torch.Tensor]) -> str:
+    return state_digest([state[name] for name in sorted(state)])
+
+
 def main(home: Path, steps: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -50,7 +55,7 @@ def main(home: Path, steps: int) -> None:
         checkpointer = tierd.Checkpointer(home / f"spool-{os.environ[NODE]}", "job", to=[f"file://{home / 'tier'}"])
     with timed(home, rank, "load"):
         found = tierd.dcp.load(state, checkpointer)
-    note(str(home / "log"), f"resumed {rank} {world} {found.step if found else 0} {checkpointer.attempt}")
+    note(str(home / "log"), f"{rank} resumed {found.step if found else 0} {checkpointer.attempt} {world}")
     assert int(state["step"]) == (found.step if found else 0)
     while int(state["step"]) < steps:
         advance(state)
@@ -59,12 +64,12 @@ def main(home: Path, steps: int) -> None:
         if step % EVERY == 0:
             with timed(home, rank, "save"):
                 dcp.save(state, storage_writer=tierd.dcp.StorageWriter(checkpointer, step))
-            note(str(home / "log"), f"acked {rank} {step} {checkpointer.attempt}")
+            note(str(home / "log"), f"{rank} acked {step} {checkpointer.attempt}")
         time.sleep(PACE_S)
     checkpointer.close()
     distributed.barrier()
     if rank == 0:
-        (home / "final").write_text(state_digest([state[name] for name in sorted(state)]))
+        (home / "final").write_text(digest(state))
     distributed.destroy_process_group()
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.srun import NODE
 from support.state_digests import state_digest
 from support.trainer import note
 from torch import distributed
@@ -32,7 +33,6 @@ from torch import distributed
 import tierd
 
 ORDERS, RUN, WORLD = "TIERD_TEST_ORDERS", "job", 2
-NODE = "TIERD_TEST_NODE"  # the variable by which a launcher over several nodes tells its ranks on which they are
 PLACES = ("before", "saving", "saved")  # a step whose checkpoint is due; its save has returned; is durable
 OF_RANK = ("kill", "raise", "stop", "stop-kill")
 OF_DAEMON = ("daemon-kill", "daemon-stop", "daemon-kill+kill", "daemon-stop+kill")

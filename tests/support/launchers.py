@@ -7,8 +7,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import NamedTuple
 from support import agents, launched, srun
 from support.launched import OF_DAEMON, OF_RANK, ORDERS, PLACES, WORLD, Fault, Orders
 from support.ranks import environment
+from support.waiting import wait_until
 
 import tierd
 
@@ -59,6 +60,7 @@ class Resumed(NamedTuple):
     rank: int
     step: int
     attempt: str
+    world: int
 
 
 def python(*arguments: str) -> list[str]:
@@ -186,33 +188,34 @@ def cycle(launcher: Launcher, seed: int, home: Path) -> tuple[list[str], float]:
 
 
 def judge(log: list[str], reported: str, launches: int | None) -> None:
-    """What both ranks were told is durable is resumed from, by both, under a later attempt that they share.
+    """What all ranks of a launch were told is durable is resumed from, by all, under a later attempt that they share.
 
     Args:
+        log: `RANK acked STEP ATTEMPT` and `RANK resumed STEP ATTEMPT [WORLD]`, in order.
         launches: how many resumed; None where some may have ended before.
     """
-    acked: list[set[tuple[str, int]]] = [{("", 0)} for _ in range(WORLD)]
-    begun: list[Resumed] = []
-    for rank, what, *words in (line.split() for line in log):
+    acked: dict[tuple[str, int], set[str]] = defaultdict(set)
+    whole = [("", 0)]
+    attempts: dict[str, list[Resumed]] = {}
+    for rank, what, step, attempt, *world in (line.split() for line in log):
         if what == "acked":
-            acked[int(rank)].add((words[1], int(words[0])))
+            acked[attempt, int(step)].add(rank)
+            if len(acked[attempt, int(step)]) == attempts[attempt][0].world:
+                whole.append((attempt, int(step)))
         elif what == "resumed":
-            begun.append(Resumed(int(rank), int(words[0]), words[1]))
+            begun = Resumed(int(rank), int(step), attempt, int(world[0]) if world else WORLD)
+            attempts.setdefault(attempt, []).append(begun)
             # The other rank of this launch may have saved since, and nothing of that is whole without this one.
-            attempt, whole = max(set.intersection(*acked))
-            assert begun[-1].step >= whole, (
-                f"{reported}: {begun[-1]}, and {whole} of {attempt} was durable on all ranks"
-            )
+            durable = max(point for point in whole if point[0] < attempt)
+            assert begun.step >= durable[1], f"{reported}: {begun}, and {durable} was durable on all ranks"
     # Without a group, a rank may be killed before the other one has come to restore.
-    attempts = list(dict.fromkeys(one.attempt for one in begun))
-    assert launches in (None, len(attempts)) and attempts == sorted(attempts), (
-        f"{reported}: {launches} launches: {begun}"
+    assert launches in (None, len(attempts)) and list(attempts) == sorted(attempts), (
+        f"{reported}: {launches} launches: {attempts}"
     )
-    for attempt in attempts:
-        together = [one for one in begun if one.attempt == attempt]
-        ranks, steps = [one.rank for one in together], {one.step for one in together}
-        assert len(steps) == 1 and len(ranks) == len(set(ranks)), f"{reported}: ranks do not go together: {together}"
-    assert len(together) == WORLD, f"{reported}: the last launch is not whole: {together}"
+    for together in attempts.values():
+        ranks, launched = [one.rank for one in together], {(one.step, one.world) for one in together}
+        assert len(launched) == 1 and len(ranks) == len(set(ranks)), f"{reported}: ranks do not go together: {together}"
+    assert len(together) == together[0].world, f"{reported}: the last launch is not whole: {together}"
 
 
 def judge_waits(log: list[str], reported: str) -> float:
@@ -249,7 +252,7 @@ def end_all(home: Path) -> None:
     for pid in left():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    await_that(lambda: not left())
+    wait_until(lambda: not left())
 
 
 def ours(process: Path, home: Path) -> bool:
@@ -259,10 +262,3 @@ def ours(process: Path, home: Path) -> bool:
         )
     except OSError:
         return False
-
-
-def await_that(observe: Callable[[], bool], patience: float = 30) -> None:
-    end = time.monotonic() + patience
-    while not observe():
-        assert time.monotonic() < end
-        time.sleep(0.02)

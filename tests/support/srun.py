@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-NODE = "TIERD_TEST_NODE"  # as support.launched has it, which loads torch
+NODE = "TIERD_TEST_NODE"  # the variable that tells a rank on which node it is
 
 
 def step(tasks: int, restarts: int, started: int, command: list[str]) -> bool:
@@ -40,6 +40,11 @@ def step(tasks: int, restarts: int, started: int, command: list[str]) -> bool:
         own = {"SLURM_PROCID": str(one), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local), NODE: str(node)}
         running.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
     signal.signal(signal.SIGUSR1, lambda number, _: [one.send_signal(number) for one in running])
+    return end_well(running)
+
+
+def end_well(running: list[subprocess.Popen[bytes]]) -> bool:
+    """Whether all of these end with 0; when one does not, the others are killed."""
     try:
         while any(one.poll() is None for one in running):
             if any(one.returncode for one in running):
