@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import sharded_trainer
 from support.by_hand import parts_on
-from support.ranked import Directory, Node
 from support.sharded_trainer import RUN, Orders, Reported, reported
 from support.waiting import wait_until
 
@@ -71,15 +73,32 @@ def job(tmp_path):
         yield Job(tmp_path, stack)
 
 
+class Node:
+    """A spool with a daemon, and one tier."""
+
+    def __init__(self, home: Path, tier: Path) -> None:
+        self.spool, self.tier = home / "spool", tier
+        home.mkdir()
+        tier.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "tierd", "run", "--spool", str(self.spool), "--to", f"file://{tier}"]
+        with (home / "daemon.log").open("ab") as log:
+            self.daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        self.daemon.kill()
+        self.daemon.wait(60)
+
+
 @pytest.fixture
 def node(tmp_path):
-    """A node with a daemon and one tier."""
-    made = Node("a", tmp_path / "a", Directory(tmp_path / "tier"))
-    made.start()
-    made_later = []
-    yield made, made_later.append
-    for one in (made, *made_later):
-        one.kill()
+    with contextlib.ExitStack() as stack:
+
+        def started(name: str) -> Node:
+            made = Node(tmp_path / name, tmp_path / "tier")
+            stack.callback(made.kill)
+            return made
+
+        yield started
 
 
 def uninterrupted(job: Job, world: int, *, alike: bool = False) -> list[dict[int, str]]:
@@ -105,20 +124,18 @@ def kill_at(job: Job, number: int, world: int, halt: str) -> None:
     ],
 )
 def test_killed_job_continues_exactly(job, node, place, world, halt, comes_back):
-    home, also = node
+    home = node("a")
     expected = uninterrupted(job, world)
     first = job.launch(world, home.spool, halt)
     if place == "file":
-        tier = home.tier.path
-        job.until(lambda: [part[0] for part in parts_on(tier, RUN)].count(comes_back) == world)
+        job.until(lambda: [part[0] for part in parts_on(home.tier, RUN)].count(comes_back) == world)
     kill_at(job, first, world, halt)
     if place == "local":
         home.kill()
     elif place == "file":
-        home.lose()
-        home = Node("b", job.base / "b", home.tier)
-        also(home)
-        home.start()
+        home.kill()
+        shutil.rmtree(home.spool)
+        home = node("b")
     second = job.launch(world, home.spool)
     job.end()
     for one, steps in zip(job.reported(world), expected, strict=True):
@@ -130,7 +147,7 @@ def test_killed_job_continues_exactly(job, node, place, world, halt, comes_back)
 
 
 def test_killed_job_continues_exactly_on_another_number_of_ranks(job, node):
-    home, _ = node
+    home = node("a")
     expected = uninterrupted(job, 2, alike=True)
     assert expected[0] == expected[1]
     before = 0

@@ -3,9 +3,9 @@ two nodes, and 1 to 4 as nodes that die and come), an emulated `srun` with reque
 Accelerate, Lightning and Ray Train.
 
 A rank is killed, stopped, or raises, before, in or after a save or in a restore; where nodes have daemons of their own,
-a daemon is killed or stopped. Required: ranks resume together, from nothing older than what all were told is durable,
-under a later attempt that they share; the end is that of an uninterrupted run, bit for bit; and tierd keeps no rank
-waiting for more than 60 s.
+a daemon is killed or stopped, or a node is lost with its spool. Required: ranks resume together, from nothing older
+than what all were told is durable, under a later attempt that they share; the end is that of an uninterrupted run, bit
+for bit; and tierd keeps no rank waiting for more than 60 s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _WAITS = (1, 5, 15, 30, 60)  # seconds
 MET = (
     *(f"{name}: cycles" for name in (*NAMES, ELASTIC)),
     *(f"kill, {place}" for place in ("before", "saving", "saved", "restoring")),
-    *(f"{what}, saving" for what in ("raise", "stop", "stop-kill", "daemon-kill", "daemon-stop", "daemon-kill+kill")),
+    *(
+        f"{what}, saving"
+        for what in ("raise", "stop", "stop-kill", "daemon-kill", "daemon-stop", "daemon-kill+kill", "node-lost")
+    ),
 )
 
 

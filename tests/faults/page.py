@@ -20,7 +20,7 @@ _HURTS = {  # the columns of the launchers' table: notes of the kind `launchers`
     "rank raises": ("raise",),
     "daemon killed or stopped": ("daemon-kill", "daemon-stop"),
     "both": ("daemon-kill+kill", "daemon-stop+kill"),
-    "nodes lost": ("1 of 4 nodes lost", "2 of 4 nodes lost", "3 of 4 nodes lost"),
+    "nodes lost": ("node-lost", "1 of 4 nodes lost", "2 of 4 nodes lost", "3 of 4 nodes lost"),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,14 +37,15 @@ ORDERS, RUN, WORLD = "TIERD_TEST_ORDERS", "job", 2
 PLACES = ("before", "saving", "saved")  # a step whose checkpoint is due; its save has returned; is durable
 OF_RANK = ("kill", "raise", "stop", "stop-kill")
 OF_DAEMON = ("daemon-kill", "daemon-stop", "daemon-kill+kill", "daemon-stop+kill")
+NODE_LOST = "node-lost"
 STOPPED_S = 3.0
 
 
 @dataclass(frozen=True)
 class Fault:
     """What is done to rank `rank`, or to its node's daemon, at `place` of step `step`, in the first launch that comes
-    by: SIGKILL, an exception, SIGSTOP and SIGCONT or SIGKILL `STOPPED_S` seconds later. At step 0 the place is
-    `restoring`: the rank has its `Checkpointer`."""
+    by: SIGKILL, an exception, SIGSTOP and SIGCONT or SIGKILL `STOPPED_S` seconds later; or the node is lost: rank and
+    daemon are killed, and its spool is gone. At step 0 the place is `restoring`: the rank has its `Checkpointer`."""
 
     rank: int
     step: int
@@ -52,21 +54,24 @@ class Fault:
 
     @property
     def is_deadly(self) -> bool:
-        return self.what.endswith(("kill", "raise")) and self.what != "daemon-kill"
+        return self.what.endswith(("kill", "raise", "lost")) and self.what != "daemon-kill"
 
     @property
     def is_exact(self) -> bool:
         """Whether it costs one launch or none: not where the next launch may find a stopped daemon, or ranks raise."""
-        return self.step > 0 and not self.what.startswith("daemon")
+        return self.step > 0 and not self.what.startswith(("daemon", "node"))
 
     def happen(self, spool: Path) -> None:
         if self.what == "raise":
             raise RuntimeError("planted")
-        if self.what.startswith("daemon"):
+        if self.what.startswith(("daemon", "node")):
             lock = spool / ".tierd" / "lock"
             if lock.exists() and (pid := lock.read_text().strip()):
-                _signal(int(pid), self.what.partition("+")[0].removeprefix("daemon-"))
-            if self.what.endswith("+kill"):
+                lost = self.what == NODE_LOST
+                _signal(int(pid), "kill" if lost else self.what.partition("+")[0].removeprefix("daemon-"))
+            if self.what == NODE_LOST:
+                shutil.rmtree(spool, ignore_errors=True)
+            if self.is_deadly:
                 _signal(os.getpid(), "kill")
         else:
             _signal(os.getpid(), self.what)
@@ -94,7 +99,8 @@ class Orders:
             "others" leaves that to the launcher's library, and "" is without one.
         meeting: of group "file": a file of this launch's own.
         attempt: given to the `Checkpointer`; None where ranks agree or derive it.
-        tier: each node has a spool and a daemon of its own, and all of them one tier.
+        tier: the URL of the one tier of nodes that each have a spool and a daemon of their own; "" without nodes.
+        durable: the place where a save counts as durable.
     """
 
     home: str
@@ -105,7 +111,8 @@ class Orders:
     faults: tuple[Fault, ...]
     meeting: str = ""
     attempt: str | None = None
-    tier: bool = False
+    tier: str = ""
+    durable: str = "local"
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -189,7 +196,7 @@ def train(orders: Orders, rank: int) -> None:
 
     training = Training(rank)
     state = training.state
-    to = [f"file://{home / 'tier'}"] if orders.tier else []
+    to = [orders.tier] if orders.tier else []
     with timed(home, rank, "Checkpointer"):
         checkpointer = tierd.Checkpointer(spool, RUN, attempt=orders.attempt, to=to)
     maybe_die("restoring")
@@ -210,7 +217,7 @@ def train(orders: Orders, rank: int) -> None:
                 save = checkpointer.save(state["step"], state)
             maybe_die("saving")
             with timed(home, rank, "wait"):
-                save.wait(timeout=60)
+                save.wait(orders.durable, timeout=60)
             report(f"acked {state['step']} {checkpointer.attempt}")
             maybe_die("saved")
     with timed(home, rank, "close"):

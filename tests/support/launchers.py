@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support import agents, launched, srun
-from support.launched import OF_DAEMON, OF_RANK, ORDERS, PLACES, WORLD, Fault, Orders
+from support.launched import NODE_LOST, OF_DAEMON, OF_RANK, ORDERS, PLACES, WORLD, Fault, Orders
 from support.ranks import environment
 from support.waiting import wait_until
 
@@ -39,7 +39,7 @@ class Launcher:
         attempt: the ranks cannot talk, so each launch is given one, as the how-to says.
         variables: more of the environment.
         timeout: seconds that one call may take.
-        tier: as `Orders` has it: the ranks are on nodes of their own.
+        tier: the ranks are on nodes of their own, with one tier.
     """
 
     name: str
@@ -138,7 +138,7 @@ def faults(launcher: Launcher, seed: int) -> tuple[Fault, ...]:
     """What this seed does: to one rank or its node's daemon, at a step whose checkpoint is due, past the first
     checkpoint in most cases, or in a restore."""
     chance = random.Random(f"{launcher} {seed}")
-    what = chance.choice(OF_RANK + (OF_DAEMON if launcher.tier else ()))
+    what = chance.choice(OF_RANK + ((*OF_DAEMON, NODE_LOST) if launcher.tier else ()))
     rank = chance.randrange(WORLD)
     # Ranks that cannot talk do not wait for each other, and those of one call do not come back for one that ended.
     if chance.random() < 0.15 and not launcher.attempt:
@@ -146,8 +146,11 @@ def faults(launcher: Launcher, seed: int) -> tuple[Fault, ...]:
     return (Fault(rank, EVERY * chance.randint(1, STEPS // EVERY), chance.choice(PLACES), what),)
 
 
-def cycle(launcher: Launcher, seed: int, home: Path) -> tuple[list[str], float]:
+def cycle(launcher: Launcher, seed: int, home: Path, tier: str = "") -> tuple[list[str], float]:
     """Launch, be hurt, launch again; then the last state is that of an uninterrupted run, bit for bit.
+
+    Args:
+        tier: the URL of the tier, where the launcher has nodes; a directory below `home` if none is given.
 
     Returns:
         What was done, and the longest wait in seconds.
@@ -159,8 +162,10 @@ def cycle(launcher: Launcher, seed: int, home: Path) -> tuple[list[str], float]:
     planned = faults(launcher, seed)
     reported = f"launcher {launcher}, seed {seed}, {planned}"
     deadly, exact = sum(one.is_deadly for one in planned), all(one.is_exact for one in planned)
-    if launcher.tier:
+    if launcher.tier and not tier:
         (home / "tier").mkdir()
+        tier = f"file://{home / 'tier'}"
+    lost = any(one.what == NODE_LOST for one in planned)  # then only a tier keeps what it has taken
     for number in range(deadly + 1 if exact else deadly + RETRIES):
         orders = Orders(
             home=str(home),
@@ -171,7 +176,8 @@ def cycle(launcher: Launcher, seed: int, home: Path) -> tuple[list[str], float]:
             faults=planned,
             meeting=str(home / f"meeting-{number}"),
             attempt=tierd.new_attempt() if launcher.attempt else None,
-            tier=launcher.tier,
+            tier=tier if launcher.tier else "",
+            durable=tier.partition(":")[0] if lost else "local",
         )
         status, said = call(launcher, orders)
         if status == 0:
