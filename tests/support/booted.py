@@ -8,6 +8,7 @@ all. Needs root, a kernel with overlayfs and cgroup2, and Debian's systemd packa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -17,14 +18,30 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from support.confined import MS_BIND, MS_RDONLY, MS_REC, _libc, check, mount, set_read_only
 from support.waiting import wait_until
 
 _TARGET = "tierd-test.target"
 _UNITS = ("lib/systemd/system", "usr/lib/systemd/system", "etc/systemd/system")
 _BOOT_S = 60.0
 MNT_DETACH = 2
-MS_SHARED = 1 << 20
+MS_RDONLY, MS_BIND, MS_REC, MS_SHARED = 1, 4096, 16384, 1 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, doing: str) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{doing}: {os.strerror(ctypes.get_errno())}")
+
+
+def mount(source: str, target: str | Path, kind: str, flags: int, data: str = "") -> None:
+    done = _libc.mount(source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    check(done, f"mount {source} on {target}")
+
+
+def set_read_only(path: str | Path, on: bool, *, recursive: bool) -> None:
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY * on, MS_RDONLY * (not on), 0, 0)  # struct mount_attr
+    done = _libc.syscall(442, -100, os.fsencode(path), 0x8000 * recursive, ctypes.byref(attributes), 32)
+    check(done, f"mount_setattr {path}")
 
 
 def boot(base: Path, binds: Mapping[str, str]) -> None:

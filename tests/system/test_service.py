@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from support.booted import Machine, booted
+from support.receiver import receiving
+from support.s3stub import Bucket, serving
+from support.units import UNIT, directives, size
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -37,6 +41,51 @@ with tierd.Checkpointer(sys.argv[1], "run") as ckpt:
         ckpt.close(wait=sys.argv[3], timeout=60)
 assert ckpt.stats.handed_over, ckpt.stats
 """
+
+WORK = """
+import shutil, time
+import tierd, torch
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Pause, Report, Resume, Status
+from tierd.spool.spool import Spool
+
+def state(step):
+    return {"small": torch.arange(step, step + 500), "big": torch.full((1 << 20,), float(step))}
+
+spool = Spool("/nvme/tierd")
+with tierd.Checkpointer(spool.root, "run") as ckpt:
+    for step in range(5):
+        save = ckpt.save(step, state(step))
+        for tier in ("local", "disk", "s3"):
+            save.wait(tier, timeout=100)
+    assert ckpt.stats.handed_over == ckpt.stats.direct == 5, ckpt.stats
+    assert ckpt.stats.recycled, ckpt.stats
+with Link(spool) as link:
+    link.ask(Pause(for_s=100))
+    link.ask(Resume())
+    end = time.monotonic() + 100
+    while True:
+        status = link.ask(Status())["status"]
+        found = link.ask(Report(run="run"))["report"]["checkpoints"]
+        tiers = [one for one in found if {copy["place"] for copy in one["copies"]} >= {"disk", "s3"}]
+        if len(found) == len(tiers) == 2 and status["counters"]["scrubbed"] >= 4:
+            break
+        assert time.monotonic() < end, (found, status)
+        time.sleep(0.2)
+    assert not status["counters"]["errors"] and not status["counters"]["corruptions"], status
+    # A scrub that met what is deleted below would rightly warn of it.
+    link.ask(Pause(for_s=100))
+    time.sleep(2)
+    [newest] = [part for part in spool.parts() if part.checkpoint.step == 4]
+    shutil.rmtree(spool.path(newest))
+    back = state(99)
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        found = ckpt.restore(back)
+        assert (found.step, found.tier) == (4, "disk") and torch.equal(back["big"], state(4)["big"]), found
+    link.ask(Resume())
+print("all is well")
+"""
+PROC = "/proc/$(systemctl show -P MainPID tierd)"
 
 
 def blocks() -> list[str]:
@@ -171,6 +220,39 @@ def test_a_configuration_that_cannot_be_used_does_not_start_it_again_and_again(m
     assert (machine.show("tierd", "ActiveState"), machine.show("tierd", "NRestarts")) == ("failed", "0")
     assert machine.show("tierd", "ExecMainStatus") == "3"
     assert "tierd.toml" in machine.run("systemctl status tierd", ok=False).stdout
+
+
+@pytest.mark.timeout(600)
+def test_daemon_does_all_its_work_under_what_the_unit_takes_from_it(machine: Machine) -> None:
+    """Save, flush to a disk and to S3, prune, scrub, pause, fetch, drain; and a webhook and a command are notified."""
+    with serving(Bucket()) as bucket, receiving() as hook:
+        config = (
+            'spool = "/nvme/tierd"\nscrub = "2s"\nrescan = "1s"\nretention = { keep_last = 1 }\n'
+            '[[tier]]\nname = "disk"\nurl = "file:///mnt/checkpoints/tierd"\nretention = { keep_last = 2 }\n'
+            f'[[tier]]\nname = "s3"\nurl = "{bucket.url()}"\nretention = {{ keep_last = 2 }}\n'
+            f'[[notify]]\nurl = "{hook.url()}"\n'
+            '[[notify]]\ncommand = ["/bin/sh", "-c", "cat >> /mnt/checkpoints/told/events"]\n'
+        )
+        install(machine, config)
+        keys = "AWS_ACCESS_KEY_ID=key\nAWS_SECRET_ACCESS_KEY=secret\nAWS_EC2_METADATA_DISABLED=true\n"
+        machine.run(f"printf %s {shlex.quote(keys)} > /etc/tierd/environment")
+        machine.run("install -d -o alice -m700 /mnt/checkpoints/told")
+        machine.run("set -e\n" + blocks()[1])
+        said = become(machine, "alice", "/opt/tierd/bin/python", "-c", WORK)
+        assert "all is well" in said.stdout, said
+        status = dict(line.split(":\t") for line in machine.run(f"cat {PROC}/status").stdout.splitlines())
+        assert (status["Seccomp"], status["NoNewPrivs"], int(status["CapBnd"], 16)) == ("2", "1", 0)
+        unit = directives(UNIT)
+        assert int(status["Threads"]) < int(unit["TasksMax"][0]) // 4
+        assert int(status["VmHWM"].split()[0]) << 10 < size(unit["MemoryHigh"][0]) < size(unit["MemoryMax"][0])
+        machine.run("systemctl stop tierd")
+    assert (machine.show("tierd", "ActiveState"), machine.show("tierd", "Result")) == ("inactive", "success")
+    log = machine.run("journalctl -u tierd -o cat").stdout
+    assert "ended" in log and "WARNING" not in log and "ERROR" not in log, log
+    lines = machine.run("cat /mnt/checkpoints/told/events").stdout.replace("}{", "}\n{").splitlines()
+    reported = {json.loads(line)["what"] for line in lines}
+    assert {"persisted", "durable", "pruned", "repaired"} <= reported & set(hook.what()), (reported, hook.what())
+    assert machine.run("find /mnt/checkpoints/tierd ! -type l -perm /077").stdout == ""  # UMask=
 
 
 @pytest.mark.timeout(600)
