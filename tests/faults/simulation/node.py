@@ -30,6 +30,7 @@ from support.world import RUN, commit, config, part
 
 from tierd.client.ranks.attempts import Clock
 from tierd.client.restoring import restorer, source, streaming
+from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
@@ -73,32 +74,27 @@ def number(which: PartId) -> Part:
     return int(which.checkpoint.attempt[-8:], 16), which.checkpoint.step, which.rank
 
 
-class _Spool(Spool):
+class WatchedSpool(Spool):
     """Says what goes, before it does. A daemon takes whatever is raised in it for a failure, so the loop is told."""
 
-    truth: Truth
+    machine: Machine
     life: ProcessLife
-    loop: SimLoop
-    node: str
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
         parts = list(parts)
         for one in parts:
             if not self.life.dead and self.has(one):
-                try:
-                    self.truth.may_go(self.node, number(one), self.root)
-                except Lost as error:
-                    self.loop.lose(error)
+                self.machine.judged(lambda one=one: self.machine.may_go(one))  # type: ignore[misc]
         super().remove(parts, reuse)
         if not self.life.dead:
-            self.truth.excused -= {(self.node, number(one)) for one in parts}
+            self.machine.gone(parts)
 
     def quarantine(self, one: PartId) -> None:
-        if not self.life.dead and number(one) in self.truth.in_spool(self.root, -1):
-            self.loop.lose(Lost(f"{one} is set aside in the spool, and is right there"))
+        if not self.life.dead:
+            self.machine.judged(lambda: self.machine.may_be_quarantined(one))
         super().quarantine(one)
         if not self.life.dead:
-            self.truth.excused.discard((self.node, number(one)))
+            self.machine.gone([one])
 
 
 class _NoHandOff:
@@ -112,20 +108,16 @@ class _NoHandOff:
         return 0
 
 
-class Node:
-    """A disk, and the daemon that lives there now. `up`: whether it does."""
+class Machine:
+    """A disk, and the daemon that lives there now. `up`: whether it does. `world`: what all machines share."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+    spool_type: type[WatchedSpool] = WatchedSpool
+
+    def __init__(self, world: Any, name: str, skew: float = 0.0) -> None:
+        self.world, self.name, self.skew = world, name, skew
         self.up = False
-        self.cut_step: int | None = None  # the loop's step after which the power goes
-        self.down_for = 0.0
-        self.restoring = False
         self._lives = 0
-        self._required: set[Part] = set()
-        self.skew = world.rng.choice((0.0, 0.0, 0.0, 120.0, -3000.0, 3000.0))
-        self.mount(fresh=True)
-        world.nodes.append(self)
+        self.mount()
 
     @property
     def root(self) -> Path:
@@ -134,12 +126,11 @@ class Node:
 
     def _place(self) -> Path:
         self._lives += 1
-        return self.world.home / f"{self.name}.{self._lives}"
+        place: Path = self.world.home / f"{self.name}.{self._lives}"
+        return place
 
-    def mount(self, *, fresh: bool) -> None:
+    def mount(self) -> None:
         """A disk with nothing on it."""
-        if not fresh:
-            self.world.watch.leave(self.disk)
         home = self._place()
         home.mkdir()
         self._use(Disk(home, self.world.rng, self.world.watch))
@@ -148,31 +139,93 @@ class Node:
         self.disk = disk
         disk.target = self._about_to_cut
 
+    def _about_to_cut(self) -> Path:
+        return self._place()
+
     def start(self) -> None:
         self.life = ProcessLife(self.name, self.skew)
         self.life.run(self._start)
 
     def _start(self) -> None:
-        world = self.world
-        self.spool = _Spool(self.root)
-        self.spool.truth, self.spool.life, self.spool.loop = world.truth, self.life, world.loop
-        self.spool.node = self.name
-        self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
-        stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
-        settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)
-        jitter = random.Random(world.rng.random())
+        self.spool = self.spool_type(self.root)
+        self.spool.machine, self.spool.life = self, self.life
+        self.lines = {line.bucket.name: line for line in self._made_lines()}
+        stores = {name: RetryingStore(line, rng=self.world.rng.random) for name, line in self.lines.items()}
+        settings = self._config()
+        jitter = random.Random(self.world.rng.random())
         self.daemon = Reconciler(settings, self.spool, stores, self._heard, jitter=jitter)
         self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
         self.work = self.life.spawn(self.daemon.run())
         self.up = True
 
+    def judged(self, ask: Callable[[], None]) -> None:
+        """Have the judge look at something; what it finds ends the trial."""
+        try:
+            ask()
+        except Exception as error:  # the judge's own too
+            self.world.loop.lose(error)
+
+    # What a trial's machines differ in.
+
+    def _made_lines(self) -> Iterable[Line]:
+        raise NotImplementedError
+
+    def _config(self) -> Config:
+        raise NotImplementedError
+
+    def _heard(self, event: Event) -> None:
+        """A daemon's event."""
+
+    def may_go(self, one: PartId) -> None:
+        """A copy is about to be deleted from the spool."""
+
+    def may_be_quarantined(self, one: PartId) -> None:
+        """A copy is about to be quarantined in the spool."""
+
+    def gone(self, parts: list[PartId]) -> None:
+        """Copies were deleted from the spool, or quarantined there."""
+
+
+class Node(Machine):
+    """A machine of a `World`, that loses power."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.cut_step: int | None = None  # the loop's step after which the power goes
+        self.down_for = 0.0
+        self.restoring = False
+        self._required: set[Part] = set()
+        super().__init__(world, name, world.rng.choice((0.0, 0.0, 0.0, 120.0, -3000.0, 3000.0)))
+        world.nodes.append(self)
+
+    def renew(self) -> None:
+        """Another disk, with nothing on it."""
+        self.world.watch.leave(self.disk)
+        self.mount()
+
+    def _made_lines(self) -> Iterable[Line]:
+        world = self.world
+        return [Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets]
+
+    def _config(self) -> Config:
+        world = self.world
+        names = [bucket.name for bucket in world.buckets]
+        return config(self.spool, *names, keep=world.keep, keep_local=world.keep_local, **world.options)
+
+    def may_go(self, one: PartId) -> None:
+        self.world.truth.may_go(self.name, number(one), self.root)
+
+    def may_be_quarantined(self, one: PartId) -> None:
+        if number(one) in self.world.truth.in_spool(self.root, -1):
+            raise Lost(f"{one} is set aside in the spool, and is right there")
+
+    def gone(self, parts: list[PartId]) -> None:
+        self.world.truth.excused -= {(self.name, number(one)) for one in parts}
+
     def _heard(self, event: Event) -> None:
         """Told that a part lies on a tier, a trainer counts on it: this node may be lost the next moment."""
         if event.what == "flushed" and (found := _FLUSHED.match(event.subject)):
-            try:
-                self.world.truth.flushed(event.place, (int(found[2], 16), int(found[1]), int(found[3])), self.name)
-            except Lost as error:
-                self.world.loop.lose(error)
+            part = int(found[2], 16), int(found[1]), int(found[3])
+            self.judged(lambda: self.world.truth.flushed(event.place, part, self.name))
 
     # -- crashing ---------------------------------------------------------------------------------------------------
 

@@ -10,15 +10,16 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from faults.rounds import Lost
-from faults.simulation.disk import Disk, Watch
+from faults.simulation.disk import Watch
 from faults.simulation.keeper import Keeper, committed
 from faults.simulation.loop import ProcessLife, SimLoop
+from faults.simulation.node import Machine, WatchedSpool
 from faults.simulation.rules import Rules, Which
 from faults.simulation.store import Bucket, Line, Weather
 
@@ -26,10 +27,7 @@ from tierd.core.config import Config, TierConfig
 from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.retention.policy import Best, RetentionPolicy
-from tierd.daemon.control import Control
-from tierd.daemon.reconcile import Reconciler
 from tierd.spool.spool import Spool
-from tierd.stores.retry import RetryingStore
 
 _WRONG_CLOCKS = 0.3  # probability that a launch has one, in a life that has any
 _YEAR = 365 * 86400.0  # seconds
@@ -94,127 +92,67 @@ class Region:
         return self.clocks.choice((-_YEAR, _YEAR))
 
 
-class _Spool(Spool):
-    """Says what goes, before it does. A daemon takes whatever is raised in it for a failure, so the loop is told."""
-
-    site: Site
-    life: ProcessLife
-
-    def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
-        parts = list(parts)
-        for one in parts:
-            if not self.life.dead and self.has(one):
-                self.site.judged(lambda one=one: self.site.keeper.leaves_spool(self.site.name, which(one)))  # type: ignore[misc]
-        super().remove(parts, reuse)
+class _SiteSpool(WatchedSpool):
+    machine: Site
 
     def discard(self, name: str, before_ns: int | None = None) -> None:
         room, _, rest = name.partition("/")
         if room == "saved" and not self.life.dead:  # the last that goes of a finished run
-            self.site.judged(lambda: self.site.keeper.departs(self.site.name, rest.partition("/")[0]))
+            self.machine.judged(lambda: self.machine.keeper.departs(self.machine.name, rest.partition("/")[0]))
         super().discard(name, before_ns)
 
     def manifest_stamp(self, part: PartId) -> int:
         """When the simulated clock first showed this manifest, in place of when this machine's did."""
         stamp = super().manifest_stamp(part)
-        return self.site.stamps.setdefault((part, stamp), time.time_ns()) if stamp else 0
+        return self.machine.stamps.setdefault((part, stamp), time.time_ns()) if stamp else 0
 
     def saved_stamp(self, run: str, attempt: str) -> int:
         stamp = super().saved_stamp(run, attempt)
-        return self.site.stamps.setdefault((run, attempt, stamp), time.time_ns()) if stamp else 0
-
-    def quarantine(self, part: PartId) -> None:
-        if not self.life.dead:
-            self.site.judged(lambda: _never(f"{self.site.name}: {part} is set aside, and nothing was hurt"))
-        super().quarantine(part)
-
-
-def _never(why: str) -> None:
-    raise Lost(why)
+        return self.machine.stamps.setdefault((run, attempt, stamp), time.time_ns()) if stamp else 0
 
 
 def which(part: PartId) -> Which:
     return part.checkpoint.run, int(part.checkpoint.attempt[-8:], 16), part.checkpoint.step
 
 
-class _NoHandOff:
-    """No trainer left anything in memory."""
-
-    busy = False
-
-    async def settled(self) -> None: ...
-
-    def handed_over_bytes(self) -> int:
-        return 0
-
-
-class Site:
-    """A node: a disk, and the daemon that lives there now. `up`: whether it does.
+class Site(Machine):
+    """A machine of a `Region`.
 
     Attributes:
         configured: whether the next daemon has a configuration; without, it is given the tiers' URLs alone.
         attached: the runs whose trainers are attached, whichever daemon lives.
     """
 
+    spool_type = _SiteSpool
+
     def __init__(self, region: Region, name: str, capacity: int | None) -> None:
-        self.world = self.region = region
-        self.name, self.keeper = name, region.keeper
-        self.up, self.configured = False, True
+        self.region, self.keeper = region, region.keeper
+        self.configured = True
         self.attached: set[str] = set()
         self.stamps: dict[tuple[Hashable, ...], int] = {}
-        self._lives = 0
-        self._use(Disk(self._place(), region.rng, region.watch))
+        super().__init__(region, name)
         self.disk.capacity = capacity
         region.sites.append(self)
-
-    @property
-    def root(self) -> Path:
-        """Of its spool."""
-        return self.disk.root / "spool"
-
-    def _place(self) -> Path:
-        self._lives += 1
-        home = self.region.home / f"{self.name}.{self._lives}"
-        home.mkdir()
-        return home
-
-    def _use(self, disk: Disk) -> None:
-        self.disk = disk
-        disk.target = lambda: self.region.home / f"{self.name}.{self._next()}"
-
-    def _next(self) -> int:
-        self._lives += 1
-        return self._lives
 
     def stamp(self, spool: Spool, one: CheckpointId) -> None:
         """A save was begun, by the simulated clock: else it seems to have been when somebody first asks."""
         if stamp := spool.saved_stamp(one.run, one.attempt):
             self.stamps[one.run, one.attempt, stamp] = time.time_ns()
 
-    def judged(self, ask: Callable[[], None]) -> None:
-        """Have the judge look at something; what it finds ends the trial."""
-        try:
-            ask()
-        except Exception as error:  # the judge's own too
-            self.region.loop.lose(error)
-
-    def start(self) -> None:
-        self.life = ProcessLife(self.name)
-        self.life.run(self._start)
-
     def _start(self) -> None:
-        region = self.region
         self.keeper.started(self.name, configured=self.configured)
-        self.spool = _Spool(self.root)
-        self.spool.site, self.spool.life = self, self.life
-        self.lines = {one.name: Wire(one, self.life, region) for one in region.tiers}
-        stores = {name: RetryingStore(line, rng=region.rng.random) for name, line in self.lines.items()}
-        jitter = random.Random(region.rng.random())
-        self.daemon = Reconciler(self._config(), self.spool, stores, self._heard, jitter=jitter)
+        super()._start()
         for run in sorted(self.attached):  # a trainer attaches again when its daemon went
             self.daemon.requests.presence.came(run)
-        self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
-        self.work = self.life.spawn(self.daemon.run())
-        self.up = True
+
+    def _made_lines(self) -> Iterable[Line]:
+        return [Wire(one, self.life, self.region) for one in self.region.tiers]
+
+    def may_go(self, one: PartId) -> None:
+        self.keeper.leaves_spool(self.name, which(one))
+
+    def may_be_quarantined(self, one: PartId) -> None:
+        raise Lost(f"{self.name}: {one} is set aside, and nothing was hurt")
 
     def _config(self) -> Config:
         rules = self.keeper.rules if self.configured else {}

@@ -73,7 +73,7 @@ class Line:
     def __init__(
         self, bucket: Bucket, life: ProcessLife, weather: Weather, rng: random.Random, count: Counter[str]
     ) -> None:
-        self._bucket, self._life, self._weather, self._rng, self._count = bucket, life, weather, rng, count
+        self.bucket, self._life, self._weather, self._rng, self._count = bucket, life, weather, rng, count
         self.until = 0.0
         self._deletions: dict[str, list[asyncio.TimerHandle]] = {}  # on their way
         self._late = ""  # " late" while something takes effect for which nobody waits any more
@@ -143,16 +143,16 @@ class Line:
         if fate == "spoils" and content:
             content = _flipped(content, self._rng)
             who += " spoiled"
-        await self._do({f"put {key}": lambda: self._bucket.put(key, content, who + self._late)}, fate, f"put {key}")
+        await self._do({f"put {key}": lambda: self.bucket.put(key, content, who + self._late)}, fate, f"put {key}")
         return ""
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         check_key(key)
         fate = self._fate("fails", "stalls", "flips")
         await self._do({}, fate, f"get {key}")
-        if key not in self._bucket.objects:
+        if key not in self.bucket.objects:
             raise ObjectNotFound(key)
-        content = self._bucket.objects[key][0]
+        content = self.bucket.objects[key][0]
         if fate == "flips" and content:
             content = _flipped(content, self._rng)
         if into is None:
@@ -165,10 +165,10 @@ class Line:
         fate = self._fate("fails", "stalls", "partial")
         await self._do({}, "" if fate == "partial" else fate, f"scan {prefix}")
         page = self._rng.choice((2, 10, 50))
-        shown, keys = 0, self._bucket.keys
+        shown, keys = 0, self.bucket.keys
         at = max(bisect_left(keys, prefix), bisect_right(keys, after))
         while at < len(keys) and (key := keys[at]).startswith(prefix):
-            content, number = self._bucket.objects[key]
+            content, number = self.bucket.objects[key]
             if shown and fate == "partial" and self._rng.random() < 0.3:
                 raise StoreUnavailable(f"scan {prefix}: cut off behind {key}")
             yield ObjectInfo(key, len(content), str(number))
@@ -184,7 +184,7 @@ class Line:
             check_key(key)
         fate = self._fate("fails", "lost", "late", "stalls", "partial")
         effects: dict[str, Callable[[], None]] = {
-            key: lambda key=key: self._bucket.delete(key, self._life.name)  # type: ignore[misc]
+            key: lambda key=key: self.bucket.delete(key, self._life.name)  # type: ignore[misc]
             for key in self._rng.sample(list(keys), len(keys))
         }
         await self._do(effects, fate, f"delete {len(keys)} keys")

@@ -241,7 +241,7 @@ class Trial:
         reported = truth.tells(self.world.spools())
         node.life.end()
         node.up, node.cut_step = False, None
-        node.mount(fresh=False)
+        node.renew()
         truth.node_lost(reported, self.world.spools())
         truth.excused = {one for one in truth.excused if one[0] != node.name}
         truth.injured(self.world.spools())
