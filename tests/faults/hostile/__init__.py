@@ -2,7 +2,7 @@
 
 Most inputs go straight to what reads them (`faults.readers`), a few to a daemon's real sockets and to real directories
 (`faults.doors`), names and heads to what looks at a tier (`faults.heads`), some are led by coverage (`faults.guided`,
-where atheris is installed), some made by Hypothesis.
+where atheris is installed).
 Required: no other error than the documented ones, no hang, nothing opened or done outside of the trial's own room, and
 no more memory than what is read, or its documented cap, accounts for.
 """
@@ -30,7 +30,7 @@ GATE = 200_000
 
 _INPUTS = 40  # of one kind in a trial
 _KINDS = {"manifest": 16, "config": 8, "names": 10, "header": 14, "tree": 14, "metadata": 8, "chunk": 14, "message": 10}
-_KINDS |= {"control": 3, "entries": 3, "hypothesis": 2}
+_KINDS |= {"control": 3, "entries": 5}
 _BESIDE = {"head": 8, "listing": 2}  # in every trial, by draws of their own: names and heads that were planted
 MET = (*(f"input: {kind}" for kind in (*_KINDS, *_BESIDE)), *(f"input: atheris, {what}" for what in guided.WHAT))
 _MEMORY = 3 << 30  # bytes of address space above what a process has before: some of the largest chunks, and threads
@@ -70,7 +70,6 @@ def prepare(home: Path) -> hands.Trial:
     for one in (room, canary):
         one.mkdir()
     (canary / "mine").write_bytes(b"mine")
-    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(room / "hypothesis")
     watchman = Watchman(room)
     gc.collect()
     gc.freeze()  # what was imported is not looked through before every trial

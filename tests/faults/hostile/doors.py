@@ -16,20 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults.hostile.mutation import dumped, mutated, spoiled, text
-from faults.hostile.readers import HANDED, MANIFEST, RAW, REQUESTS, TREE
+from faults.hostile.readers import HANDED, MANIFEST, RAW, REQUESTS
 from faults.rounds import Lost
 from support.by_hand import seal
 from support.world import Daemon, commit, part
 
-from tierd.core.errors import FormatTooNew, ManifestError, StateMismatch, TierdError
-from tierd.core.manifest_codec import decode
+from tierd.core.errors import TierdError
 from tierd.daemon.pause import TierPause
 from tierd.daemon.scrub.history import Scrubbed
 from tierd.daemon.tiers.observe import observe_places
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
 from tierd.spool.spool import Spool
-from tierd.state.tree_parser import parse_tree
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 
@@ -234,50 +232,7 @@ def _plant(noise: random.Random, home: Path, canary: Path) -> int:
     return 1
 
 
-def hypothesis(noise: random.Random, room: Path, canary: Path) -> int:
-    """What Hypothesis finds odd, as manifests and as trees."""
-    from hypothesis import HealthCheck, Phase, given, seed, settings
-    from hypothesis import strategies as st
-
-    scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-    trees = st.recursive(
-        scalars,
-        lambda inner: (
-            st.lists(inner, max_size=4)
-            | st.dictionaries(
-                st.sampled_from([*MANIFEST, "$tensor", "$array", "$dict", "$odict"]) | st.text(), inner, max_size=5
-            )
-        ),
-        max_leaves=12,
-    )
-    done = 0
-
-    @seed(noise.getrandbits(32))
-    @settings(
-        max_examples=60, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
-    @given(trees, st.sampled_from(list(MANIFEST)))
-    def one(found: object, member: str) -> None:
-        nonlocal done
-        import json
-
-        done += 2
-        try:
-            body = json.dumps(MANIFEST | {member: found}).encode("utf-8", "surrogatepass")
-            decode(seal(body))
-        except (ManifestError, FormatTooNew):
-            pass
-        try:
-            parse_tree(json.dumps({"x": found, "y": TREE}).encode("utf-8", "surrogatepass"), {}.__getitem__)
-        except StateMismatch:
-            pass
-
-    one()
-    return done
-
-
 DOORS: dict[str, Callable[[random.Random, Path, Path], int]] = {
     "control": control,
     "entries": entries,
-    "hypothesis": hypothesis,
 }

@@ -1,7 +1,7 @@
 """Faults between S3's client and a real S3 server: every operation, every byte of a request and of its answer.
 
 Between the real `S3Store`, in its real wrappers, and a real Ceph RGW stands `proxy`, which refuses, breaks, stalls,
-damages, loses and repeats by the seed. Three kinds of trial:
+damages, loses and repeats by the seed. Two kinds of trial:
 
 - a call: one method of the store, some faults in a row on its n-th request. It ends in time, with the right result
   where an attempt was left, or else with the error that the fault means; the server holds what it should; a call after
@@ -9,10 +9,9 @@ damages, loses and repeats by the seed. Three kinds of trial:
 - a journey: a reconciler flushes, prunes and scrubs over a storm of faults, and other nodes restore in one. At no time
   does a manifest on the server name what is not there; nothing is quarantined; a restore gives the newest bytes or
   raises; when the storm is over, all converges, and nothing is left over.
-- a row of calls over TLS (`secure`), with handshakes reset, connections closed half, wrong certificates, and bodies
-  that are endless, compressed, cut or longer than they are: slots, sockets, threads and memory are counted after each.
 
-In all: no secret in a log or an error, no upload left open, no request that is not proper HTTP. What is right is
+Over TLS, and with bodies that no server may answer, tests/stores/s3/test_tls.py, test_line_model.py and test_bodies.py
+do it. In all: no secret in a log or an error, no upload left open, no request that is not proper HTTP. What is right is
 worked out here, from what the proxy saw the server take, and compared with the server's own listing.
 
 Outside of what can be promised, and so of what is done here: a listing that is not today's while a node looks that has
@@ -30,27 +29,23 @@ import shutil
 import socket
 import subprocess
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 from aiobotocore.session import get_session
 from faults.rounds import Lost, Round
-from faults.s3 import call, secure
+from faults.s3 import call
 from faults.s3 import journey as long
 from faults.s3.proxy import Proxy
 from faults.s3.slot import BUCKETS, Secrets, Slot, administer
 from support.timed import timed
 from support.world import hurry
 
-Trial = Callable[[Slot, int, random.Random], Awaitable[None]]
-
 UNIT = "S3 faults"
 SHORT, GATE = 200, 6_000
 MET = (  # tierd puts one object by one request: no upload has parts, and so each object of a part is one
     *call.EVERY,
-    *secure.MET,
     "the probe of checksums",
     *(f"upload {number} of a part" for number in range(1, 8)),
     "a manifest's upload",
@@ -87,15 +82,11 @@ def run(work: Round) -> None:
             "AWS_CONFIG_FILE": "/nonexistent",
             "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
         }
-        certificates, watched = secure.Certificates(work.room), secure.Watched()
-        environment["AWS_CA_BUNDLE"] = str(certificates.bundle)
-        with mock.patch.dict(os.environ, environment, clear=True), watched.watching():
-            asyncio.run(
-                _all(work, endpoint, secrets, partial(secure.trial, certificates=certificates, watched=watched))
-            )
+        with mock.patch.dict(os.environ, environment, clear=True):
+            asyncio.run(_all(work, endpoint, secrets))
 
 
-async def _all(work: Round, endpoint: str, secrets: Secrets, over_tls: Trial) -> None:
+async def _all(work: Round, endpoint: str, secrets: Secrets) -> None:
     async with get_session().create_client("s3", endpoint_url=endpoint, region_name="us-east-1") as admin:
         slots: dict[str, Slot] = {}
 
@@ -118,22 +109,18 @@ async def _all(work: Round, endpoint: str, secrets: Secrets, over_tls: Trial) ->
                 slots[bucket] = Slot(bucket, admin, proxy, work.room / f"slot{number}")
             seeds, journeys = work.seeds(), asyncio.Semaphore(_JOURNEYS)
             try:
-                await asyncio.gather(
-                    *(_trials(work, slot, seeds, secrets, journeys, over_tls) for slot in slots.values())
-                )
+                await asyncio.gather(*(_trials(work, slot, seeds, secrets, journeys) for slot in slots.values()))
             finally:
                 for slot in slots.values():
                     await slot.aclose()
                     await administer(admin, slot.bucket)
 
 
-async def _trials(
-    work: Round, slot: Slot, seeds: Iterator[int], secrets: Secrets, journeys: asyncio.Semaphore, over_tls: Trial
-) -> None:
+async def _trials(work: Round, slot: Slot, seeds: Iterator[int], secrets: Secrets, journeys: asyncio.Semaphore) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         journey = rng.random() < 0.04
-        trial = over_tls if secure.is_secure(seed) else long.trial if journey else call.trial
+        trial = long.trial if journey else call.trial
         slot.begin()
         try:
             async with journeys if trial is long.trial else contextlib.nullcontext(), asyncio.timeout(_LONG):

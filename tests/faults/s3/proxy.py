@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import gzip
 import hashlib
 import re
 import socket
@@ -52,7 +51,6 @@ BROKEN = ("reset in answer", "close in answer", "stall in answer", "endless drip
 HARMLESS = ("slow drip", "garbage behind", "answer twice")
 DAMAGED = ("flipped request", "wrong checksum sent", "flipped answer", "wrong checksum answered")
 SAID = ("error in 200", "refused keys", "denied keys", "hollow 200", "stale")
-BODIES = ("too long", "gzip", "endless", "no xml")  # as no server may answer
 
 _HEAD = 1 << 16
 _REQUEST = re.compile(r"(GET|PUT|POST|HEAD|DELETE) (/[^\s#]*) HTTP/1\.1")
@@ -303,16 +301,6 @@ class _Line:
                 return lambda: self._say(raw + b"HTTP/1.1 \0\xff garbage\r\n\r\n"[: 1 + int(at * 25)])
             case "answer twice":
                 return lambda: self._say(raw + raw)
-            case "too long":
-                long = answer.with_payload(answer.payload + b"....")[:-4]
-                return lambda: self._part(long, self._stall)
-            case "gzip":
-                packed = answer.with_payload(gzip.compress(answer.payload))
-                return lambda: self._say(packed.replace(b"\r\n", b"\r\nContent-Encoding: gzip\r\n", 1))
-            case "endless":
-                return lambda: self._flood(answer.with_payload(b""))
-            case "no xml":
-                return lambda: self._say(answer.with_payload(answer.payload[: len(answer.payload) // 2] or b"<"))
             case "slow drip" | "endless drip":
                 return lambda: self._drip(raw, endless=name == "endless drip")
         end = {"reset in answer": self._resets, "close in answer": self._close, "stall in answer": self._stall}[name]
@@ -431,14 +419,6 @@ class _Line:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await self._reader.read(1 << 16)
-        return False
-
-    async def _flood(self, hollow: bytes) -> bool:
-        """A body without an end, as fast as it is taken."""
-        await self._send(hollow.replace(b"Content-Length: 0\r\n", b"Transfer-Encoding: chunked\r\n"))
-        self._writer.transport.set_write_buffer_limits(1 << 20)
-        while not self._writer.transport.is_closing() and not self._reader.at_eof():
-            await self._send(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
         return False
 
     async def _drip(self, data: bytes, *, endless: bool) -> bool:
