@@ -10,7 +10,7 @@ scrubbed, while the disk of its spool or of one of its tiers fails; then the dis
 - then, in bounded time: every acknowledged checkpoint that retention wants lies on each place bit for bit, nothing is
   left over, and the next save goes everywhere.
 
-A quota is EDQUOT, answered by strace or by what stands between tierd and the system: tierd sees no more of a kernel's.
+A quota is EDQUOT, answered by what stands between tierd and the system: tierd sees no more of a kernel's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 
 from faults.disk import failures as faults
-from faults.disk import traced
 from faults.disk.calls import Calls
 from faults.disk.node import Node, hurry
 from faults.disk.volumes import Volume, own_mounts
@@ -36,7 +35,6 @@ UNIT, SHORT, GATE = "disk faults", 45, 1_000
 _SORTS = ("a call fails", "so many bytes", "full", "out of inodes", "no larger file", "read-only", "vanished")
 MET = (
     *(f"{sort}: {place}" for sort in _SORTS for place in ("spool", "tier")),
-    *(f"{code} on {call} by strace" for code, call in (("EIO", "fsync"), ("EIO", "a write"), ("EDQUOT", "any call"))),
     "EIO on a read",
     "EDQUOT on a write",
 )
@@ -46,7 +44,7 @@ _LIFE = 4  # faults in a trial, one after the other
 _LIMIT_S = 720  # of a trial
 _BASE = 3  # steps that were saved before
 _KINDS = ("calls",) * 6 + ("bytes", "bytes", "full", "ext4", "ext4")
-_KINDS += ("inodes", "size", "read-only", "vanished", "traced")
+_KINDS += ("inodes", "size", "read-only", "vanished", "calls")
 _ON_TMPFS = ("calls",) * 8 + ("bytes", "bytes", "bytes", "full", "inodes", "size", "vanished", "vanished")
 _ON_EXT4 = ("full", "full", "inodes", "read-only", "vanished")
 
@@ -54,7 +52,7 @@ _ON_EXT4 = ("full", "full", "inodes", "read-only", "vanished")
 def missing() -> str | None:
     if os.geteuid():
         return "mounting needs root"
-    lacking = [name for name in ("mkfs.ext4", "strace", "mount") if not shutil.which(name)]
+    lacking = [name for name in ("mkfs.ext4", "mount") if not shutil.which(name)]
     return f"not installed: {', '.join(lacking)}" if lacking else None
 
 
@@ -102,9 +100,6 @@ def _trial(seed: int, room: Path, prepared: Path) -> list[tuple[str, ...]]:
     room.mkdir()
     own_mounts()
     home = Volume(room / "home", size=256 << 20).point
-    if kind == "traced":
-        found = [traced.trial(rng, home / str(number)) for number in range(_LIFE)]
-        return [notes for notes in found if notes]
     hurry()
     large, where = rng.random() < 0.4, rng.choice(("nvme", "nfs"))
     # A tmpfs turns read-only only when nothing is open for writing, as the daemon's lock in the spool is.

@@ -1,7 +1,7 @@
 """The calls to the system, hooked in this process: those that touch a place are numbered, and may be made to fail.
 
-Beside `os`, which tierd calls for nearly everything: reads of file objects, `fallocate`, locks. What C code does by
-itself is out of reach: that is what `disk_traced` is for.
+Beside `os`, which tierd calls for nearly everything: reads of file objects, `fallocate`, locks. That no call goes by
+unseen is what the kind `power` proves by strace.
 """
 
 from __future__ import annotations
