@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 
-from faults.hands import room
+from faults import hands
 from faults.rounds import Round
 
 UNIT, SHORT, GATE = "lives of a follower", 8, 400  # every second one is killed with its command
@@ -17,6 +17,7 @@ MET = (
     *("killed alone", "killed with its command"),
     *("killed before the first command", "killed while a command runs", "killed between commands"),
 )
+_LIMIT_S = 120  # of a life, which gives up after half of that
 
 
 def missing() -> str | None:
@@ -27,19 +28,15 @@ def run(work: Round) -> None:
     from support.following import put
     from support.killed_followers import STEPS, play
 
-    place = room(work)
-    try:
+    with hands.room(work) as place:
         full = put(place, STEPS)
 
-        for seed in work.seeds():
+        def trial(seed: int) -> tuple[int, list[str]]:
             home = place / str(seed)
             home.mkdir()
             try:
-                notes = play(seed, bool(seed % 2), full, home)
-            except Exception as error:
-                work.lost(seed, error)
-            else:
-                work.passed(1, *notes)
-            shutil.rmtree(home)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+                return 1, play(seed, bool(seed % 2), full, home)
+            finally:
+                shutil.rmtree(home)
+
+        hands.spread(work, lambda: trial, deadline_s=_LIMIT_S, batch=1)

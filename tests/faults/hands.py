@@ -10,11 +10,13 @@ import itertools
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -59,10 +61,15 @@ def in_child(work: Callable[[], Any]) -> Any:
     return found
 
 
-def room(work: Round) -> Path:
+@contextmanager
+def room(work: Round) -> Iterator[Path]:
     """Where files cost least: a directory in memory, if this machine has one, else in the round's own."""
     memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="tierd-faults-", dir=memory if os.access(memory, os.W_OK) else work.room))
+    home = Path(tempfile.mkdtemp(prefix="tierd-faults-", dir=memory if os.access(memory, os.W_OK) else work.room))
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def spread(
@@ -142,7 +149,7 @@ class _Hand:
         self.line, theirs = multiprocessing.Pipe()
         fork = multiprocessing.get_context("fork")
         self._process = fork.Process(
-            target=_serve, args=(theirs, self.line, self._prepare, self._deadline, self._memory), daemon=True
+            target=_serve, args=(theirs, self.line, self._prepare, self._deadline, self._memory)
         )
         self._process.start()
         theirs.close()

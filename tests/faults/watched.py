@@ -43,9 +43,7 @@ def missing() -> str | None:
 
 
 def run(work: Round) -> None:
-    room = hands.room(work)
-
-    def prepare() -> hands.Trial:
+    def prepare(room: Path) -> hands.Trial:
         from support import unknown_trials
         from support.watched import write_saves
         from support.watched_trials import LAYOUTS, play
@@ -67,7 +65,5 @@ def run(work: Round) -> None:
 
         return trial
 
-    try:
-        hands.spread(work, prepare, batch=4)
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
+    with hands.room(work) as room:
+        hands.spread(work, lambda: prepare(room), batch=4)

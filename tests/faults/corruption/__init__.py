@@ -17,7 +17,6 @@ import gc
 import logging
 import os
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -59,14 +58,11 @@ def missing() -> str | None:
 
 
 def run(work: Round) -> None:
-    home = hands.room(work)
-    try:
+    with hands.room(work) as home:
         hands.spread(work, lambda: prepare(home), deadline_s=_DEADLINE)
-        resumes = sum(many for note, many in work.notes.items() if note.startswith("resumed: "))
-        if work.only is None and work.trials >= GATE and resumes < RESUMES:
-            work.lost(work.first, f"{resumes} resumes from harmed histories, and a full round has {RESUMES}", units=0)
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+    resumes = sum(many for note, many in work.notes.items() if note.startswith("resumed: "))
+    if work.only is None and work.trials >= GATE and resumes < RESUMES:
+        work.lost(work.first, f"{resumes} resumes from harmed histories, and a full round has {RESUMES}", units=0)
 
 
 def prepare(home: Path) -> hands.Trial:

@@ -13,7 +13,6 @@ import gc
 import logging
 import os
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -50,11 +49,8 @@ def run(work: Round) -> None:
             guided.run(work)
         if work.only is not None:
             return
-    home = hands.room(work)
-    try:
+    with hands.room(work) as home:
         hands.spread(work, lambda: prepare(home), memory=_MEMORY, deadline_s=_DEADLINE)
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def prepare(home: Path) -> hands.Trial:

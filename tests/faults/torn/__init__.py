@@ -9,16 +9,14 @@ who is first.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
 import random
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from faults import hands
 from faults.rounds import Lost, Round
 from torch import nn
 
@@ -40,7 +39,6 @@ GATE = 10_000
 
 _BEFORE, _AFTER = 1.0, 3.0
 _COPY_S = 0.004  # about what a copy of the largest state takes; writes begin at any moment of it
-_MEMORY = Path("/dev/shm")
 
 Parameters = list[nn.Parameter]
 
@@ -173,28 +171,15 @@ def missing() -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def _room(work: Round) -> Iterator[Path]:
-    room = Path(tempfile.mkdtemp(prefix="tierd-torn-", dir=_MEMORY)) if _MEMORY.is_dir() else work.room
-    try:
-        yield room
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
-
-
 def run(work: Round) -> None:
-    before = torch.get_num_threads()
+    with hands.room(work) as home:
+        hands.spread(work, lambda: _prepare(home), hands=1, batch=1)
+
+
+def _prepare(home: Path) -> hands.Trial:
     logging.getLogger("tierd").setLevel(logging.CRITICAL)  # most saves fail, as they should
-    with _room(work) as room:
-        checkpointer = tierd.Checkpointer(room / "spool", "run", to=[])
-        for seed in work.seeds():
-            try:
-                work.passed(1, _play(Trial.of(seed), seed, checkpointer, room / "spool"))
-            except Exception as error:
-                work.lost(seed, error)
-        with contextlib.suppress(tierd.SaveFailed):  # the last save may be one that failed, as it should
-            checkpointer.close()
-    torch.set_num_threads(before)
+    checkpointer = tierd.Checkpointer(home / "spool", "run", to=[])
+    return lambda seed: (1, [_play(Trial.of(seed), seed, checkpointer, home / "spool")])
 
 
 def _play(trial: Trial, seed: int, checkpointer: tierd.Checkpointer, spool: Path) -> str:
