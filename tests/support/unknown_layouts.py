@@ -28,16 +28,8 @@ _RANKS = ("model_rank_{r}.pt", "rank{r}/shard.pt", "shard-{r:05}-of-{w:05}.bin",
 _RANKS += ("states_{r}.pth", "dist/mp_rank_{r:02}_states.pt", "data_parallel_{r}.pkl")
 _MEMBERS = ("model.pt", "optimizer.pt", "scheduler.bin", "weights.safetensors", "ema.pth", "trainer.ckpt", "critic.pt")
 _BELOW = ("", "", "", "actor/", "unet/", "training_state/", "a/b/")
-_SIDECARS = (
-    "rng.dat",
-    "args.state",
-    "notes.md",
-    "config.json",
-    "vocab.txt",
-    ".hidden",
-    "sampler",
-    "tokenizer/merges.txt",
-)
+_SIDECARS = ("rng.dat", "args.state", "notes.md", "config.json", "vocab.txt", ".hidden", "sampler")
+_SIDECARS += ("tokenizer/merges.txt",)
 _SIDECARS += (".cache/huggingface/download/model.metadata", "log.jsonl", "params.msgpack")
 _POINTERS = ("latest", "last_checkpoint", "latest.txt", "newest.json", "link last", "link latest{ext}")
 _STEPLESS = ("last.pt", "best.pt", "final/model.pt", "averaged.safetensors")
@@ -100,10 +92,6 @@ class Layout:
             )
         return tuple(f"{self.top(step)}/{name}" for name in self.members)
 
-    @property
-    def has_ranks(self) -> bool:
-        return any("rank" in name or "-of-" in name for name in self.members)
-
 
 def _ending(name: str) -> str:
     last = name.rpartition("/")[2]
@@ -112,17 +100,7 @@ def _ending(name: str) -> str:
 
 def drawn(chance: random.Random) -> Layout:
     """A layout."""
-    shapes = (
-        "directory",
-        "directory",
-        "directory",
-        "nested",
-        "beside",
-        "beside",
-        "state beside",
-        "wordless",
-        "stepless",
-    )
+    shapes = (*["directory"] * 3, "nested", "beside", "beside", "state beside", "wordless", "stepless")
     shape = chance.choice(shapes)
     world = chance.choice((1, 1, 2, 3))
     name = chance.choice({"wordless": _WORDLESS, "beside": _FILES}.get(shape, _DIRECTORIES))

@@ -39,7 +39,34 @@ class Fault:
     def end(self) -> None: ...
 
 
-class Refused(Fault):
+class Hooked(Fault):
+    """A fault that meets calls as they are made."""
+
+    def __init__(
+        self, volume: Volume, calls: Calls, kind: str, texts: set[str], *, lasting: bool, renew: bool = False
+    ) -> None:
+        self._calls = calls
+        super().__init__(volume, kind, texts, lasting=lasting, renew=renew)
+
+    def begin(self) -> None:
+        self._calls.act = self._met
+
+    def end(self) -> None:
+        with self._calls.turn:
+            self._calls.act = None
+
+    def _met(self, name: str, path: str, size: int) -> int | None:
+        raise NotImplementedError
+
+
+class Filled(Fault):
+    """A fault that takes room, and gives it back."""
+
+    def end(self) -> None:
+        self.volume.make_room()
+
+
+class Refused(Hooked):
     """The k-th of some calls fails, or all from there on."""
 
     sort = "a call fails"
@@ -50,17 +77,10 @@ class Refused(Fault):
         self._code = rng.choice(_CODES)
         if reading and self._code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             self._code = errno.EIO
-        self._calls, self._left = calls, int(2 ** rng.uniform(0, 3 if len(self._names) == 1 else 6))
+        self._left = int(2 ** rng.uniform(0, 3 if len(self._names) == 1 else 6))
         lasting = rng.random() < 0.35
         what = f"{errno.errorcode[self._code]} on {self._names[0] if len(self._names) == 1 else 'any call'}"
-        super().__init__(volume, what, {os.strerror(self._code)}, lasting=lasting)
-
-    def begin(self) -> None:
-        self._calls.act = self._met
-
-    def end(self) -> None:
-        with self._calls.turn:
-            self._calls.act = None
+        super().__init__(volume, calls, what, {os.strerror(self._code)}, lasting=lasting)
 
     def _is_made(self, name: str, place: str) -> bool:
         """Whether tierd calls it there."""
@@ -76,23 +96,16 @@ class Refused(Fault):
                 raise OSError(self._code, os.strerror(self._code), path)
 
 
-class Bytes(Fault):
+class Bytes(Hooked):
     """A quota of so many bytes: the write that passes it is cut short, and the next ones fail."""
 
     sort = "so many bytes"
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random, size: int) -> None:
         self._code = rng.choice((errno.ENOSPC, errno.EDQUOT))
-        self._calls, self._left = calls, rng.choice((rng.randrange(size), rng.randrange(30_000), rng.randrange(2_000)))
+        self._left = rng.choice((rng.randrange(size), rng.randrange(30_000), rng.randrange(2_000)))
         texts = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "the file system is full"}
-        super().__init__(volume, f"{errno.errorcode[self._code]} after so many bytes", texts, lasting=True)
-
-    def begin(self) -> None:
-        self._calls.act = self._met
-
-    def end(self) -> None:
-        with self._calls.turn:
-            self._calls.act = None
+        super().__init__(volume, calls, f"{errno.errorcode[self._code]} after so many bytes", texts, lasting=True)
 
     def _met(self, name: str, path: str, size: int) -> int | None:
         if name not in ("write", "pwrite"):
@@ -106,7 +119,7 @@ class Bytes(Fault):
         return done
 
 
-class Full(Fault):
+class Full(Filled):
     """A file system with so many pages left."""
 
     sort = "full"
@@ -120,11 +133,8 @@ class Full(Fault):
     def begin(self) -> None:
         self.volume.leave_pages(self._pages)
 
-    def end(self) -> None:
-        self.volume.make_room()
 
-
-class Inodes(Fault):
+class Inodes(Filled):
     """A file system with so many inodes left."""
 
     sort = "out of inodes"
@@ -136,9 +146,6 @@ class Inodes(Fault):
 
     def begin(self) -> None:
         self.volume.leave_inodes(self._count)
-
-    def end(self) -> None:
-        self.volume.make_room()
 
 
 class FileSize(Fault):
@@ -157,21 +164,16 @@ class FileSize(Fault):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-class ReadOnly(Fault):
+class ReadOnly(Hooked):
     """The file system turns read-only at the k-th call."""
 
     sort = "read-only"
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random) -> None:
-        self._calls, self._left, self._done = calls, int(2 ** rng.uniform(0, 5)), False
-        super().__init__(volume, f"{volume.kind} read-only", {os.strerror(errno.EROFS)}, lasting=True, renew=True)
-
-    def begin(self) -> None:
-        self._calls.act = self._met
-
-    def end(self) -> None:
-        with self._calls.turn:
-            self._calls.act = None
+        self._left, self._done = int(2 ** rng.uniform(0, 5)), False
+        super().__init__(
+            volume, calls, f"{volume.kind} read-only", {os.strerror(errno.EROFS)}, lasting=True, renew=True
+        )
 
     def _met(self, name: str, path: str, size: int) -> None:
         self._left -= 1
@@ -179,21 +181,17 @@ class ReadOnly(Fault):
             self.hit = self._done = self.volume.turn_read_only()
 
 
-class Vanished(Fault):
+class Vanished(Hooked):
     """The file system is unmounted, as by `umount -l`, at the k-th call, and comes back when it ends."""
 
     sort = "vanished"
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random) -> None:
-        self._calls, self._left = calls, int(2 ** rng.uniform(0, 5))
-        super().__init__(volume, "vanished mount", _GONE, lasting=True)
-
-    def begin(self) -> None:
-        self._calls.act = self._met
+        self._left = int(2 ** rng.uniform(0, 5))
+        super().__init__(volume, calls, "vanished mount", _GONE, lasting=True)
 
     def end(self) -> None:
-        with self._calls.turn:
-            self._calls.act = None
+        super().end()
         if self.hit:
             written = self.volume.below()
             self.volume.back()

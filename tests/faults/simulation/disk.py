@@ -387,21 +387,10 @@ def _bytes_at(path: Any, at: int | None) -> bytes | None:
 def watched(watch: Watch) -> Iterator[None]:
     """Within, `watch` sees every change of the file system that this process makes through `os`, `io` and `pathlib`."""
     with contextlib.ExitStack() as stack:
-        for name, call in (
-            ("open", watch.open),
-            ("mkdir", watch.mkdir),
-            ("rename", watch.rename),
-            ("replace", watch.rename),
-            ("unlink", watch.unlink),
-            ("remove", watch.unlink),
-            ("rmdir", watch.rmdir),
-            ("fsync", watch.fsync),
-            ("fdatasync", watch.fsync),
-            ("pwrite", watch.pwrite),
-            ("statvfs", watch.statvfs),
-            ("link", watch.refuse),
-            ("symlink", watch.refuse),
-        ):
+        others = {"replace": watch.rename, "remove": watch.unlink, "fdatasync": watch.fsync}
+        others |= dict.fromkeys(("link", "symlink"), watch.refuse)
+        same = ("open", "mkdir", "rename", "unlink", "rmdir", "fsync", "pwrite", "statvfs")
+        for name, call in ({name: getattr(watch, name) for name in same} | others).items():
             stack.enter_context(mock.patch.object(os, name, call))
         stack.enter_context(mock.patch.object(io, "open", watch.io_open))
         yield
