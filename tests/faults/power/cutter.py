@@ -189,20 +189,8 @@ class Trace:
 
     def __init__(self, pid: int, reported: Path) -> None:
         self._reported = reported
-        command = [
-            "strace",
-            "-f",
-            "-y",
-            "-qq",
-            "-s",
-            "0",
-            "-o",
-            str(reported),
-            "-e",
-            f"trace={_TRACED}",
-            "-p",
-            str(pid),
-        ]
+        command = ["strace", "-f", "-y", "-qq", "-s", "0", "-o", str(reported)]
+        command += ["-e", f"trace={_TRACED}", "-p", str(pid)]
         self._strace = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         end = time.monotonic() + 30
         while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
