@@ -26,8 +26,9 @@ from pathlib import Path
 from faults.disk import failures as faults
 from faults.disk.calls import Calls
 from faults.disk.node import Node, hurry
-from faults.disk.volumes import Volume, own_mounts
+from faults.disk.volumes import Volume
 from faults.hands import in_child, spread
+from faults.mounts import own_mounts
 from faults.rounds import Lost, Round
 from support.waiting import holds
 

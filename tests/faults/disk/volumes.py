@@ -1,35 +1,13 @@
-"""File systems of one trial's own: filled up to the page, out of inodes, read-only, taken away, and repaired again.
-
-Invariant: everything is mounted in a mount namespace of the trial's process, so that it goes with it, however that
-ends.
-"""
+"""File systems of one trial's own: filled up to the page, out of inodes, read-only, taken away, and repaired again."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import subprocess
 from pathlib import Path
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_NEWNS, _REC, _PRIVATE, _BIND, _REMOUNT, _RDONLY, _DETACH = 0x20000, 0x4000, 0x40000, 0x1000, 0x20, 0x1, 0x2
+from faults import mounts
+
 _PAGE = 4096
-
-
-def own_mounts() -> None:
-    """From here on, what this process mounts is seen by it and its children alone."""
-    _checked(_libc.unshare(_NEWNS), "unshare")
-    _mount("none", "/", None, _REC | _PRIVATE)
-
-
-def _checked(result: int, what: str) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
-
-
-def _mount(source: str | Path, target: str | Path, kind: str | None, flags: int, data: str = "") -> None:
-    args = (os.fsencode(source), os.fsencode(target), kind.encode() if kind else None)
-    _checked(_libc.mount(*args, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
 
 
 class Volume:
@@ -51,19 +29,14 @@ class Volume:
 
     def _up(self) -> None:
         if self._image:
-            what = ["mount", "-t", "ext4", "-o", "loop,errors=remount-ro", str(self._image), str(self._away)]
-            subprocess.run(what, check=True, timeout=120)
+            mounts.call("mount", "-t", "ext4", "-o", "loop,errors=remount-ro", str(self._image), str(self._away))
         else:
-            _mount("tierd-faults", self._away, "tmpfs", 0, f"size={self._size}")
+            mounts.mount_memory(self._away, f"size={self._size}")
         self.back()
 
     def sync(self) -> None:
         """What was put here is not lost by an error of the file system any more."""
-        fd = os.open(self._away, os.O_RDONLY)
-        try:
-            _checked(_libc.syncfs(fd), "syncfs")
-        finally:
-            os.close(fd)
+        mounts.sync(self._away)
 
     # -- full ---------------------------------------------------------------------------------------------------------
 
@@ -92,7 +65,7 @@ class Volume:
         if not self._image:
             used = os.statvfs(self._away)
             inodes = used.f_files - used.f_ffree + count
-            _mount("tierd-faults", self._away, None, _REMOUNT, f"size={self._size},nr_inodes={inodes}")
+            self._remount(f"size={self._size},nr_inodes={inodes}")
             return
         for number in range(os.statvfs(self._away).f_favail - count):
             os.close(os.open(self._away / "many" / str(number), os.O_CREAT | os.O_WRONLY, 0o600))
@@ -102,7 +75,7 @@ class Volume:
         (self._away / "ballast").unlink(missing_ok=True)
         if (self._away / "many").is_dir():
             if not self._image:
-                _mount("tierd-faults", self._away, None, _REMOUNT, f"size={self._size},nr_inodes=100000")
+                self._remount(f"size={self._size},nr_inodes=100000")
             for path in (self._away / "many").iterdir():
                 path.unlink()
             (self._away / "many").rmdir()
@@ -114,11 +87,10 @@ class Volume:
         """As an ext4 does by itself when it meets an error, whatever is open; a tmpfs only between two writes. Whether
         it is."""
         if self._image:
-            where = Path("/sys/fs/ext4") / Path(self._device()).name / "trigger_fs_error"
-            where.write_text("faults")
+            mounts.fail(self._away)
             return True
         try:
-            _mount("tierd-faults", self._away, None, _REMOUNT | _RDONLY, f"size={self._size}")
+            self._remount(f"size={self._size}", mounts.READ_ONLY)
         except OSError:
             return False
         return True
@@ -126,25 +98,24 @@ class Volume:
     def mount_anew(self) -> None:
         """Writable again; an ext4 must not be in use any more, for it is unmounted and mounted."""
         if not self._image:
-            _mount("tierd-faults", self._away, None, _REMOUNT, f"size={self._size}")
+            self._remount(f"size={self._size}")
             return
         self.vanish()
-        _checked(_libc.umount2(os.fsencode(self._away), 0), f"umount {self._away}: somebody holds it")
+        mounts.unmount(self._away)
         self._up()
 
-    def _device(self) -> str:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-        return next(words[0] for words in mounts if words[1] == str(self._away))
+    def _remount(self, options: str, flags: int = 0) -> None:
+        mounts.mount("tierd-faults", self._away, None, mounts.REMOUNT | flags, options)
 
     # -- away ---------------------------------------------------------------------------------------------------------
 
     def vanish(self) -> None:
         """Nothing is mounted here any more; who has files open keeps them."""
-        _checked(_libc.umount2(os.fsencode(self.point), _DETACH), f"umount {self.point}")
+        mounts.detach(self.point)
 
     def below(self) -> list[str]:
         """What lies under the mount point while nothing is mounted there."""
         return os.listdir(self.point)
 
     def back(self) -> None:
-        _mount(self._away, self.point, None, _BIND)
+        mounts.mount(self._away, self.point, None, mounts.BIND)

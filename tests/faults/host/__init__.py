@@ -26,7 +26,8 @@ from faults.host import places
 from faults.host.lives import GROUPS, HOSTS
 from faults.host.node import nfs
 from faults.host.places import Memory, Overlay
-from faults.power.loopfs import KINDS, LoopFs, hide_mounts, mount_memory
+from faults.mounts import mount_memory, own_mounts
+from faults.power.loopfs import KINDS, LoopFs
 from faults.rounds import Round
 
 UNIT, SHORT, GATE = "lives on odd hosts", 10, 60
@@ -43,7 +44,7 @@ def missing() -> str | None:
     if lacking:
         return f"not installed: {', '.join(lacking)}"
     try:
-        in_child(hide_mounts)
+        in_child(own_mounts)
     except OSError as error:
         return str(error)
     return None
@@ -59,7 +60,7 @@ def run(work: Round) -> None:
         import torch
 
         torch.set_num_threads(1)  # a forked trainer has none of OpenMP's others
-        hide_mounts()
+        own_mounts()
 
         def trial(seed: int) -> tuple[int, list[str]]:
             name = list(HOSTS)[seed % len(HOSTS)]
@@ -89,7 +90,7 @@ def _play(name: str, seed: int, home: Path) -> list[str]:
 def _refused(room: Path) -> dict[str, str]:
     """What of the hosts this machine cannot be, and why."""
     room.mkdir()
-    hide_mounts()
+    own_mounts()
     mount_memory(room)
     for name in ("home", "lower", "groups"):
         (room / name).mkdir()

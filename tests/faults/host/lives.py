@@ -16,6 +16,7 @@ from faults.host import clock, places
 from faults.host.node import DEADLINE_S, KEEP, Node
 from faults.host.places import Memory, Overlay
 from faults.host.trainer import Trainer
+from faults.mounts import mount_memory, unmount
 from faults.power.loopfs import LoopFs
 from faults.rounds import Lost
 from support.waiting import holds
@@ -33,14 +34,14 @@ Play = Callable[[random.Random, Path], list[str]]
 def _tmpfs(rng: random.Random, home: Path) -> list[str]:
     """A spool in memory: processes are killed, and it is lost with a reboot."""
     (home / "nvme").mkdir()
-    places.mount("tmpfs", home / "nvme", _TMPFS)
+    mount_memory(home / "nvme", _TMPFS)
 
     def reboot(node: Node) -> None:
         node.drain()
         node.kill_daemon()
         node.kill_trainer()
-        places.unmount(home / "nvme")
-        places.mount("tmpfs", home / "nvme", _TMPFS)
+        unmount(home / "nvme")
+        mount_memory(home / "nvme", _TMPFS)
 
     return _live(rng, Node(home, rng.choice(_SIZES)), {"reboot": reboot})
 
@@ -68,14 +69,14 @@ def _overlay(rng: random.Random, home: Path, *, older: bool = False) -> list[str
     def restart(node: Node) -> None:
         node.kill_daemon()
         node.kill_trainer()
-        places.unmount(home / "nvme")
+        unmount(home / "nvme")
         overlay.mount()
 
     def renew(node: Node) -> None:
         node.drain()
         node.kill_daemon()
         node.kill_trainer()
-        places.unmount(home / "nvme")
+        unmount(home / "nvme")
         overlay.renew()
 
     return _live(rng, node, {"restart": restart, "renewal": renew})

@@ -197,7 +197,7 @@ class Node:
             nonlocal said
             try:
                 self._check_places()
-            except AssertionError as error:
+            except (AssertionError, OSError) as error:  # a prune goes on meanwhile
                 said = str(error)
                 return False
             return True

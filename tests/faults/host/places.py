@@ -1,49 +1,24 @@
-"""What a node may run on: file systems that are mounted for one trial, and a control group that limits memory.
-
-Invariant: everything is mounted in a mount namespace of the process that plays, so that it goes with it, however that
-ends.
-"""
+"""What a node may run on: file systems that are mounted for one trial, and a control group that limits memory."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
-import subprocess
 import time
 from pathlib import Path
 
-from faults.power.loopfs import LoopFs, hide_mounts
+from faults import mounts
+from faults.mounts import READ_ONLY, REMOUNT, call, detach, mount, mounted, own_mounts, unmount
+from faults.power.loopfs import LoopFs
 from faults.rounds import Lost
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_RDONLY, _REMOUNT, _DETACH = 0x1, 0x20, 0x2
 _PATIENCE_S = 60.0
-
-
-def mount(kind: str, at: Path, options: str) -> None:
-    done = subprocess.run(
-        ["mount", "-t", kind, "-o", options, "tierd-faults", str(at)], capture_output=True, text=True, timeout=120
-    )
-    if done.returncode:
-        raise OSError(f"mount {at}: {done.stderr.strip()}")
-
-
-def unmount(at: Path) -> None:
-    """Raises `OSError` if somebody holds something there for longer than the end of a process takes."""
-    end = time.monotonic() + _PATIENCE_S
-    while _libc.umount2(os.fsencode(at), 0):
-        if ctypes.get_errno() != errno.EBUSY or time.monotonic() > end:
-            raise OSError(ctypes.get_errno(), f"umount {at}: {os.strerror(ctypes.get_errno())}")
-        time.sleep(0.02)
 
 
 def clear(room: Path) -> None:
     """Nothing is mounted at `room`, and nothing below it, any more."""
-    points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    for point in reversed(points):
+    for point in reversed(list(mounted())):
         if Path(point).is_relative_to(room):
-            _libc.umount2(os.fsencode(point), _DETACH)
+            detach(Path(point))
 
 
 class Overlay:
@@ -63,16 +38,19 @@ class Overlay:
 
     def mount(self) -> None:
         upper, work = (self._room / f"{name}{self._number}" for name in ("upper", "work"))
-        mount("overlay", self._at, f"lowerdir={self._lower},upperdir={upper},workdir={work}")
+        layers = f"lowerdir={self._lower},upperdir={upper},workdir={work}"
+        mount("tierd-faults", self._at, "overlay", 0, layers)
 
 
 def remount(fs: LoopFs, *, read_only: bool) -> None:
     """As `mount -o remount,ro`, which the kernel refuses for as long as any file there is open for writing."""
     end = time.monotonic() + _PATIENCE_S
-    flags = ctypes.c_ulong(_REMOUNT | (_RDONLY if read_only else 0))
-    while _libc.mount(b"none", os.fsencode(fs.home), None, flags, None):
-        if ctypes.get_errno() != errno.EBUSY:
-            raise OSError(ctypes.get_errno(), f"remount {fs.home}: {os.strerror(ctypes.get_errno())}")
+    while True:
+        try:
+            return mount("none", fs.home, None, REMOUNT | (READ_ONLY if read_only else 0))
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
         if time.monotonic() > end:
             raise Lost(f"{fs.home} cannot be remounted read-only: somebody holds a file open for writing")
         time.sleep(0.001)
@@ -80,10 +58,8 @@ def remount(fs: LoopFs, *, read_only: bool) -> None:
 
 def fail(fs: LoopFs) -> None:
     """An ext4 meets an error and turns read-only, whatever is open. It has to be mounted anew."""
-    subprocess.run(["mount", "-o", "remount,errors=remount-ro", str(fs.home)], check=True, timeout=120)
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    device = next(words[0] for words in mounts if words[1] == str(fs.home))
-    (Path("/sys/fs/ext4") / Path(device).name / "trigger_fs_error").write_text("faults")
+    call("mount", "-o", "remount,errors=remount-ro", str(fs.home))
+    mounts.fail(fs.home)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -137,20 +113,20 @@ def mount_memory(at: Path) -> bool:
     """
     at.mkdir(parents=True, exist_ok=True)
     try:
-        mount("cgroup2", at, "rw")
+        mount("tierd-faults", at, "cgroup2")
     except OSError:
-        mount("cgroup", at, "memory")
+        mount("tierd-faults", at, "cgroup", 0, "memory")
         return False
     if "memory" in (at / "cgroup.subtree_control").read_text().split():
         return True
     unmount(at)
-    mount("cgroup", at, "memory")
+    mount("tierd-faults", at, "cgroup", 0, "memory")
     return False
 
 
 def sweep_groups(at: Path, prefix: str) -> None:
     """Remove what a process left that could not clean up: it was killed."""
-    hide_mounts()
+    own_mounts()
     try:
         mount_memory(at)
     except OSError:

@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from faults.hands import Trial, in_child, spread
+from faults.mounts import mount_memory, own_mounts
 from faults.power import loopfs
 from faults.power.cutter import MOMENTS, can_trace
 from faults.power.loopfs import FLAGS, LoopFs
@@ -55,8 +56,8 @@ def _kinds() -> dict[str, str | None]:
 def _refusal(kind: str) -> str | None:
     room = Path(tempfile.mkdtemp())
     try:
-        loopfs.hide_mounts()
-        loopfs.mount_memory(room)
+        own_mounts()
+        mount_memory(room)
         _try(LoopFs(kind, room, kind))
     except OSError as error:
         return str(error)
@@ -92,9 +93,9 @@ def run(work: Round) -> None:
     def prepare() -> Trial:
         """Make this process's file systems: in memory, and nobody else's."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        loopfs.hide_mounts()
+        own_mounts()
         place = Path(tempfile.mkdtemp(dir=work.room))
-        loopfs.mount_memory(place)
+        mount_memory(place)
         bench = Bench({kind: LoopFs(kind, place, kind) for kind in kinds}, place)
         warm_up(place / "warm")
         gc.freeze()  # what is there is not looked through again by every child

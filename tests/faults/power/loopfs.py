@@ -6,15 +6,14 @@ namespace of its own, in memory, and a loop device goes with its last mount.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import shutil
 import struct
-import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from faults.mounts import call, unmount
 
 LOG_FLUSHED, LOG_LOST = 1, 2  # what becomes of the journal's part that is still in memory
 FLAGS = {LOG_FLUSHED: "log flushed", LOG_LOST: "log lost"}
@@ -25,10 +24,7 @@ _MAKE = {  # the smallest that mkfs makes, with a journal that is soon read back
     "xfs": (320 << 20, ("mkfs.xfs", "-q", "-f")),
 }
 KINDS = tuple(_MAKE)
-_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
-_PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE, MS_REC
 _BLOCK = 4096
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LoopFs:
@@ -40,19 +36,15 @@ class LoopFs:
         self.home.mkdir()
         with self.image.open("wb") as file:
             file.truncate(size)
-        _call(*command, str(self.image))
-        _call("fallocate", "--dig-holes", str(self.image))
+        call(*command, str(self.image))
+        call("fallocate", "--dig-holes", str(self.image))
 
     def mount(self) -> None:
         """Mount it; what its journal holds is played back."""
-        _call("mount", "-t", self.kind, "-o", "loop,noatime", str(self.image), str(self.home))
+        call("mount", "-t", self.kind, "-o", "loop,noatime", str(self.image), str(self.home))
 
     def unmount(self) -> None:
-        for _ in range(2400):
-            if not _libc.umount2(os.fsencode(self.home), 0):
-                return
-            time.sleep(0.05)  # the last descriptor of a process that just ended is being closed
-        raise OSError(ctypes.get_errno(), f"umount {self.home}: {os.strerror(ctypes.get_errno())}")
+        unmount(self.home)
 
     def keep(self, name: str) -> Path:
         """A copy of the image, while it is not mounted, for `restore`."""
@@ -70,17 +62,6 @@ def cut(home: int, flag: int) -> None:
     fcntl.ioctl(home, _SHUTDOWN, struct.pack("I", flag))
 
 
-def hide_mounts() -> None:
-    """Give this process, and its children to come, mounts of their own."""
-    if _libc.unshare(_NEW_MOUNTS) or _libc.mount(b"none", b"/", None, _PRIVATE, None):
-        raise OSError(ctypes.get_errno(), f"a mount namespace: {os.strerror(ctypes.get_errno())}")
-
-
-def mount_memory(at: Path) -> None:
-    """A file system in memory."""
-    _call("mount", "-t", "tmpfs", "-o", "mode=700", "none", str(at))
-
-
 def missing(kind: str) -> str | None:
     """Why a file system cannot be had here, as far as can be told without mounting one."""
     if os.geteuid():
@@ -91,12 +72,6 @@ def missing(kind: str) -> str | None:
     if not Path("/dev/loop-control").exists():
         return "there are no loop devices"
     return None
-
-
-def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
 def _copy(source: Path, target: Path) -> None:
