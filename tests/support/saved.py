@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from support.state_files import files_of
 from support.world import commit
 
 from tierd.core.ids import PartId
-from tierd.core.manifest import TENSORS, TREE
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
-from tierd.state.flatten import flatten
-from tierd.state.tensor_file import copy_into, plan_layout
 from tierd.stores.base import Buffer, ObjectInfo, Store
-
-
-def files_of(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """The two files that `save` makes of a state."""
-    flat = flatten(state)
-    layout = plan_layout(flat.tensors)
-    image = bytearray(layout.size)
-    copy_into(layout, flat.tensors, image)
-    return {TENSORS: bytes(image), TREE: flat.tree}
 
 
 async def put(spool: Spool, which: PartId, state: Mapping[str, Any], *stores: Store, **more: Any) -> None:

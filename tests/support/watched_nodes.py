@@ -13,18 +13,17 @@ from pathlib import Path
 
 from support.timed import Ticking
 from support.watched import SETTLE_S, Files, World
+from support.watched_run import observed
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import Inventory
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import Reports, UnitWatch
-from tierd.daemon.spool_observer import SpoolObserver
 from tierd.daemon.timings import DaemonTimings
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
-from tierd.watching.naming import History, history
+from tierd.watching.naming import History
 from tierd.watching.unit_file import UNIT_NAME
 
 RUN = "watched"
@@ -42,11 +41,6 @@ def content(spool: Spool, part: PartId) -> Files:
     return {path: bytes(data) for path, data in found.items() if path != UNIT_NAME}
 
 
-def observed(spool: Spool) -> History:
-    """What a daemon that starts anew knows of the run from its spool."""
-    return history(Inventory(SpoolObserver(spool).observe(), {}), RUN)
-
-
 @dataclass
 class Tier:
     """What the nodes' flushes put on a tier, and the store for their announcements."""
@@ -61,7 +55,7 @@ class Tier:
             self.parts[part] = content(spool, part)
         except CorruptChunk:
             return
-        facts = observed(spool)
+        facts = observed(spool, RUN)
         one = part.checkpoint
         self.known = self.known.with_one(one, facts.made[one], facts.origins[one.attempt])
 
@@ -82,7 +76,7 @@ class Lone:
         count = len(self.parts)
         self.watch.observe(self.known, self.world.now_s, may_take=may_take)
         if len(self.parts) > count:
-            self.known = self.known.merged(observed(self.spool))
+            self.known = self.known.merged(observed(self.spool, RUN))
 
     def _meddle(self) -> None:
         steps = self.world.chance.randint(1, 5) if self.world.chance.random() < 0.05 else 0

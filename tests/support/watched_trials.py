@@ -15,7 +15,8 @@ from pathlib import Path
 
 from support.layouts import WRITERS
 from support.watched import OBSERVE_S, SETTLE_S, Files, World, unit_of
-from support.watched_nodes import RUN, Lone, Sharing, Tier, content, observed
+from support.watched_nodes import RUN, Lone, Sharing, Tier, content
+from support.watched_run import observed
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId
@@ -120,7 +121,7 @@ def _judge_end(world: World, nodes: Sequence[Lone], tier: Tier, judge: _Judge) -
     again = UnitWatch(spool, world.root, RUN, judge.on(spool), settle_s=SETTLE_S)
     for _ in range(2):  # a daemon that starts anew takes nothing twice
         world.now_s += 2 * SETTLE_S
-        again.observe(observed(spool).merged(tier.known), world.now_s)
+        again.observe(observed(spool, RUN).merged(tier.known), world.now_s)
     assert len(judge.parts) == count, ("taken twice", judge.parts)
     assert world.there() == there, "the watched directory was written to"
 

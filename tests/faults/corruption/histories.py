@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -20,8 +19,9 @@ from faults.corruption.launch import launch
 from faults.corruption.places import RUN, TIERS, WORLD, Places
 from faults.corruption.planted import History
 from faults.corruption.remembered import HEAD, Known, is_foreign, observe_all
-from faults.corruption.trials import _REASON, Trials, _skipped
+from faults.corruption.trials import _REASON, Trials, _skipped, restored_together
 from faults.rounds import Lost
+from support.doubles import Double
 
 from tierd.client.restoring.restorer import Found
 from tierd.core.errors import CheckpointNotFound, StoreUnavailable, TierdError
@@ -31,30 +31,17 @@ from tierd.daemon.tiers import observe
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.events.journal import Journal
 from tierd.priority import hasten
-from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore
 
 ANSWERS = ("the newest", "an older one", "refused", "nothing", "anew", "of another key", "a place is silent")
 REPORTED = ("gone", "unvouched", "passed over")
 
 
-class _Silent:
+def _silent() -> Double:
     """A tier that does not answer."""
-
-    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        raise StoreUnavailable("no answer")
-
-    async def put(self, key: str, data: Buffer) -> str:
-        raise StoreUnavailable("no answer")
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        raise StoreUnavailable("no answer")
-
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        raise StoreUnavailable("no answer")
-        yield
-
-    async def aclose(self) -> None: ...
+    tier = Double()
+    tier.error = StoreUnavailable("no answer")
+    return tier
 
 
 @dataclass(frozen=True)
@@ -132,7 +119,7 @@ class Histories(Trials):
             history.make()
             history.inflict()
             if silent := noise.random() < 0.1:  # what it holds counts for nothing: nobody can ask
-                self.places.memory["far"], self.places.stores["far"] = MemoryStore(), _Silent()
+                self.places.memory["far"], self.places.stores["far"] = MemoryStore(), _silent()
                 history.done.append("silent")
             due = self._due(silent=silent, at_least=noise.choice([None, None, None, 2, 4, 5]))
             before, journal = self._whole(), Journal()
@@ -169,11 +156,7 @@ class Histories(Trials):
             return Came(None, error, {}, f"{type(error).__name__}: {error}")
         one = found[0]
         if isinstance(one, Found):
-            got = one.part.checkpoint
-            same = [isinstance(each, Found) and (each.part.checkpoint, each.skipped) for each in found]
-            if same != [(got, one.skipped)] * WORLD:
-                raise Lost(f"the ranks restored, and skipped, otherwise: {same}")
-            reported = {CheckpointId(RUN, each.attempt, each.step): each.reason for each in one.skipped}
+            got, reported = restored_together(found)
             return Came(got, None, reported, f"{got}, past {reported}")
         if one is None:
             return Came(None, None, {}, "a launch began anew")

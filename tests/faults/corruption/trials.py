@@ -10,7 +10,7 @@ import random
 import re
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,15 @@ def _skipped(lines: Iterable[str]) -> dict[CheckpointId, str]:
     """What a message says it passed over, and why."""
     found = [re.match(r"(?:  skipped )?step (\d+) \(attempt (\S+)\): (.*)", line) for line in lines]
     return {CheckpointId(RUN, match[2], int(match[1])): match[3] for match in found if match}
+
+
+def restored_together(found: Sequence[object]) -> tuple[CheckpointId, dict[CheckpointId, str]]:
+    """The checkpoint that all ranks restored, and what they passed over, with the reasons."""
+    same = [(rank.part.checkpoint, rank.skipped) for rank in found if isinstance(rank, Found)]
+    if same != same[:1] * WORLD:
+        raise Lost(f"the ranks restored, and skipped, otherwise: {same}")
+    got, skipped = same[0]
+    return got, {CheckpointId(RUN, each.attempt, each.step): each.reason for each in skipped}
 
 
 class Trials:
@@ -281,12 +290,7 @@ class Trials:
         found = await launch(self.places, repairer, WORLD, self._read)
         one = found[0]
         if isinstance(one, Found):
-            got = one.part.checkpoint
-            reported = {CheckpointId(RUN, each.attempt, each.step): each.reason for each in one.skipped}
-            same = [isinstance(each, Found) and (each.part.checkpoint, each.skipped) for each in found]
-            if same != [(got, one.skipped)] * WORLD:
-                raise Lost(f"the ranks restored, and skipped, otherwise: {same}")
-            return self._compared(line, got, reported)
+            return self._compared(line, *restored_together(found))
         if one is None and any(line.checkpoints):
             raise Lost(f"a launch began from nothing, with {line.checkpoints} there")
         return self._compared(line, None, _skipped((one or "").splitlines()))
