@@ -23,7 +23,7 @@ from typing import cast
 
 from faults import page
 from faults.page import RESULTS
-from faults.rounds import Kit, Round, joined, kept_in, save, say
+from faults.rounds import Kit, Round, joined, kept_in, missing, save, say
 
 KINDS = (
     *("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "watched", "followers"),
@@ -38,7 +38,7 @@ def kit(kind: str) -> Kit:
 def trials(kind: str, number: int, seed: int, only: int | None = None, kept: Path | None = None) -> bool:
     """A round of one kind; whether it succeeded. What this machine cannot do fails only if it is to be kept."""
     which = kit(kind)
-    if why := which.missing():
+    if why := missing(which):
         say(f"SKIPPED {kind}: {why}")
         return kept is None
     say(f"== {kind}: {number:,} {which.UNIT} from seed {seed}" if only is None else f"== {kind}: seed {only}")

@@ -20,10 +20,6 @@ MET = (
 _LIMIT_S = 120  # of a life, which gives up after half of that
 
 
-def missing() -> str | None:
-    return None
-
-
 def run(work: Round) -> None:
     from support.following import put
     from support.killed_followers import STEPS, play

@@ -36,11 +36,14 @@ class Kit(Protocol):
     GATE: int  # and in the full one
     MET: tuple[str, ...]  # notes that no full round is without: what else would show that it happened at all?
 
-    def missing(self) -> str | None:
-        """Why this cannot run on this machine; None where it can."""
-
     def run(self, work: Round) -> None:
         """Trials for `work.seeds()`, each ended by `work.passed` or `work.lost`."""
+
+
+def missing(kit: Kit) -> str | None:
+    """Why a kit cannot run on this machine, as its own `missing` says; None where it can, or has no such function."""
+    why: str | None = getattr(kit, "missing", lambda: None)()
+    return why
 
 
 @dataclass

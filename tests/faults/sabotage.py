@@ -19,11 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from typing import cast
 
+from faults import rounds
 from faults.fences import Fence, collect, planted
 from faults.fences.edits import Misfit
 from faults.hands import Trial, spread
-from faults.rounds import Lost, Round
+from faults.rounds import Kit, Lost, Round
 from faults.warm import Warm
 
 UNIT = "fences"
@@ -46,7 +48,7 @@ def stride(number: int) -> int:
 
 def missing() -> str | None:
     """What a kit lacks here, because a kit that plays nothing finds nothing."""
-    reasons = ((kit, importlib.import_module(f"faults.{kit}").missing()) for kit in KITS)
+    reasons = ((kit, rounds.missing(cast(Kit, importlib.import_module(f"faults.{kit}")))) for kit in KITS)
     return next((f"{kit}: {why}" for kit, why in reasons if why), None)
 
 

@@ -38,10 +38,6 @@ MET = (
 )
 
 
-def missing() -> str | None:
-    return None
-
-
 def run(work: Round) -> None:
     def prepare(room: Path) -> hands.Trial:
         from support import unknown_trials

@@ -223,7 +223,7 @@ def test_a_configuration_that_cannot_be_used_does_not_start_it_again_and_again(m
 
 
 @pytest.mark.timeout(600)
-def test_daemon_does_all_its_work_under_what_the_unit_takes_from_it(machine: Machine) -> None:
+def test_daemon_does_all_its_work_under_the_unit(machine: Machine) -> None:
     """Save, flush to a disk and to S3, prune, scrub, pause, fetch, drain; and a webhook and a command are notified."""
     with serving(Bucket()) as bucket, receiving() as hook:
         config = (

@@ -53,10 +53,6 @@ _ENCRYPTED = 0.25  # of all trials have the tier `near` encrypted
 _DEADLINE = 300  # seconds of a trial, of which none takes five: what a loaded machine cannot reach
 
 
-def missing() -> str | None:
-    return None
-
-
 def run(work: Round) -> None:
     with hands.room(work) as home:
         hands.spread(work, lambda: prepare(home), deadline_s=_DEADLINE)

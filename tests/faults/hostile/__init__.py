@@ -37,10 +37,6 @@ _DEADLINE = 300  # seconds of a trial, of which none takes ten: what a loaded ma
 _RESIDENT = 700 << 20  # bytes of real memory that one trial's largest input may add
 
 
-def missing() -> str | None:
-    return None
-
-
 def run(work: Round) -> None:
     if work.only is None or work.only >= guided.FIRST:
         if why := guided.missing():

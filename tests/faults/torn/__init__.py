@@ -167,10 +167,6 @@ class Trial:
         )
 
 
-def missing() -> str | None:
-    return None
-
-
 def run(work: Round) -> None:
     with hands.room(work) as home:
         hands.spread(work, lambda: _prepare(home), hands=1, batch=1)
