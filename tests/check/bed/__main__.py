@@ -6,8 +6,10 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch._dynamo  # what an optimizer loads when the first one is made
@@ -24,7 +26,7 @@ STEPS, KILLS = 14, ("8",)
 def play(name: str) -> dict[str, object]:
     begun = time.monotonic()
     if name in COLLECTED:
-        return _of(name, f"check.bed.collected.{name}:main", begun, COLLECTED[name].options)
+        return _of(name, f"collected.{name}:main", begun, COLLECTED[name].options)
     group = "planted" if name in EXPECTED else "right"
     kills = ("13",) if name in ("epoch_lost", "short_epochs") else KILLS
     options = {
@@ -53,9 +55,20 @@ def _load_packages(names: Sequence[str]) -> None:
         importlib.import_module(package)
 
 
-def main() -> None:
+def _write_collected(folder: str) -> None:
+    """Write the collected loops as modules of a package `collected` that this process and its launches import."""
+    package = Path(folder) / "collected"
+    package.mkdir()
+    for name, loop in COLLECTED.items():
+        (package / f"{name}.py").write_text(loop.source)
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
+
+
+def main(folder: str) -> None:
     torch.set_num_threads(1)
     _load_packages(sys.argv[1:])
+    _write_collected(folder)
     whole = engine.CheckedLoop
     for name in sys.argv[1:]:
         if name in REAL or (name in COLLECTED and COLLECTED[name].fresh):
@@ -65,4 +78,5 @@ def main() -> None:
         print(json.dumps(play(name)), flush=True)
 
 
-main()
+with tempfile.TemporaryDirectory() as folder:
+    main(folder)

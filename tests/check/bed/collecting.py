@@ -1,6 +1,9 @@
 """The loops of `collected`, and what is right to say of each, which its header has.
 
-The header of a loop has these lines:
+A `NAME.py` is a whole loop. A `.diff` has loops that are small edits of one: `===== NAME, from BASE`, the header, and
+after each `@@` lines of the base that occur there once, with those to leave out and those to add.
+
+The header of a loop has these lines; an edit that has no FRAMEWORK or CHECK has its base's:
 
 - HALF: `first` if the rules were written with it, `second` if it was unseen until they were; or a later drawing's name.
 - FRAMEWORK, and SOURCE: where the mistake was reported.
@@ -36,6 +39,7 @@ class Collected:
     wrong: str
     options: Mapping[str, object]
     fresh: bool
+    source: str
 
     @property
     def is_correct(self) -> bool:
@@ -65,8 +69,35 @@ class Collected:
         return "right" if right and not accused else "wrong"
 
 
-def _read(file: Path) -> Collected:
-    head = dict(re.findall(r"^# ([A-Z]+): (.*)$", file.read_text(), re.M))
+def _edited(base: str, edits: str) -> str:
+    """Return the source `base` after edits, each of lines that occur there once."""
+    for edit in edits.split("@@\n")[1:]:
+        lines = edit.splitlines()
+        old, new = ("".join(line[1:] + "\n" for line in lines if line[:1] != sign) for sign in "+-")
+        assert ("\n" + base).count("\n" + old) == 1, old
+        base = base.replace(old, new)
+    return base
+
+
+def _header(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^# ([A-Z]+): (.*)$", text, re.M))
+
+
+def _loops() -> dict[str, tuple[dict[str, str], str]]:
+    """The header and the source of each loop."""
+    texts = {file.stem: file.read_text() for file in FOLDER.glob("*.py")}
+    loops = {name: (_header(text), text) for name, text in texts.items()}
+    for file in FOLDER.glob("*.diff"):
+        for name, base, edits in re.findall(
+            r"^===== (\w+), from (\w+)\n(.*?)(?=^=====|\Z)", file.read_text(), re.M | re.S
+        ):
+            own = _header(edits)
+            inherited = {key: loops[base][0][key] for key in ("FRAMEWORK", "CHECK")}
+            loops[name] = inherited | own, _edited(loops[base][1], edits)
+    return dict(sorted(loops.items()))
+
+
+def _read(name: str, head: Mapping[str, str], source: str) -> Collected:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int)
     parser.add_argument("--kill-at", type=lambda text: text.split(","))
@@ -74,11 +105,8 @@ def _read(file: Path) -> Collected:
     parser.add_argument("--ignore", action="append", default=[])
     options = vars(parser.parse_args(shlex.split(head["CHECK"])))
     wrong = head.get("WRONG") or _NEVER
-    return Collected(
-        file.stem, head["HALF"], head["FRAMEWORK"], head.get("KEYWORDS"), wrong, options, head.get("FRESH") == "yes"
-    )
+    fresh = head.get("FRESH") == "yes"
+    return Collected(name, head["HALF"], head["FRAMEWORK"], head.get("KEYWORDS"), wrong, options, fresh, source)
 
 
-COLLECTED: Mapping[str, Collected] = {
-    file.stem: _read(file) for file in sorted(FOLDER.glob("*.py")) if file.stem != "__init__"
-}
+COLLECTED: Mapping[str, Collected] = {name: _read(name, *loop) for name, loop in _loops().items()}

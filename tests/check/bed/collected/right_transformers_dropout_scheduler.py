@@ -12,12 +12,11 @@ import tierd.adapters.transformers
 
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self):
-        g = torch.Generator().manual_seed(0)
-        self.x = torch.randn(40, 6, generator=g)
+    def __init__(self, n=40):
+        self.x = torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
 
     def __len__(self):
-        return 40
+        return len(self.x)
 
     def __getitem__(self, i):
         return {"x": self.x[i], "ids": i}
