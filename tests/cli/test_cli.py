@@ -112,29 +112,6 @@ def test_a_runs_name_in_place_of_a_url_is_answered_by_the_option(places, capsys,
     assert ("if 'r' is a run's name, write --run r" in said) == (command != "show r 20 r")
 
 
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("show other 20 TIER", "the runs there are: r"),
-        ("show r 25 TIER", "the steps there are: 10, 20, 30"),
-        ("show r 25 --spool SPOOL", "the steps there are: 10, 20, 30"),
-        ("show other 20 --spool SPOOL", "the runs there are: r"),
-        ("verify TIER --run other", "the runs there are: r"),
-        ("restore TIER --run other --to TIER-out", "the runs there are: r"),
-        ("restore TIER --run r --step 25 --to TIER-out", "the steps there are: 10, 20, 30"),
-        ("pin other 20 TIER", "the runs there are: r"),
-        ("unpin r 25 TIER", "the steps there are: 10, 20, 30"),
-        ("rm other TIER --dry-run", "the runs there are: r"),
-        ("disown other 001800000001-00000001 TIER --dry-run", "the runs there are: r"),
-        ("advise --from-run TIER other --sync 1s", "the runs there are: r"),
-    ],
-)
-def test_command_answers_an_unknown_name_with_the_existing_names(places, capsys, command: str, says: str) -> None:
-    words = command.replace("SPOOL", str(places[0])).replace("TIER", str(places[1])).split()
-    assert run(words) == 4
-    assert says in capsys.readouterr().err
-
-
 def test_show(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", "r", "20", str(places[1]), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -290,13 +267,6 @@ def test_prune_uses_a_quarantined_copy_again_that_proves_right(
     assert not list(tier.glob("r/quarantine/*/*"))
 
 
-def test_a_prune_of_more_than_a_batch(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, tier = places
-    monkeypatch.setattr("tierd.cli.acting.prune.MOST_CHECKPOINTS", 1)
-    assert run(["prune", str(tier), "--keep-last", "1"]) == 0
-    assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
-
-
 @pytest.mark.parametrize("which", [0, 1], ids=["this_batch", "next_batch"])
 def test_prune_continues_past_checkpoints_that_the_daemon_deleted_first(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], which: int
@@ -372,14 +342,10 @@ def test_prune_applies_the_default_policy_that_the_daemon_recorded(places: tuple
     ("text", "message"),
     [
         ('spool = "/s"\nspol = 1\n[[tier]]\nname = "a"\nurl = "/t"', "unknown field `spol`"),
-        ('spool = "/s"\n[[tier]]\nname = "a"\nurl = "ftp://x"', "tier[0].url: "),
         (
             'spool = "/s"\n[[tier]]\nname = "a"\nurl = "/t"\n[tier.retention]\nkeep_last = "3"',
             "tier[0].retention.keep_last",
         ),
-        ('spool = "s"\n[[tier]]\nname = "a"\nurl = "/t"', "spool: "),
-        ('spool = "/s"\ntier = []', "tier: "),
-        ('spool = "/s"\nrescan = "soon"\n[[tier]]\nname = "a"\nurl = "/t"', "rescan: "),
         ("spool = ", "not TOML"),
     ],
 )
@@ -431,13 +397,6 @@ def test_bad_input_is_one_clear_error(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_status_without_a_daemon_says_how_to_start_it(
-    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["status", "--spool", str(places[0])]) == 6
-    assert "tierd run --spool" in capsys.readouterr().err
 
 
 def test_command_line_without_the_daemons_packages_names_the_package_to_install(tmp_path: Path) -> None:

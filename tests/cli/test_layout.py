@@ -19,20 +19,6 @@ ROWS = [
 ]
 
 
-def test_without_a_width_a_row_is_a_line() -> None:
-    lines = lay_out(COLUMNS, ROWS, None)
-    assert len(lines) == 4 and len({line.index("018f") for line in lines[1:]}) == 1
-    assert lines[0].index("ATTEMPT") == lines[1].index("018f")
-
-
-def test_a_last_column_that_is_too_wide_is_broken_between_words() -> None:
-    assert lay_out(COLUMNS, ROWS, 100)[2:5] == [
-        f"bert-large  30    {A}  s3     verified   newest, and the last one of its launch;",
-        f"{'':59}it is also pinned there",
-        f"bert-large  30    {B}  s3     verified   newest",
-    ]
-
-
 def test_rows_that_do_not_fit_take_several_lines_and_name_their_thing_once() -> None:
     assert lay_out(COLUMNS, ROWS, 61, key=3) == [
         "RUN         STEP  ATTEMPT",
