@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -15,8 +12,7 @@ from pathlib import Path
 import pytest
 from support.doubles import Double
 from support.timed import timed_cli
-from support.waiting import wait_until
-from support.world import Daemon, commit, part
+from support.world import Daemon
 
 from tierd.cli import run
 from tierd.daemon.handoff import HandoffServer
@@ -131,35 +127,3 @@ def test_a_daemon_that_does_not_answer_is_an_error(
         assert run(["pause", "--spool", str(spool.root)]) == 6
     assert "no daemon answers" in capsys.readouterr().err
     assert not TierPause(spool).paused
-
-
-def test_a_pause_outlives_a_killed_daemon(spool: Spool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root, tier = str(spool.root), tmp_path / "tier"
-    tier.mkdir()
-
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tierd", "run", "--spool", root, "--to", str(tier)]
-        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda: run(["status", "--spool", root, "--json"]) == 0)
-        capsys.readouterr()
-        return started
-
-    first = start()
-    try:
-        answer(capsys, "pause", "--spool", root)
-    finally:
-        first.kill()
-        first.communicate()
-    commit(spool, part(1))
-    second = start()
-    try:
-        assert answer(capsys, "status", "--spool", root)["paused"] == "until resumed"
-        # It answers before it has looked into its spool.
-        wait_until(lambda: answer(capsys, "status", "--spool", root)["tiers"][0]["pending_parts"] == 1)
-        assert not list(tier.iterdir())
-        answer(capsys, "resume", "--spool", root)
-        wait_until(lambda: list(tier.glob("run/manifests/*/*.json")))
-    finally:
-        second.send_signal(signal.SIGTERM)
-        _, log = second.communicate(timeout=60)
-    assert "paused: until resumed; to go on: tierd resume --spool" in log

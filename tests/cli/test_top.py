@@ -111,21 +111,6 @@ def test_top_shows_problems_and_transfers_under_way(spool: Spool) -> None:
         assert "ALERT disk: prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen)
 
 
-def test_one_answer_serves_the_page_and_the_terminal(spool: Spool) -> None:
-    with Daemon(spool.root, {"disk": Double()}) as daemon:
-        daemon.settle()
-        seen = Seen(spool)
-        seen.ask()
-        assert seen.runs is not None
-        launches = [
-            (one["run"], one["from_step"], one["last_step"], one["lost_steps"]) for one in seen.runs["launches"]
-        ]
-        assert launches == [("half", None, 7, 0), ("run", None, 30, 0), ("run", 10, 20, 20)]
-        sent = [one.sent_bytes or 0 for one in daemon.reconciler.journal.events if one.what == "flushed"]
-        assert sum(seen.runs["sent_bytes"]["disk"]) == sum(sent) > 0
-        assert len(seen.runs["sent_bytes"]["disk"]) == 30
-
-
 def test_top_leaves_out_members_that_a_daemon_of_another_version_lacks(spool: Spool) -> None:
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()

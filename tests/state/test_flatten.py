@@ -27,9 +27,8 @@ from tierd.core.errors import StateMismatch, StateRefused, TierdError
 from tierd.state import values
 from tierd.state.flatten import flatten, unflatten
 from tierd.state.json_tree import MAX_DEPTH
-from tierd.state.load import load
 from tierd.state.stored_dtypes import STORED_AS
-from tierd.state.tensor_file import DTYPES, copy_into, plan_layout
+from tierd.state.tensor_file import DTYPES
 from tierd.state.values import show
 
 ALL_DTYPES = sorted({*DTYPES.values(), *STORED_AS}, key=str)
@@ -167,14 +166,6 @@ def test_tied_tensors_are_stored_once_and_tied_again():
     assert back["copy"].abs().sum() > 0
 
 
-def test_tied_weights_of_a_module():
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    model[1].weight = model[0].weight
-    assert list(flatten({"model": model}).tensors) == ["model/0.weight"]
-    back = through({"model": model})["model"]
-    assert back["0.weight"] is back["1.weight"]
-
-
 def test_tied_complex_and_fp8_views():
     z, f = random(torch.complex64, 3), random(torch.float8_e8m0fnu, 3)
     back = through({"z": [z, z.detach()], "f": (f, f)})
@@ -267,17 +258,6 @@ def test_second_name_of_a_dtype_is_restored_as_the_first():
     back = through({"a": np.longlong(3), "b": np.ones(2, dtype=np.longlong)})
     assert back["a"] == 3
     assert back["a"].dtype == back["b"].dtype == np.dtype(np.longlong)
-
-
-def test_arrays_are_copied_at_once():
-    array, listed = np.arange(5), np.array(["a", "b"])
-    flat = flatten({"a": array, "s": listed})
-    array[:] = 9
-    listed[:] = "z"
-    layout = plan_layout(flat.tensors)
-    buffer = bytearray(layout.size)
-    copy_into(layout, flat.tensors, buffer)
-    assert exactly(unflatten(flat.tree, buffer), {"a": np.arange(5), "s": np.array(["a", "b"])})
 
 
 # ---- plain values
@@ -715,14 +695,6 @@ REFUSED = {
         "the module before the first save",
     ),
 }
-
-
-def test_parameter_of_the_state_is_filled_in_place_or_is_a_plain_tensor():
-    saved = through({"scale": nn.Parameter(torch.ones(2))})
-    assert type(saved["scale"]) is torch.Tensor and saved["scale"].tolist() == [1, 1]
-    state = {"scale": nn.Parameter(torch.zeros(2))}
-    load(state, saved)
-    assert type(state["scale"]) is nn.Parameter and state["scale"].tolist() == [1, 1]
 
 
 def test_arrays_that_are_refused_are_restored_by_the_advice():

@@ -14,8 +14,7 @@ import torch
 from support.training import stored, through
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import Dataset
 
 from tierd.core.errors import StateMismatch
 from tierd.state.fit import check_fit
@@ -161,34 +160,6 @@ class Numbers(Dataset):
 
     def __getitem__(self, i):
         return torch.tensor(i), torch.rand(1)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_data_loader_mid_epoch(workers):
-    def make():
-        generator = torch.Generator()
-        generator.manual_seed(5)
-        return StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, generator=generator)
-
-    def drain(iterator):
-        return [(a.tolist(), b.tolist()) for a, b in iterator]
-
-    torch.manual_seed(0)
-    loader = make()
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    restored_from = stored({"data": loader, "rng": RngState()})
-    rest = drain(iterator)
-    assert len(rest) == 7
-
-    torch.manual_seed(99)
-    state = {"data": make(), "rng": RngState()}
-    load(state, unflatten(*restored_from))
-    again = drain(state["data"])
-    assert [a for a, _ in again] == [a for a, _ in rest]
-    if not workers:  # a worker's generators are seeded anew by torchdata; those of this process are ours
-        assert again == rest
 
 
 # ---- what is given to whom
@@ -829,23 +800,6 @@ def test_a_generator_is_set_where_it_is():
     file[:] = b"\0" * len(file)
     assert (state["g"], state["data"]["g"][0]) == loaders
     assert [torch.rand(3, generator=g).tolist() for g in loaders] == expected
-
-
-def test_shuffled_loaders_own_generator_continues():
-    def make():
-        generator = torch.Generator().manual_seed(7)
-        return generator, DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator)
-
-    def epoch(loader):
-        return [batch.tolist() for batch, _ in loader]
-
-    generator, loader = make()
-    epoch(loader)
-    restored = through({"generator": generator})
-    second = epoch(loader)
-    generator, loader = make()
-    load({"generator": generator}, restored)
-    assert epoch(loader) == second
 
 
 def test_none_in_its_place_takes_a_new_generator():

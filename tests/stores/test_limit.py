@@ -113,21 +113,6 @@ class TestLimitedFileStore(Conformance):
         return lambda: LimitedStore(FileStore(tmp_path), 1 << 40, 1 << 40)
 
 
-def test_digest_is_charged_like_a_get():
-    async def got(store, clock):
-        await store.put(key(0), bytes(3 * RATE))
-        for _ in range(3):
-            await store.get(key(0))
-
-    async def digested(store, clock):
-        await store.put(key(0), bytes(3 * RATE))
-        for _ in range(3):
-            assert (await store.digest(key(0)))[0] == 3 * RATE
-
-    began = [[at for at, *_ in limited(work, up=None)] for work in (digested, got)]
-    assert began == [[0.0, 0.0, 2.0, 5.0]] * 2
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_span_of_time_has_more_than_the_limit_and_one_seconds_worth_or_one_chunk(seed):
     noise = random.Random(seed)
@@ -158,22 +143,6 @@ def test_a_busy_line_moves_all_that_the_limit_allows():
     assert begun[-1][0] == pytest.approx((640 * 100 - RATE) / RATE, rel=1e-6)
 
 
-def test_the_first_chunk_is_free_for_one_seconds_worth_and_no_more():
-    async def work(store, clock):
-        await store.put(key(1), bytes(6400))
-
-    assert limited(work) == [(pytest.approx(5.4), key(1), 6400)]
-
-
-def test_idle_line_saves_up_the_bytes_of_a_second():
-    async def work(store, clock):
-        await clock.sleep(3600)
-        await store.put(key(1), bytes(RATE))
-        await store.put(key(2), bytes(RATE))
-
-    assert [at for at, *_ in limited(work)] == [3600, pytest.approx(3601)]
-
-
 def test_requests_of_any_size_are_served_in_order():
     async def work(store, clock):
         async def one(number, size):
@@ -184,43 +153,47 @@ def test_requests_of_any_size_are_served_in_order():
     assert [name for _, name, _ in limited(work)] == [key(number) for number in range(5)]
 
 
-def test_up_and_down_are_limits_of_their_own():
+def put(number: int, size: int):
+    return lambda store, clock: store.put(key(number), bytes(size))
+
+
+def get(number: int, room: int | None = None):
+    return lambda store, clock: store.get(key(number), None if room is None else memoryview(bytearray(room)))
+
+
+def digest(number: int):
+    return lambda store, clock: store.digest(key(number))
+
+
+def rest(seconds: float):
+    return lambda store, clock: clock.sleep(seconds)
+
+
+# Calls one after the other, and when each began.
+CALLS = {
+    "the first chunk waits for all but one second's worth": ([put(1, 6400)], {}, [5.4]),
+    "an idle line saves up the bytes of a second": ([rest(3600), put(1, RATE), put(2, RATE)], {}, [3600, 3601]),
+    "up alone": ([put(1, 3000), get(1), put(2, 3000)], {"down": None}, [2, 2, 5]),
+    "a get without room is paid by the next": ([put(1, 3000), get(1), get(1), get(1)], {"up": None}, [0, 0, 2, 5]),
+    "a digest is charged like a get": ([put(1, 3000), *[digest(1)] * 3], {"up": None}, [0, 0, 2, 5]),
+    "a get with room pays ahead": ([put(1, 3000), *[get(1, 4000)] * 2], {"up": None}, [0, 3, 6]),
+    "a refund is no more than an idle line saves up": (
+        [put(1, 0), *[get(1, 900)] * 5, put(2, 5000), get(2, 5000)],
+        {"up": None},
+        [*[0] * 7, 4],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_begin_when_the_limit_allows_them(name):
+    calls, limits, begin = CALLS[name]
+
     async def work(store, clock):
-        await store.put(key(1), bytes(3000))
-        await store.get(key(1))
-        await store.put(key(2), bytes(3000))
+        for call in calls:
+            await call(store, clock)
 
-    assert [at for at, *_ in limited(work, down=None)] == [pytest.approx(2), pytest.approx(2), pytest.approx(5)]
-
-
-def test_a_get_without_room_is_paid_by_the_next():
-    async def work(store, clock):
-        await store.put(key(1), bytes(3000))
-        await store.get(key(1))
-        await store.get(key(1))
-
-    assert [at for at, *_ in limited(work, up=None)] == [0, 0, pytest.approx(2)]
-
-
-def test_get_with_room_pays_ahead_and_is_refunded_for_unused_room():
-    async def work(store, clock):
-        await store.put(key(1), bytes(3000))
-        room = memoryview(bytearray(4000))
-        for _ in range(2):
-            assert (await store.get(key(1), room)).nbytes == 3000
-
-    assert [at for at, *_ in limited(work, up=None)] == [0, pytest.approx(3), pytest.approx(6)]
-
-
-def test_refund_is_no_more_than_an_idle_line_saves_up():
-    async def work(store, clock):
-        await store.put(key(1), b"")
-        for _ in range(5):
-            await store.get(key(1), memoryview(bytearray(900)))
-        await store.put(key(2), bytes(5000))
-        await store.get(key(2), memoryview(bytearray(5000)))
-
-    assert limited(work, up=None)[-1][0] == pytest.approx(4, abs=0.01)
+    assert [at for at, *_ in limited(work, **limits)] == pytest.approx(begin, abs=0.01)
 
 
 def test_manifests_do_not_wait_and_are_charged():

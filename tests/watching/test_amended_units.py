@@ -112,14 +112,6 @@ def test_late_file_of_an_older_checkpoint_is_taken_and_makes_it_no_newer(home: H
     assert set(newest(home, capsys)) == {"step_30/m.pt", "step_30/config.json"}
 
 
-def test_late_file_of_the_newest_checkpoint_is_restored_with_it(home: Home, capsys) -> None:
-    write(home.root, {"step_10/m.pt": pt(10)}, 1_000_010)
-    take(home.spool, home.root)
-    write(home.root, {"step_10/opt.pt": pt(11)}, 1_000_030)
-    take(home.spool, home.root)
-    assert set(newest(home, capsys)) == {"step_10/m.pt", "step_10/opt.pt"}
-
-
 def test_part_that_was_taken_early_is_not_restored_beside_newer_checkpoints(home: Home, capsys) -> None:
     write(home.root, {"step_10/m.pt": pt(10)}, 1_000_010)
     take(home.spool, home.root)
@@ -176,30 +168,12 @@ def test_saves_with_two_numbers_in_their_names_are_of_one_series(home: Home) -> 
         assert len(take(home.spool, home.root).parts) == 1
 
 
-def test_padded_number_at_the_end_of_a_name_is_a_step(home: Home) -> None:
-    """guided-diffusion: `model010000.pt`, `opt010000.pt`, `ema_0.9999_010000.pt`."""
-    names = ("model010000.pt", "opt010000.pt", "ema_0.9999_010000.pt", "resnet152.pt", "10000.state")
-    write(home.root, {name: pt(1) for name in names}, 1_000_000)
-    with Tree(home.root) as tree:
-        found = {unit.step: set(unit.files) for unit in units(tree.listing())}
-    assert found == {10000: set(names) - {"resnet152.pt"}, None: {"resnet152.pt"}}
-
-
 def test_model_in_the_watched_directory_itself_has_its_config(root: Path) -> None:
     names = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
     write(root, dict.fromkeys({*names, "README.md", "results.json", "train.log"}, b"{}"), 1_000_000)
     with Tree(root) as tree:
         (unit,) = units(tree.listing())
     assert set(unit.files) == names
-
-
-def test_file_without_a_step_that_is_written_again_is_the_newest(home: Home, capsys) -> None:
-    write(home.root, {"step_10.pt": pt(10), "last.pt": pt(1), "best.pt": pt(1)}, 1_000_010)
-    take(home.spool, home.root)
-    for number in (2, 3):
-        write(home.root, {"last.pt": pt(number)}, 1_000_010 + number)
-        take(home.spool, home.root)
-    assert newest(home, capsys)["last.pt"] == pt(3)
 
 
 def test_directories_of_numbers_within_an_array_are_no_steps(root: Path) -> None:

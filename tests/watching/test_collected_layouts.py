@@ -5,7 +5,6 @@ Judged by the words of docs/howto/watch.md. Each test names the program's source
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -110,19 +109,6 @@ def test_large_file_with_the_name_of_a_pointer_is_taken(home: Home, capsys) -> N
     assert files(home.root) == {"checkpoint": pt(1, 5000)}
 
 
-def test_json_pointer_with_the_step_is_restored(home: Home, capsys) -> None:
-    """mesh-transformer-jax, device_train.py: meta.json is all that its resume reads."""
-    for step in (15000, 20000):
-        write(home.root, {f"m/step_{step}/shard_{rank}.pt": pt(step, rank) for rank in (0, 1)}, 1_000_000 + step)
-        meta = json.dumps({"step": step, "checkpoints": [15000, 20000], "aux": {}}).encode()
-        write(home.root, {"m/meta.json": meta}, 1_000_001 + step)
-        take(home.spool, home.root)
-    flush(home.spool, home.tier)
-    shutil.rmtree(home.root)
-    home.prepare(capsys)
-    assert files(home.root)["m/meta.json"] == meta
-
-
 def test_pointers_of_ranks_name_one_checkpoint_after_a_kill_between_ranks(home: Home, capsys) -> None:
     """dinov2, fsdp: each rank has a file and a pointer of its own."""
 
@@ -140,22 +126,6 @@ def test_pointers_of_ranks_name_one_checkpoint_after_a_kill_between_ranks(home: 
         write(home.root, rank(3749, number), 1_003_749)
     home.prepare(capsys)
     assert {name: data for name, data in files(home.root).items() if "3749" not in name} == whole
-
-
-def test_pointer_missing_at_a_kill_is_restored_beside_the_link(home: Home, capsys) -> None:
-    """DeePMD-kit, pt/train/training.py: a link, then the text `checkpoint`."""
-    for step in (1000, 2000):
-        write(home.root, {f"model.ckpt-{step}.pt": pt(step)}, 1_000_000 + step)
-        (home.root / "model.ckpt.pt").unlink(missing_ok=True)
-        (home.root / "model.ckpt.pt").symlink_to(f"model.ckpt-{step}.pt")
-        if step == 1000:
-            write(home.root, {"checkpoint": b"model.ckpt-1000.pt"}, 1_000_000 + step)
-        take(home.spool, home.root)
-    flush(home.spool, home.tier)
-    shutil.rmtree(home.root)
-    home.prepare(capsys)
-    assert files(home.root)["checkpoint"] == b"model.ckpt-2000.pt"
-    assert (home.root / "model.ckpt.pt").readlink() == Path("model.ckpt-2000.pt")
 
 
 def test_file_of_unknown_ending_is_restored_with_the_weights_of_its_name(home: Home, capsys) -> None:

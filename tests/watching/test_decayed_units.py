@@ -75,15 +75,6 @@ def test_decay_is_known_after_the_times_of_a_checkpoint_were_changed(home: Home)
     assert reported.parts == [] and list(reported.reasons) == ["step_200"]
 
 
-def test_file_that_its_program_wrote_again_is_taken(home: Home) -> None:
-    names = LAYOUTS["files without a step"]
-    save(home, names)
-    home.taken()
-    for second in (10, 20):
-        write(home.root, {names[0]: tensors(second), names[1]: tensors(second)}, 1_000_000 + second)
-        assert len(take(home.spool, home.root).parts) == 1
-
-
 def test_checkpoint_written_again_is_taken_if_its_program_wrote_over_the_first_copys_blocks(home: Home) -> None:
     names = LAYOUTS["directory of a step"][:2]
     save(home, LAYOUTS["directory of a step"])

@@ -194,15 +194,6 @@ def test_prepare_replaces_a_unit_with_a_flipped_bit(home: Home, keep_time: bool,
     assert [one["verdict"] for one in home.prepare(capsys).values()] == ["verified", "verified"]
 
 
-def test_prepare_replaces_a_file_without_a_step(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    path = layouts.safetensors(home.root)
-    home.taken()
-    right = path.read_bytes()
-    flip(path)
-    (one,) = home.prepare(capsys).values()
-    assert (one["verdict"], one["replaced"]) == ("damaged", True) and path.read_bytes() == right
-
-
 def test_prepare_moves_unfinished_checkpoints_and_checkpoints_that_were_never_taken(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
     steps(home, 100, 200)
     home.taken()

@@ -52,45 +52,12 @@ def test_late_watch_takes_neither_the_half_deleted_nor_the_half_written(home: Ho
     assert sorted(part.checkpoint.step for part in reported.parts) == [200, 300] and len(reported.reasons) == 2
 
 
-@layouts
-def test_part_is_taken_as_soon_as_it_is_whole(home: Home, names: tuple[str, ...]) -> None:
-    for step in (100, 200):
-        save(home, names, step)
-    save(home, names, 300, 2)
-    assert complete(home) == {100, 200}
-    save(home, names, 300)
-    assert complete(home) == {100, 200, 300}
-
-
-@layouts
-def test_second_save_in_a_row_with_fewer_files_is_taken(home: Home, names: tuple[str, ...]) -> None:
-    count = 3 if "rank" in names[1] else 2
-    for step in (100, 200):
-        save(home, names, step)
-    take(home.spool, home.root)
-    save(home, names, 300, count)
-    take(home.spool, home.root)
-    save(home, names, 400, count)
-    take(home.spool, home.root)
-    assert 400 in {part.checkpoint.step for part in home.spool.parts("r")}
-
-
 def test_file_with_another_name_in_each_save_is_not_absent(home: Home) -> None:
     for step, digest in ((100, "a91f"), (200, "07bc"), (300, "e55d")):
         names = (f"step_{step}/model.pt", f"step_{step}/d/{digest}", f"step_{step}/log.{digest}.pt")
         write(home.root, {name: pt(step) for name in names}, 1_000_000 + step)
         assert len(take(home.spool, home.root).parts) == 1
     assert complete(home) == {100, 200, 300}
-
-
-def test_late_file_of_an_older_checkpoint_is_not_needed(home: Home) -> None:
-    for step in (100, 200):
-        save(home, LAYOUTS["directories"], step)
-    take(home.spool, home.root)
-    write(home.root, {"step_100/late.pt": pt(1)}, 2_000_000)
-    take(home.spool, home.root)
-    save(home, LAYOUTS["directories"], 300)
-    assert [part.checkpoint.step for part in take(home.spool, home.root).parts] == [300]
 
 
 def test_best_is_not_needed(home: Home) -> None:

@@ -211,20 +211,6 @@ def test_going_back_brings_no_newer_file_without_a_step(home: Home, capsys) -> N
     assert {name for name in entries(home.root) if name.endswith(".pt")} == {"epoch_10.pt"}
 
 
-def test_newest_checkpoint_of_each_series_is_restored(home: Home, capsys) -> None:
-    for step in (10, 20):
-        names = (f"_actor/step_{step}/w.pt", f"_critic/step_{step}/w.pt", f"step_{step}_hf/w.pt")
-        write(home.root, {name: pt(step, number) for number, name in enumerate(names)}, 1_000_000 + step)
-        take(home.spool, home.root)
-    flush(home.spool, home.tier)
-    newest = {name: data for name, data in files(home.root).items() if "20" in name}
-    restore(home)
-    assert files(home.root) == newest
-    shutil.rmtree(home.root)
-    home.prepare(capsys)
-    assert files(home.root) == newest
-
-
 def detectron2(home: Home, *names: str) -> None:
     """fvcore, Checkpointer.save: a checkpoint without a step at the end, `model_final.pth`."""
     for second, name in enumerate(names):
@@ -258,16 +244,6 @@ def test_lost_file_without_a_step_is_restored_with_the_pointer_only_if_it_is_the
     (home.root / "model_final.pth").unlink()
     home.prepare(capsys)
     assert files(home.root) == before
-
-
-def test_lost_pointer_is_restored_beside_a_lost_file_without_a_step(home: Home, capsys) -> None:
-    saves(home, 10, 20)
-    flush(home.spool, home.tier)
-    before = entries(home.root)
-    for name in ("last_checkpoint", "newest", "last.pt", "best.pt"):
-        (home.root / name).unlink()
-    home.prepare(capsys)
-    assert entries(home.root) == before
 
 
 def test_lost_pointer_is_put_back_and_another_choice_is_left(home: Home, capsys) -> None:
@@ -308,20 +284,6 @@ def test_text_that_names_a_checkpoint_is_restored(home: Home, name: str, text: s
     home.taken()
     restore(home)
     assert files(home.root) == {"a/epoch_10.pt": pt(10), f"a/{name}": text.encode()}
-
-
-def test_pointer_is_restored_if_its_program_was_killed_before_it_wrote_it_anew(home: Home, capsys) -> None:
-    """Lightning removes the link `last.ckpt` after a save, before it makes the next one."""
-    saves(home, 10, 20)
-    before = entries(home.root)
-    for name in ("last_checkpoint", "newest"):
-        (home.root / name).unlink()
-    write(home.root, {"epoch_30.pt": pt(30)}, 1_000_030)
-    take(home.spool, home.root)
-    flush(home.spool, home.tier)
-    home.prepare(capsys)
-    named = {"last_checkpoint": b"out/epoch_30.pt\n", "newest": "epoch_30.pt"}
-    assert entries(home.root) == before | named | {"epoch_30.pt": pt(30)}
 
 
 def test_directory_without_a_step_is_restored_beside_the_files_that_lie_in_it_now(home: Home, capsys) -> None:

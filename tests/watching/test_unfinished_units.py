@@ -42,12 +42,6 @@ def test_directory_with_a_temporary_name_is_no_checkpoint(root: Path, name: str)
     assert complete(root) == ["step_20"]
 
 
-@pytest.mark.parametrize("name", TEMPORARY)
-def test_directory_with_a_temporary_name_keeps_no_finished_unit_from_being_taken(root: Path, name: str) -> None:
-    write(root, save(10) | {f"{name}/model.pt": pt(10)}, 10)
-    assert complete(root) == ["step_10"]
-
-
 @pytest.mark.parametrize("name", ["save_5.tmp", "tmp_save_5", ".v5.tmp"])
 def test_directory_with_a_temporary_name_and_no_step_is_left(home: Home, name: str, capsys) -> None:
     flush(home.spool, home.tier)
@@ -164,18 +158,6 @@ def test_files_without_a_step_are_taken_again_after_a_file_was_removed(root: Pat
     write(root, {"last.pt": pt(2)}, 20)
     looked(watch, spool, 5.0, 7.0)
     assert len(reported.parts) == 2
-
-
-def test_half_deleted_checkpoint_that_was_taken_is_neither_reported_nor_taken_again(root: Path, spool: Spool) -> None:
-    for step in (10, 20):
-        write(root, save(step), step)
-    reported = Reported()
-    watch = UnitWatch(spool, root, RUN, reported, settle_s=1.0)
-    looked(watch, spool, 1.0, 3.0)
-    for step in (10, 20):
-        (root / f"step_{step}" / "a.pt").unlink()
-    looked(watch, spool, 5.0, 7.0)
-    assert reported.reasons == {} and len(reported.parts) == 2
 
 
 def test_rank_that_is_the_step_as_well_is_of_the_same_series(root: Path) -> None:

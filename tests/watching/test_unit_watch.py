@@ -115,20 +115,6 @@ def test_file_that_is_open_for_writing_is_detected(tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_a_unit_that_is_open_for_writing_waits(root: Path, spool: Spool) -> None:
-    layouts.torch_save(root)
-    reported = Reported()
-    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
-    with (root / "model_step100.pt").open("ab"):
-        for now_s in (1.0, 2.0, 3.0):
-            watch.observe(History(), now_s)
-        assert reported.parts == [] and watch.waiting
-    watch.observe(History(), 4.0)
-    assert reported.parts == []
-    watch.observe(History(), 8.0)
-    assert len(reported.parts) == 1 and not watch.waiting
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users")
 @pytest.mark.parametrize(
     ("owner", "mode", "links", "is_taken"),
@@ -468,11 +454,3 @@ def test_nothing_of_tierd_lies_in_a_watched_directory(spool: str, tier: str, roo
     config = from_urls(str(home / spool), [str(home / tier)], watch=watch)
     with pytest.raises(ConfigError, match="nothing is written to a watched directory"):
         asyncio.run(check_apart(config))
-
-
-def test_history_holds_the_checkpoints_of_the_spool(root: Path, spool: Spool) -> None:
-    layouts.torchtitan(root)
-    (part,) = take(spool, root).parts
-    assert observed(spool).made.keys() == {part.checkpoint} and observed(spool).origins == {
-        part.checkpoint.attempt: None
-    }

@@ -169,6 +169,7 @@ def test_numbered_directory_of_runs_is_no_checkpoint(root: Path) -> None:
         *(("lora-000004-state", 4), ("rl_model_10000_steps.zip", 10000), ("5_net_G.pth", 5), ("resnet50.pth", None)),
         *(("llama-7b.safetensors", None), ("model-00001-of-00002.safetensors", None), ("step10k.pt", None)),
         *(("step_20241123.pt", 20241123), ("model_20241123.pt", None), ("checkpoint_epoch_12_loss_0.34.pth", 12)),
+        *(("model010000.pt", 10000), ("ema_0.9999_010000.pt", 10000), ("resnet152.pt", None), ("10000.state", 10000)),
         *(("mp_rank_00_model_states.pt", None), ("val_loss=0.25-step=7.ckpt", 7), ("epoch_latest.pt", None)),
     ],
 )

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from support.inventories import (
     Cluster,
-    attempt,
     cases,
     checkpoint,
     config,
@@ -29,7 +28,7 @@ from support.seeds import examples
 
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.planning.actions import Discard, Flush, Prune, RepairCopy
-from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
+from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import plan
@@ -466,17 +465,6 @@ def test_part_that_a_node_sends_is_not_pruned_by_another_node():
     assert not (sent and a1 in [one.checkpoint for one in prunes(planned(janitor, settings), "a")])
 
 
-def test_complete_means_every_rank_of_one_world_size():
-    def ranks(*parts):
-        return Place.of(dict.fromkeys(parts)).checkpoints[A100].ranks
-
-    assert is_complete(ranks(part(A100, 0, 2), part(A100, 1, 2)))
-    assert not is_complete(ranks(part(A100, 0, 2), part(A100, 1, 3)))
-    assert not is_complete({})
-    assert attempt(1) == A100.attempt
-    assert isinstance(facts(), ManifestFacts)
-
-
 # -- at size ----------------------------------------------------------------------------------------------------------
 
 RANKS, LOCAL = 1024, range(8)
@@ -516,15 +504,14 @@ def events(work) -> int:
     return count
 
 
-@pytest.mark.parametrize("keep_all", [False, True])
 @pytest.mark.parametrize(
-    ("spooled", "there", "lacking"),
+    ("spooled", "there", "lacking", "keep_all"),
     [
-        (lambda n: range(n - 3, n), range, lambda n: ()),
-        (range, range, lambda n: ()),
-        (range, lambda n: range(0), lambda n: ()),
-        (range, lambda n: range(0, n, 2), lambda n: ()),
-        (range, range, lambda n: range(0, n, 2)),
+        (lambda n: range(n - 3, n), range, lambda n: (), False),
+        (range, range, lambda n: (), True),
+        (range, lambda n: range(0), lambda n: (), True),
+        (range, lambda n: range(0, n, 2), lambda n: (), True),
+        (range, range, lambda n: range(0, n, 2), False),
     ],
     ids=["few", "all", "nothing sent", "half sent", "half incomplete"],
 )

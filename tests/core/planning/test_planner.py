@@ -95,17 +95,6 @@ def test_planner_plans_after_any_change_the_same_as_a_fresh_plan(case, data):
                 world = replace(world, held=frozenset(list(world.spool.checkpoints)[:1]))
 
 
-def test_a_part_that_arrived_since_is_pending_no_more():
-    one = part(checkpoint(1, 1))
-    place, settled = Place.of({one: facts()}), config(RetentionPolicy())
-    world, run = Inventory(place, {"a": Place()}), one.checkpoint.run
-    before = Demand(world, settled, run)
-    assert before.pending("a") == {one.checkpoint: (one,)}
-    arrived = Demand(replace(world, tiers={"a": place}), settled, run, before)
-    assert arrived.pending("a") == {}
-    assert Demand(world, settled, run, arrived).pending("a") == before.pending("a")
-
-
 def test_a_run_of_which_nothing_changed_is_not_planned_again(monkeypatch):
     def own(run, step):
         return part(checkpoint(1, step, run))

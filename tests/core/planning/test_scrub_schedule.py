@@ -31,15 +31,6 @@ def test_every_copy_is_due_after_it_was_verified_and_well_within_the_period(age,
     assert due.verified == NOW - age < due.at <= NOW - age + 0.91 * period
 
 
-def test_copies_made_at_once_are_due_all_over_the_period():
-    where = spool(*range(1000))
-    remembered = {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
-    tenths = Counter(
-        int((due.at - NOW) / (0.9 * PERIOD) * 10) for due in agenda(Inventory(where, {}), remembered, PERIOD, NOW)
-    )
-    assert set(tenths) == set(range(10)) and all(60 < count < 140 for count in tenths.values())
-
-
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=60), st.integers(1, 30))
 def test_working_off_the_agenda_keeps_every_gap_within_the_period(pauses, steps):
     """A daemon that is up now and then, never away for more than a day, reads what is due each time."""
