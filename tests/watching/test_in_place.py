@@ -16,7 +16,6 @@ from support import layouts
 from support.doubles import Killed
 from support.layouts import WRITERS
 from support.watched_run import RUN, Home, files, flush, take
-from support.world import commit, part
 
 from tierd.cli import run
 from tierd.core.manifest_codec import decode
@@ -24,7 +23,6 @@ from tierd.core.seal import seal
 from tierd.daemon.intake import in_place, swapping
 from tierd.formats.byte_source import PIECE
 from tierd.spool.describe import describe_file
-from tierd.spool.spool import Spool
 from tierd.watching import files as watching_files
 from tierd.watching.unit_file import UNIT_NAME
 
@@ -85,14 +83,6 @@ def test_restore_into_a_directory_moves_its_checkpoint_and_a_step_can_be_chosen(
     assert changed == {"latest", "global_step10/zero_pp_rank_0_mp_rank_00_model_states.pt"}
     assert (home.root / ".tierd-quarantine" / "global_step10").is_dir()
     assert not (home.root / ".tierd-restored").exists()
-
-
-def test_a_run_that_was_not_watched_has_no_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spool = Spool(tmp_path / "spool")
-    commit(spool, part(10, run=RUN))
-    flush(spool, tmp_path / "tier")
-    assert run(["restore", str(tmp_path / "tier"), "--run", RUN, "--into", str(tmp_path / "out")]) == 3
-    assert "--to EMPTY" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc", "global_step21"])

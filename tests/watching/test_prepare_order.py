@@ -37,18 +37,6 @@ def test_prepare_fetches_nothing_that_is_newer_by_its_time_alone(home: Home, cap
     assert sorted(files(home.root)) == ["a-40.pt"]
 
 
-def test_prepare_puts_a_missing_file_of_a_step_back(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("model_10.pt", "opt_10.pt"):
-        torch.save({"w": torch.ones(3), "name": name}, home.root / name)
-        os.utime(home.root / name, (10, 10))
-    home.taken()
-    right = files(home.root)
-    for name in right:
-        (home.root / name).unlink()
-        (found,) = home.prepare(capsys).values()
-        assert (found["verdict"], found["replaced"]) == ("damaged", True) and files(home.root) == right
-
-
 def test_prepare_leaves_a_verified_copy_in_place_each_time_a_file_is_damaged(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
     """The second damaged file lies in quarantine under another name, `b_10.pt.1`."""
     for name in ("a_10.pt", "b_10.pt"):

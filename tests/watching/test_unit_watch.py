@@ -20,7 +20,6 @@ from support.world import Daemon
 from tierd.core.config import WatchConfig, from_toml, from_urls
 from tierd.core.errors import ConfigError, SpoolFull
 from tierd.daemon.intake import taking, unit_watch
-from tierd.daemon.intake.intake import Intake
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.status import status
@@ -395,28 +394,16 @@ def test_unchanged_chunks_are_sent_once(root: Path, spool: Spool, tmp_path: Path
     assert sent < 1.2 * frozen.nbytes
 
 
-def test_a_daemon_takes_and_flushes_and_follows_its_configuration(root: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_daemon_takes_and_flushes_and_names_the_refused(root: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     timed(monkeypatch, watch_s=0.02, settle_s=0.05)
     (tmp_path / "tier").mkdir()
-    watch = WatchConfig(directory=str(root), run=RUN)
-    with Daemon(tmp_path / "spool", lambda: {"file": FileStore(tmp_path / "tier")}, watch=(watch,)) as daemon:
-
-        async def begin() -> None:
-            daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]
-            daemon.task = daemon.loop.create_task(daemon.intake.run())  # type: ignore[attr-defined]
-
-        async def end() -> None:
-            daemon.task.cancel()  # type: ignore[attr-defined]
-
-        daemon.call(begin())
+    with watching(tmp_path, "spool") as daemon:
         layouts.torchtitan(root)
         path = layouts.torch_save(root).rename(root / "model_step7.pt")
         path.write_bytes(path.read_bytes()[:-50])
         wait_until(lambda: daemon.reconciler.journal.counters["flushed"] == 1)
         wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
-        events = {event.what for event in daemon.reconciler.journal.events}
-        daemon.call(end())
-    assert {"persisted", "durable", "not taken"} <= events
+        assert {"persisted", "durable", "not taken"} <= {event.what for event in daemon.reconciler.journal.events}
 
 
 # -- the configuration ------------------------------------------------------------------------------------------------

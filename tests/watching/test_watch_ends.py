@@ -13,27 +13,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import layouts
-from support.timed import timed
 from support.waiting import wait_until
 from support.watched_run import watched, watching
-from support.world import Daemon, commit, part
+from support.world import commit, part
 
 from tierd.core.config import WatchConfig
 from tierd.daemon.intake import intake, unit_watch, watch_at_work
 from tierd.daemon.intake.directory_id import DirectoryId
-from tierd.daemon.intake.intake import Intake
 from tierd.daemon.status import status
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
 from tierd.watching import files
 
 pytestmark = pytest.mark.usefixtures("quick", "tier")
-
-
-def test_a_watch_that_took_everything_ends_with_0(root: Path) -> None:
-    layouts.torch_save(root)
-    assert watched(root) == 0
-    assert list((root.parent / "tier" / "r").iterdir())
 
 
 def test_a_watch_that_did_not_take_everything_ends_with_9(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -45,16 +36,6 @@ def test_a_watch_that_did_not_take_everything_ends_with_9(root: Path, caplog: py
     assert list((root.parent / "tier" / "r").iterdir())
 
 
-def test_a_directory_that_vanished_ends_a_watch_with_6(root: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    layouts.torch_save(root)
-    assert watched(root) == 0
-    root.rename(root.parent / "elsewhere")
-    timed(monkeypatch, appear_s=0.2)
-    assert watched(root) == 6
-    reported = capsys.readouterr().err
-    assert f"{root}: it cannot be watched: it does not exist; mount it, make it again" in reported
-
-
 def test_a_trainers_run_is_not_watched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layouts.torch_save(root)
     commit(Spool(root.parent / ".out.tierd"), part(7, run="r"))
@@ -63,51 +44,32 @@ def test_a_trainers_run_is_not_watched(root: Path, capsys: pytest.CaptureFixture
     assert [one.checkpoint.step for one in Spool(root.parent / ".out.tierd").parts("r")] == [7]
 
 
-def test_status_names_units_that_are_not_taken_or_listed(root: Path) -> None:
+def test_status_names_units_that_are_not_taken_until_they_are(root: Path) -> None:
     path = layouts.torch_save(root)
     whole = path.read_bytes()
     path.write_bytes(whole[:-50])
-    watch = WatchConfig(directory=str(root), run="r")
-    with Daemon(root.parent / "spool", lambda: {"file": FileStore(root.parent / "tier")}, watch=(watch,)) as daemon:
+    with watching(root.parent, "spool") as daemon:
 
         def problems() -> list[str]:
             return [one.why for one in status(daemon.reconciler, 0, 0).problems if "model_step100.pt" in one.why]
 
-        async def begin() -> None:
-            daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]
-            daemon.task = daemon.loop.create_task(daemon.intake.run())  # type: ignore[attr-defined]
-
-        async def end() -> None:
-            daemon.task.cancel()  # type: ignore[attr-defined]
-
-        daemon.call(begin())
         wait_until(lambda: len(problems()) == 1)
         assert "is not taken: it is damaged" in problems()[0]
         path.write_bytes(whole)
         wait_until(lambda: problems() == [])
-        daemon.call(end())
 
 
 def test_the_alert_of_a_watch_that_was_taken_out_ends(root: Path) -> None:
     (root / "file").write_text("")
-    watch = WatchConfig(directory=str(root / "file"), run="r")
-    with Daemon(root.parent / "spool", lambda: {"file": FileStore(root.parent / "tier")}, watch=(watch,)) as daemon:
+    with watching(root.parent, "spool", "out/file") as daemon:
         reconciler = daemon.reconciler
-
-        async def begin() -> None:
-            daemon.task = daemon.loop.create_task(Intake(reconciler, lambda: None).run())  # type: ignore[attr-defined]
 
         async def take_out() -> None:
             reconciler.config = msgspec.structs.replace(reconciler.config, watch=())
 
-        async def end() -> None:
-            daemon.task.cancel()  # type: ignore[attr-defined]
-
-        daemon.call(begin())
         wait_until(lambda: [one.doing for one in reconciler.journal.alerts()] == ["observe"])
         daemon.call(take_out())
         wait_until(lambda: reconciler.journal.alerts() == ())
-        daemon.call(end())
 
 
 @pytest.mark.parametrize(("where", "code"), [("secret", 0), ("lost+found", 0), ("step-100/secret", 9)])

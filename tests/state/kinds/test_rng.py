@@ -70,45 +70,27 @@ def two_devices(monkeypatch):
     return states
 
 
-def test_every_cuda_device(two_devices):
-    state = {"rng": RngState()}
-    restored = through(state)
-    saved = [device.clone() for device in two_devices]
-    for device in two_devices:
-        device.zero_()
-    load(state, restored)
-    assert all(torch.equal(a, b) for a, b in zip(two_devices, saved, strict=True))
-
-
 def bytes_of(states):
     return [states.tolist()[0] for states in states]
 
 
-def test_a_process_that_sees_fewer_devices_gets_its_own(two_devices):
-    """The one that was current goes to the one that is; any other device has another state, or none."""
+@pytest.mark.parametrize(
+    ("sees", "current", "expected"),
+    [([0, 0], 1, [0, 16]), ([0], 0, [16]), ([7, 8, 9], 2, [7, 8, 16]), ([0, 16], 0, [16, 16])],
+    ids=["the same devices", "fewer devices", "more devices", "a device of another number"],
+)
+def test_current_device_gets_the_generator_of_the_saved_current_device(
+    two_devices, monkeypatch, sees, current, expected
+):
+    """Where the number of devices differs, any other device has another state, or none."""
     state = {"rng": RngState()}
     restored = through(state)
     assert restored["rng"]["cuda_device"] == 1
-    two_devices[:] = [torch.zeros(16, dtype=torch.uint8)]
+    two_devices[:] = [torch.full((16,), number, dtype=torch.uint8) for number in sees]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new: two_devices.__setitem__(current, new))
     load(state, restored)
-    assert bytes_of(two_devices) == [16]
-
-
-def test_a_process_that_sees_more_devices_leaves_the_others_alone(two_devices):
-    state = {"rng": RngState()}
-    restored = through(state)
-    two_devices[:] = [torch.full((16,), number, dtype=torch.uint8) for number in (7, 8, 9)]
-    load(state, restored)
-    assert bytes_of(two_devices) == [7, 8, 16]
-
-
-def test_a_rank_whose_device_has_another_number_gets_its_own(two_devices, monkeypatch):
-    state = {"rng": RngState()}
-    restored = through(state)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new: two_devices.__setitem__(0, new))
-    load(state, restored)
-    assert bytes_of(two_devices) == [16, 16]
+    assert bytes_of(two_devices) == expected
 
 
 def test_a_process_without_devices_leaves_them_out_and_says_so(two_devices, monkeypatch, caplog):
