@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,13 +101,47 @@ def test_part_of_a_loop_that_writes_more_files_after_those_of_dcp_is_not_taken(h
     assert sorted(part.checkpoint.step for part in take(home.spool, home.root).parts) == [1000, 2000]
 
 
-def test_large_file_with_the_name_of_a_pointer_is_taken(home: Home, capsys) -> None:
-    """RotatE, codes/run.py: torch.save to `checkpoint`."""
-    write(home.root, {"checkpoint": pt(1, 5000), "config.json": b"{}"}, 1_000_000)
+# The saves of a program, and whether a file of them is of its newest checkpoint or has no step.
+RESTORED: dict[str, tuple[list[Files], Callable[[str], bool]]] = {
+    "RotatE, codes/run.py: torch.save to `checkpoint`": (
+        [{"checkpoint": pt(1, 5000), "config.json": b"{}"}],
+        lambda name: name == "checkpoint",
+    ),
+    "PaddleDetection, utils/checkpoint.py: .pdema is the moving average": (
+        [
+            {f"{name}.{ending}": pt(number) for number, ending in enumerate(("pdparams", "pdema", "pdopt"))}
+            for name in ("9", "19", "best_model", "model_final")
+        ],
+        lambda name: not name.startswith("9."),
+    ),
+    "GraphGym, checkpoint.py: the directory is the seed's, and one checkpoint is left in it": (
+        [{f"cora/{seed}/ckpt/399.ckpt": pt(seed), f"cora/{seed}/train/stats.json": b"{}"} for seed in (0, 1)],
+        lambda name: "ckpt" in name,
+    ),
+    "TD-MPC2, common/logger.py": (
+        [
+            {f"logs/walker-run/{seed}/default/models/{name}.pt": pt(seed) for seed in (1, 2)}
+            for name in ("50000", "100000", "final")
+        ],
+        lambda name: "50000" not in name,
+    ),
+    "a best file beside others in a numbered directory": (
+        [{f"{epoch}/{name}": pt(epoch) for name in ("net.pt", "best.pt")} for epoch in (1, 2, 3)],
+        lambda name: name.startswith("3/"),
+    ),
+}
+
+
+@pytest.mark.parametrize("program", RESTORED)
+def test_newest_checkpoint_and_files_without_a_step_are_restored(home: Home, program: str, capsys) -> None:
+    saves, is_restored = RESTORED[program]
+    for second, saved in enumerate(saves):
+        write(home.root, saved, 1_000_000 + second)
     home.taken()
+    newest = {name: data for name, data in files(home.root).items() if is_restored(name)}
     shutil.rmtree(home.root)
     home.prepare(capsys)
-    assert files(home.root) == {"checkpoint": pt(1, 5000)}
+    assert files(home.root) == newest
 
 
 def test_pointers_of_ranks_name_one_checkpoint_after_a_kill_between_ranks(home: Home, capsys) -> None:
@@ -128,18 +163,6 @@ def test_pointers_of_ranks_name_one_checkpoint_after_a_kill_between_ranks(home: 
     assert {name: data for name, data in files(home.root).items() if "3749" not in name} == whole
 
 
-def test_file_of_unknown_ending_is_restored_with_the_weights_of_its_name(home: Home, capsys) -> None:
-    """PaddleDetection, utils/checkpoint.py: .pdema is the moving average."""
-    for name in ("9", "19", "best_model", "model_final"):
-        saved = {f"{name}.{ending}": pt(number) for number, ending in enumerate(("pdparams", "pdema", "pdopt"))}
-        write(home.root, saved, 1_000_000 + len(name))
-    home.taken()
-    newest = {name: data for name, data in files(home.root).items() if not name.startswith("9.")}
-    shutil.rmtree(home.root)
-    home.prepare(capsys)
-    assert files(home.root) == newest
-
-
 def test_temporary_directory_of_a_number_is_moved(home: Home, capsys) -> None:
     """openpi, train_pytorch.py: `tmp_3000/` is renamed to `3000/`."""
     write(home.root, {"2000/net.safetensors": tensors(1), "tmp_3000/net.safetensors": tensors(2)}, 1_000_000)
@@ -148,46 +171,10 @@ def test_temporary_directory_of_a_number_is_moved(home: Home, capsys) -> None:
     assert verdicts == {"2000": "verified", "tmp_3000": "unfinished"}
 
 
-def test_only_save_of_each_seed_is_restored(home: Home, capsys) -> None:
-    """GraphGym, checkpoint.py: the directory is the seed's, and one checkpoint is left in it."""
-    saved: Files = {f"cora/{seed}/ckpt/399.ckpt": pt(seed) for seed in (0, 1)}
-    write(home.root, saved | {f"cora/{seed}/train/stats.json": b"{}" for seed in (0, 1)}, 1_000_000)
-    home.taken()
-    shutil.rmtree(home.root)
-    home.prepare(capsys)
-    assert files(home.root) == saved
-
-
 def test_numbered_directories_whose_files_steps_grow_with_them_are_checkpoints(home: Home) -> None:
     for epoch in (1, 2, 3):
         write(home.root, {f"{epoch}/model_{epoch}00.pt": pt(epoch), f"{epoch}/state.pt": pt(epoch)}, 1_000_000 + epoch)
     assert sorted(part.checkpoint.step for part in take(home.spool, home.root).parts) == [1, 2, 3]
-
-
-def test_final_file_of_each_seed_is_restored(home: Home, capsys) -> None:
-    """TD-MPC2, common/logger.py."""
-    saved: Files = {f"logs/walker-run/{seed}/default/models/final.pt": pt(seed) for seed in (1, 2)}
-    for seed in (1, 2):
-        for step in (50000, 100000):
-            write(home.root, {f"logs/walker-run/{seed}/default/models/{step}.pt": pt(step)}, 1_000_000 + step)
-    write(home.root, saved, 2_000_000)
-    home.taken()
-    shutil.rmtree(home.root)
-    home.prepare(capsys)
-    assert {name: data for name, data in files(home.root).items() if "final" in name} == saved
-
-
-def test_best_file_beside_others_makes_no_seed_of_a_numbered_directory(home: Home, capsys) -> None:
-    for epoch in (1, 2, 3):
-        write(
-            home.root,
-            {f"{epoch}/{name}": pt(epoch, at) for at, name in enumerate(("net.pt", "best.pt"))},
-            1_000_000 + epoch,
-        )
-    home.taken()
-    shutil.rmtree(home.root)
-    assert {unit["step"] for unit in home.prepare(capsys).values()} == {3}
-    assert sorted(files(home.root)) == ["3/best.pt", "3/net.pt"]
 
 
 def test_numbers_of_shards_make_no_step_of_a_numbered_directory(home: Home) -> None:
