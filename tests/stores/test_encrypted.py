@@ -126,38 +126,32 @@ def _cut(text: str) -> st.SearchStrategy[str]:
     return st.integers(0, len(text)).map(lambda end: text[: len(text) - end]) | st.just(text)
 
 
-def test_encrypted_place_shows_neither_bytes_nor_digests_nor_equality():
+async def test_encrypted_place_shows_neither_bytes_nor_digests_nor_equality():
     data = b"what nobody should read " * 50
     digest = "0123456789abcdef" * 2
 
-    async def work():
-        inner = MemoryStore()
-        store = EncryptedStore(inner, KEY)
-        names = [chunk_key(digest, rank=rank) for rank in (0, 1)] + [chunk_key(digest, owner=OWNER.replace("1", "2"))]
-        names += [manifest_key(), manifest_key(where="quarantine"), manifest_key(where="flushing") + ".x", "run/else"]
-        for name in names:
-            await store.put(name, data)
-        lies = await contents(inner)
-        assert [await store.get(name) for name in names] == [data] * len(names)
-        assert not any(digest in name for name in lies)
-        assert len({name.rpartition("/")[2] for name in lies if "/chunks/" in name}) == 3
-        assert len(set(lies.values())) == len(names)
-        assert not any(piece in found for found in lies.values() for piece in (b"what", b"nobody"))
-
-    asyncio.run(work())
+    inner = MemoryStore()
+    store = EncryptedStore(inner, KEY)
+    names = [chunk_key(digest, rank=rank) for rank in (0, 1)] + [chunk_key(digest, owner=OWNER.replace("1", "2"))]
+    names += [manifest_key(), manifest_key(where="quarantine"), manifest_key(where="flushing") + ".x", "run/else"]
+    for name in names:
+        await store.put(name, data)
+    lies = await contents(inner)
+    assert [await store.get(name) for name in names] == [data] * len(names)
+    assert not any(digest in name for name in lies)
+    assert len({name.rpartition("/")[2] for name in lies if "/chunks/" in name}) == 3
+    assert len(set(lies.values())) == len(names)
+    assert not any(piece in found for found in lies.values() for piece in (b"what", b"nobody"))
 
 
-def test_the_same_bytes_never_have_the_same_nonce():
-    async def work():
-        inner = MemoryStore()
-        store, seen = EncryptedStore(inner, KEY), set()
-        for _ in range(50):
-            await store.put(ONE, b"same")
-            (name,) = await keys(inner)
-            seen.add(bytes(await inner.get(name))[:12])
-        assert len(seen) == 50
-
-    asyncio.run(work())
+async def test_the_same_bytes_never_have_the_same_nonce():
+    inner = MemoryStore()
+    store, seen = EncryptedStore(inner, KEY), set()
+    for _ in range(50):
+        await store.put(ONE, b"same")
+        (name,) = await keys(inner)
+        seen.add(bytes(await inner.get(name))[:12])
+    assert len(seen) == 50
 
 
 @pytest.mark.parametrize(
@@ -176,106 +170,91 @@ def test_the_same_bytes_never_have_the_same_nonce():
         (manifest_key(), manifest_key().replace("run/", "other/")),
     ],
 )
-def test_object_put_in_the_place_of_another_is_not_believed(first, second):
+async def test_object_put_in_the_place_of_another_is_not_believed(first, second):
     """Another rank, checkpoint, run, digest, codec: a writer on the tier cannot swap them."""
 
-    async def work():
-        inner = MemoryStore()
-        store = EncryptedStore(inner, KEY)
-        await store.put(first, b"first")
-        await store.put(second, b"other")
-        one, two = store._hidden(first), store._hidden(second)
-        a, b = bytes(await inner.get(one)), bytes(await inner.get(two))
-        await inner.put(one, b)
-        await inner.put(two, a)
-        for key in (first, second):
-            with pytest.raises(CorruptChunk if "/chunks/" in key else ManifestError, match="under this name"):
-                await store.get(key)
-
-    asyncio.run(work())
+    inner = MemoryStore()
+    store = EncryptedStore(inner, KEY)
+    await store.put(first, b"first")
+    await store.put(second, b"other")
+    one, two = store._hidden(first), store._hidden(second)
+    a, b = bytes(await inner.get(one)), bytes(await inner.get(two))
+    await inner.put(one, b)
+    await inner.put(two, a)
+    for key in (first, second):
+        with pytest.raises(CorruptChunk if "/chunks/" in key else ManifestError, match="under this name"):
+            await store.get(key)
 
 
 @pytest.mark.parametrize("key", [ONE, manifest_key()])
-def test_every_flip_and_every_cut_is_noticed(key):
+async def test_every_flip_and_every_cut_is_noticed(key):
     data = b"checkpoint" * 3
 
-    async def work():
-        inner = MemoryStore()
-        store = EncryptedStore(inner, KEY)
-        await store.put(key, data)
-        ((name, lies),) = (await contents(inner)).items()
-        harmed = [flipped(lies, at) for at in range(len(lies))]
-        harmed += [lies[:end] for end in range(len(lies))] + [lies + b"x", b"x" + lies, bytes(len(lies))]
-        for one in harmed:
-            await inner.put(name, one)
-            into = bytearray(b"!" * len(data))
-            with pytest.raises((CorruptChunk, ManifestError, StoreRefused)) as caught:
-                await store.get(key, memoryview(into))
-            assert caught.type is not StoreRefused or len(one) > len(lies)
-            assert bytes(into) == b"!" * len(data)  # nothing is handed on before it was verified
-
-    asyncio.run(work())
+    inner = MemoryStore()
+    store = EncryptedStore(inner, KEY)
+    await store.put(key, data)
+    ((name, lies),) = (await contents(inner)).items()
+    harmed = [flipped(lies, at) for at in range(len(lies))]
+    harmed += [lies[:end] for end in range(len(lies))] + [lies + b"x", b"x" + lies, bytes(len(lies))]
+    for one in harmed:
+        await inner.put(name, one)
+        into = bytearray(b"!" * len(data))
+        with pytest.raises((CorruptChunk, ManifestError, StoreRefused)) as caught:
+            await store.get(key, memoryview(into))
+        assert caught.type is not StoreRefused or len(one) > len(lies)
+        assert bytes(into) == b"!" * len(data)  # nothing is handed on before it was verified
 
 
 @pytest.mark.parametrize("cut", [0, 1, 27])
 @pytest.mark.parametrize("key", [ONE, manifest_key(), manifest_key(where="flushing") + ".x"])
-def test_an_empty_or_cut_object_is_refused_by_the_store_itself(key, cut):
+async def test_an_empty_or_cut_object_is_refused_by_the_store_itself(key, cut):
     """Whatever a later layer would do: no caller may take an object that was cut to nothing for an empty one."""
 
-    async def work():
-        inner = MemoryStore()
-        store = EncryptedStore(inner, KEY)
-        await store.put(key, b"")  # an empty object has a tag, too, and comes back as what it is
-        ((name, lies),) = (await contents(inner)).items()
-        assert len(lies) >= 28 and bytes(await store.get(key)) == b""
-        await inner.put(name, lies[:cut])
-        for into in (None, memoryview(bytearray(8))):
-            with pytest.raises(CorruptChunk if key == ONE else ManifestError):
-                await store.get(key, into)
-
-    asyncio.run(work())
+    inner = MemoryStore()
+    store = EncryptedStore(inner, KEY)
+    await store.put(key, b"")  # an empty object has a tag, too, and comes back as what it is
+    ((name, lies),) = (await contents(inner)).items()
+    assert len(lies) >= 28 and bytes(await store.get(key)) == b""
+    await inner.put(name, lies[:cut])
+    for into in (None, memoryview(bytearray(8))):
+        with pytest.raises(CorruptChunk if key == ONE else ManifestError):
+            await store.get(key, into)
 
 
 MARKS = [f"run/pins/{OWNER}", f"run/pruning/{OWNER}.01941f297c00-0a0b0c0d"]
 
 
 @pytest.mark.parametrize("key", MARKS)
-def test_pins_and_marks_have_a_tag_and_those_of_older_tiers_have_none(key):
-    async def work():
-        inner = MemoryStore()
-        store = EncryptedStore(inner, KEY)
-        await inner.put(key, b"")  # as tierd wrote them before they had a tag
-        assert bytes(await store.get(key)) == b""
-        await store.put(key, b"")
-        ((name, lies),) = (await contents(inner)).items()
-        assert name == key and unwrap(lies, key).key_id == KEY.id
-        assert [(info.key, info.size) async for info in store.scan("")] == [(key, 0)]
-        assert bytes(await store.get(key)) == b""
-        with pytest.raises(WrongKey):
-            await EncryptedStore(inner, OTHER).get(key)
-        await inner.put(key, lies.replace(b"encrypted", b"Encrypted"))
-        with pytest.raises(ManifestError):
-            await store.get(key)
-
-    asyncio.run(work())
+async def test_pins_and_marks_have_a_tag_and_those_of_older_tiers_have_none(key):
+    inner = MemoryStore()
+    store = EncryptedStore(inner, KEY)
+    await inner.put(key, b"")  # as tierd wrote them before they had a tag
+    assert bytes(await store.get(key)) == b""
+    await store.put(key, b"")
+    ((name, lies),) = (await contents(inner)).items()
+    assert name == key and unwrap(lies, key).key_id == KEY.id
+    assert [(info.key, info.size) async for info in store.scan("")] == [(key, 0)]
+    assert bytes(await store.get(key)) == b""
+    with pytest.raises(WrongKey):
+        await EncryptedStore(inner, OTHER).get(key)
+    await inner.put(key, lies.replace(b"encrypted", b"Encrypted"))
+    with pytest.raises(ManifestError):
+        await store.get(key)
 
 
-def test_large_chunk_is_encrypted_in_pieces_and_decrypted_into_a_buffer():
+async def test_large_chunk_is_encrypted_in_pieces_and_decrypted_into_a_buffer():
     data = random.Random(5).randbytes((5 << 20) + 7)
 
-    async def work():
-        store = EncryptedStore(MemoryStore(), KEY)
-        await store.put(ONE, data)
-        into = bytearray(len(data) + 10)
-        found = await store.get(ONE, memoryview(into))
-        assert found.obj is into and bytes(found) == data and into[len(data) :] == bytes(10)
-        assert bytes(await store.get(ONE)) == data
-        with pytest.raises(StoreRefused, match=rf"{len(data)}\b.*\b100\b"):
-            await store.get(ONE, memoryview(bytearray(100)))
-        with pytest.raises(ObjectNotFound):
-            await store.get(TWO, memoryview(into))
-
-    asyncio.run(work())
+    store = EncryptedStore(MemoryStore(), KEY)
+    await store.put(ONE, data)
+    into = bytearray(len(data) + 10)
+    found = await store.get(ONE, memoryview(into))
+    assert found.obj is into and bytes(found) == data and into[len(data) :] == bytes(10)
+    assert bytes(await store.get(ONE)) == data
+    with pytest.raises(StoreRefused, match=rf"{len(data)}\b.*\b100\b"):
+        await store.get(ONE, memoryview(bytearray(100)))
+    with pytest.raises(ObjectNotFound):
+        await store.get(TWO, memoryview(into))
 
 
 # -- other keys -------------------------------------------------------------------------------------------------------
@@ -303,30 +282,24 @@ def test_a_manifest_of_another_key_or_of_none_is_not_called_corrupt():
     assert issubclass(WrongKey, FormatTooNew)  # so that nobody quarantines, prunes or steps back over it
 
 
-def test_a_key_id_that_was_changed_with_its_seal_opens_nothing():
-    async def work():
-        inner = MemoryStore()
-        await EncryptedStore(inner, OTHER).put(manifest_key(), b"{}")
-        stolen = unwrap(bytes(await inner.get(manifest_key())), "").encrypted
-        await inner.put(manifest_key(), wrap(KEY.id, stolen.encode()))
-        with pytest.raises(ManifestError, match=f"not what key {KEY.id} encrypted"):
+async def test_a_key_id_that_was_changed_with_its_seal_opens_nothing():
+    inner = MemoryStore()
+    await EncryptedStore(inner, OTHER).put(manifest_key(), b"{}")
+    stolen = unwrap(bytes(await inner.get(manifest_key())), "").encrypted
+    await inner.put(manifest_key(), wrap(KEY.id, stolen.encode()))
+    with pytest.raises(ManifestError, match=f"not what key {KEY.id} encrypted"):
+        await EncryptedStore(inner, KEY).get(manifest_key())
+    for odd in ("=", "AAAA====", "ä", "A A", "A"):
+        await inner.put(manifest_key(), wrap(KEY.id, odd.encode()))
+        with pytest.raises(ManifestError):
             await EncryptedStore(inner, KEY).get(manifest_key())
-        for odd in ("=", "AAAA====", "ä", "A A", "A"):
-            await inner.put(manifest_key(), wrap(KEY.id, odd.encode()))
-            with pytest.raises(ManifestError):
-                await EncryptedStore(inner, KEY).get(manifest_key())
-
-    asyncio.run(work())
 
 
-def test_manifest_that_no_reader_would_accept_is_not_put():
-    async def work():
-        inner = MemoryStore()
-        with pytest.raises(StoreRefused, match="too many"):
-            await EncryptedStore(inner, KEY).put(manifest_key(), bytes(MAX_MANIFEST_SIZE))
-        assert not await keys(inner)
-
-    asyncio.run(work())
+async def test_manifest_that_no_reader_would_accept_is_not_put():
+    inner = MemoryStore()
+    with pytest.raises(StoreRefused, match="too many"):
+        await EncryptedStore(inner, KEY).put(manifest_key(), bytes(MAX_MANIFEST_SIZE))
+    assert not await keys(inner)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

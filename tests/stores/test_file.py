@@ -98,50 +98,44 @@ def test_a_root_that_is_a_file_is_refused_and_shows_no_object_as_absent(tmp_path
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["another directory in its place", "nothing in its place"])
-def test_a_root_that_vanishes_is_unavailable_until_it_is_back(tmp_path: Path, replacement: bool) -> None:
+async def test_a_root_that_vanishes_is_unavailable_until_it_is_back(tmp_path: Path, replacement: bool) -> None:
     root, away = tmp_path / "root", tmp_path / "away"
     root.mkdir()
 
-    async def whole() -> None:
-        store = FileStore(root)
-        await store.put("a/b", b"1")
-        root.rename(away)  # as an unmount shows what lies below the mount point, or nothing
-        if replacement:
-            root.mkdir()
-        for call in (store.put("a/b", b"2"), store.get("a/b"), store.delete(["a/b"]), keys(store)):
-            with pytest.raises(StoreUnavailable, match="mounted"):
-                await call
-        if replacement:
-            assert os.listdir(root) == []
-            root.rmdir()
-        away.rename(root)
-        assert bytes(await store.get("a/b")) == b"1"
-
-    asyncio.run(whole())
+    store = FileStore(root)
+    await store.put("a/b", b"1")
+    root.rename(away)  # as an unmount shows what lies below the mount point, or nothing
+    if replacement:
+        root.mkdir()
+    for call in (store.put("a/b", b"2"), store.get("a/b"), store.delete(["a/b"]), keys(store)):
+        with pytest.raises(StoreUnavailable, match="mounted"):
+            await call
+    if replacement:
+        assert os.listdir(root) == []
+        root.rmdir()
+    away.rename(root)
+    assert bytes(await store.get("a/b")) == b"1"
 
 
-def test_a_trial_where_a_mount_is_missing_does_not_make_it_the_tier(tmp_path: Path) -> None:
+async def test_a_trial_where_a_mount_is_missing_does_not_make_it_the_tier(tmp_path: Path) -> None:
     """`tierd doctor` made the mark on an empty disk, and the daemon flushed there (a reader on a bare machine)."""
     (root := tmp_path / "tier").mkdir()
     daemon = FileStore(root)
 
-    async def work() -> None:
-        await daemon.put("run/a", b"data")
-        root.rename(tmp_path / "unmounted")
-        root.mkdir()
-        trial = FileStore(root, trial=True)
-        await trial.put("README.md.check", b"data")
-        assert bytes(await trial.get("README.md.check")) == b"data"
-        with pytest.raises(StoreUnavailable, match=r"has lost its \.tmp"):
-            await daemon.put("run/b", b"data")
-        await trial.delete(["README.md.check"])
-        await trial.aclose()
-        assert list(root.iterdir()) == []
-        with pytest.raises(StoreUnavailable, match=r"has lost its \.tmp"):
-            await daemon.put("run/b", b"data")
-        await daemon.aclose()
-
-    asyncio.run(work())
+    await daemon.put("run/a", b"data")
+    root.rename(tmp_path / "unmounted")
+    root.mkdir()
+    trial = FileStore(root, trial=True)
+    await trial.put("README.md.check", b"data")
+    assert bytes(await trial.get("README.md.check")) == b"data"
+    with pytest.raises(StoreUnavailable, match=r"has lost its \.tmp"):
+        await daemon.put("run/b", b"data")
+    await trial.delete(["README.md.check"])
+    await trial.aclose()
+    assert list(root.iterdir()) == []
+    with pytest.raises(StoreUnavailable, match=r"has lost its \.tmp"):
+        await daemon.put("run/b", b"data")
+    await daemon.aclose()
 
 
 def test_a_trial_of_a_tier_uses_its_mark(tmp_path: Path) -> None:
@@ -448,7 +442,7 @@ def test_leftovers_of_the_dead_are_swept_and_the_living_are_not(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("again", [0, 1], ids=["once", "also as it is swept"])
-def test_temporary_file_that_could_not_be_removed_is_removed_by_a_later_put(
+async def test_temporary_file_that_could_not_be_removed_is_removed_by_a_later_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int
 ) -> None:
     """ "disk" seed 21: it stayed for as long as the process lived."""
@@ -465,19 +459,16 @@ def test_temporary_file_that_could_not_be_removed_is_removed_by_a_later_put(
             raise OSError(failing.pop(), "injected")
         fsync(fd)
 
-    async def work() -> None:
+    await store.put("k", b"data")
+    monkeypatch.setattr(os, "unlink", refusing)
+    monkeypatch.setattr(os, "fsync", failing_once)
+    with pytest.raises(StoreUnavailable):
         await store.put("k", b"data")
-        monkeypatch.setattr(os, "unlink", refusing)
-        monkeypatch.setattr(os, "fsync", failing_once)
-        with pytest.raises(StoreUnavailable):
-            await store.put("k", b"data")
-        assert len(temps(tmp_path)) == 1
-        for _ in range(1 + again):
-            await store.put("k", b"data")
-        assert temps(tmp_path) == []
-        await store.aclose()
-
-    asyncio.run(work())
+    assert len(temps(tmp_path)) == 1
+    for _ in range(1 + again):
+        await store.put("k", b"data")
+    assert temps(tmp_path) == []
+    await store.aclose()
 
 
 def test_a_put_whose_temp_file_was_swept_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +496,9 @@ def test_a_directory_that_keeps_vanishing_ends_a_put(tmp_path: Path, monkeypatch
     assert temps(tmp_path) == []
 
 
-def test_a_cancelled_put_that_wakes_up_late_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_put_that_wakes_up_late_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device that hangs does not hold the cancelled call either."""
     fsync, hung, go_on, awake = os.fsync, threading.Event(), threading.Event(), threading.Event()
 
@@ -518,23 +511,20 @@ def test_a_cancelled_put_that_wakes_up_late_replaces_nothing(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", hang)
 
-    async def whole() -> None:
-        store = FileStore(tmp_path)
-        task = asyncio.create_task(store.put("k", b"first"))
-        await asyncio.to_thread(hung.wait, 60)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled() and not awake.is_set()
-        await store.put("k", b"second")
-        go_on.set()
-        for _ in range(500):
-            if not temps(tmp_path):
-                break
-            await asyncio.sleep(0.01)
-        assert temps(tmp_path) == []
-        assert bytes(await store.get("k")) == b"second"
-
-    asyncio.run(whole())
+    store = FileStore(tmp_path)
+    task = asyncio.create_task(store.put("k", b"first"))
+    await asyncio.to_thread(hung.wait, 60)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and not awake.is_set()
+    await store.put("k", b"second")
+    go_on.set()
+    for _ in range(500):
+        if not temps(tmp_path):
+            break
+        await asyncio.sleep(0.01)
+    assert temps(tmp_path) == []
+    assert bytes(await store.get("k")) == b"second"
 
 
 def test_a_cancelled_deletion_that_wakes_up_late_removes_nothing_more(
@@ -622,24 +612,21 @@ def test_a_full_file_system_is_unavailable_and_keeps_no_scrap(mounted: Path) -> 
 
 @pytest.mark.system
 @pytest.mark.parametrize("below", ["", "tierd"], ids=["root is the mount point", "root is below the mount point"])
-def test_unmounted_store_is_unavailable_and_nothing_is_written_to_the_disk_below(mounted: Path, below: str) -> None:
+async def test_unmounted_store_is_unavailable_and_nothing_is_written_to_the_disk_below(
+    mounted: Path, below: str
+) -> None:
     root = mounted / below
     root.mkdir(exist_ok=True)
 
-    async def whole() -> None:
-        store = FileStore(root)
-        await store.put("run/k", b"1")
-        await asyncio.to_thread(subprocess.run, ["umount", mounted], check=True)
-        for call in (store.put("run/k", b"2"), store.get("run/k"), store.delete(["run/k"]), keys(store)):
-            with pytest.raises(StoreUnavailable, match="mounted"):
-                await call
-        assert os.listdir(mounted) == []
-        with pytest.raises(
-            StoreRefused if below else ObjectNotFound
-        ):  # a new store knows it only where the root is gone
-            await FileStore(root).get("run/k")
-
-    asyncio.run(whole())
+    store = FileStore(root)
+    await store.put("run/k", b"1")
+    await asyncio.to_thread(subprocess.run, ["umount", mounted], check=True)
+    for call in (store.put("run/k", b"2"), store.get("run/k"), store.delete(["run/k"]), keys(store)):
+        with pytest.raises(StoreUnavailable, match="mounted"):
+            await call
+    assert os.listdir(mounted) == []
+    with pytest.raises(StoreRefused if below else ObjectNotFound):  # a new store knows it only where the root is gone
+        await FileStore(root).get("run/k")
 
 
 def test_mark_made_between_a_call_and_its_check_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -694,17 +681,14 @@ def test_a_large_object_is_digested_past_the_page_cache(tmp_path, monkeypatch):
     assert asked == [True]
 
 
-def test_an_object_that_becomes_shorter_while_it_is_digested_says_nothing_about_it(tmp_path, monkeypatch):
+async def test_an_object_that_becomes_shorter_while_it_is_digested_says_nothing_about_it(tmp_path, monkeypatch):
     monkeypatch.setattr(file_reads, "read_into", lambda *_: 0)
 
-    async def work() -> None:
-        store = FileStore(tmp_path)
-        await store.put("k", b"bytes")
-        with pytest.raises(StoreUnavailable):
-            await store.digest("k")
-        await store.aclose()
-
-    asyncio.run(work())
+    store = FileStore(tmp_path)
+    await store.put("k", b"bytes")
+    with pytest.raises(StoreUnavailable):
+        await store.digest("k")
+    await store.aclose()
 
 
 @pytest.mark.parametrize("where", ["spool", "spool/run/chunks", "link"])

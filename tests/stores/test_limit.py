@@ -261,16 +261,13 @@ def test_who_sets_no_limit_gets_the_plain_store(tmp_path: Path):
     assert repr(open_store(url, down=1)) == f"LimitedStore({open_store(url)!r})"
 
 
-def test_a_tier_is_opened_with_its_limits(tmp_path: Path):
-    async def work() -> None:
-        tiers = (
-            TierConfig(name="a", url=f"{tmp_path}/a"),
-            TierConfig(name="b", url=f"{tmp_path}/b", limit_up="2kB/s", limit_down="3KiB/s"),
-            TierConfig(name="c", url=f"{tmp_path}/c", limit_down="1MB/s"),
-        )
-        async with AsyncExitStack() as stack:
-            a, b, c = (await open_tiers(Config(spool="/s", tier=tiers), stack)).values()
-            assert isinstance(a, RetryingStore) and isinstance(b, LimitedStore) and isinstance(c, LimitedStore)
-            assert (b._up._rate, b._down._rate, c._up, c._down._rate) == (2000, 3072, None, 1_000_000)
-
-    asyncio.run(work())
+async def test_a_tier_is_opened_with_its_limits(tmp_path: Path):
+    tiers = (
+        TierConfig(name="a", url=f"{tmp_path}/a"),
+        TierConfig(name="b", url=f"{tmp_path}/b", limit_up="2kB/s", limit_down="3KiB/s"),
+        TierConfig(name="c", url=f"{tmp_path}/c", limit_down="1MB/s"),
+    )
+    async with AsyncExitStack() as stack:
+        a, b, c = (await open_tiers(Config(spool="/s", tier=tiers), stack)).values()
+        assert isinstance(a, RetryingStore) and isinstance(b, LimitedStore) and isinstance(c, LimitedStore)
+        assert (b._up._rate, b._down._rate, c._up, c._down._rate) == (2000, 3072, None, 1_000_000)

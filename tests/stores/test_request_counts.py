@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,33 +30,27 @@ class TestCountedFileStore(Conformance):
         return lambda: CountedStore(FileStore(tmp_path))
 
 
-def test_a_digest_counts_as_a_get(tmp_path):
-    async def work() -> None:
-        store = CountedStore(FileStore(tmp_path))
-        await store.put("a", b"x")
-        await store.digest("a")
-        assert (store.kinds["put"], store.kinds["get"]) == (1, 1)
-        await store.aclose()
-
-    asyncio.run(work())
+async def test_a_digest_counts_as_a_get(tmp_path):
+    store = CountedStore(FileStore(tmp_path))
+    await store.put("a", b"x")
+    await store.digest("a")
+    assert (store.kinds["put"], store.kinds["get"]) == (1, 1)
+    await store.aclose()
 
 
 @pytest.mark.parametrize("keys", [0, 1, 16, 17, 1016, 1017, 2500])
-def test_it_counts_as_the_store_below_does(keys):
-    async def work() -> None:
-        inner = Counting()
-        store = CountedStore(inner)
-        names = [f"a/{number:05}" for number in range(keys)]
-        for name in names:
-            await store.put(name, b"x")
-        assert [info.key async for info in store.scan("a/")] == names
-        for name in names[:3]:
-            await store.get(name)
-        assert not digests(store)
-        await store.delete(names)
-        assert store.requests == sum(inner.count.values())
-
-    asyncio.run(work())
+async def test_it_counts_as_the_store_below_does(keys):
+    inner = Counting()
+    store = CountedStore(inner)
+    names = [f"a/{number:05}" for number in range(keys)]
+    for name in names:
+        await store.put(name, b"x")
+    assert [info.key async for info in store.scan("a/")] == names
+    for name in names[:3]:
+        await store.get(name)
+    assert not digests(store)
+    await store.delete(names)
+    assert store.requests == sum(inner.count.values())
 
 
 def test_encryption_of_an_inner_store_shows_in_the_outer_store():

@@ -187,15 +187,12 @@ class Hanging(MemoryStore):
         await self.hang()
 
 
-def test_every_call_ends() -> None:
-    async def whole() -> None:
-        store = RetryingStore(Hanging(), attempts=2, deadline_s=0.02, sleep=no_sleep)
-        for call in (store.put("k", b""), store.delete(["k"]), keys(store)):
-            with pytest.raises(StoreUnavailable, match="no answer within"):
-                await asyncio.wait_for(call, 60)
-        await asyncio.wait_for(store.aclose(), 60)
-
-    asyncio.run(whole())
+async def test_every_call_ends() -> None:
+    store = RetryingStore(Hanging(), attempts=2, deadline_s=0.02, sleep=no_sleep)
+    for call in (store.put("k", b""), store.delete(["k"]), keys(store)):
+        with pytest.raises(StoreUnavailable, match="no answer within"):
+            await asyncio.wait_for(call, 60)
+    await asyncio.wait_for(store.aclose(), 60)
 
 
 def test_deadlines_grow_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,15 +219,12 @@ def test_deadlines_grow_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get > 60 + 256
 
 
-def test_cancelling_is_not_retried() -> None:
-    async def whole() -> None:
-        task = asyncio.create_task(RetryingStore(Hanging()).put("k", b""))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(whole())
+async def test_cancelling_is_not_retried() -> None:
+    task = asyncio.create_task(RetryingStore(Hanging()).put("k", b""))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_a_cancelled_scan_ends_the_listing_below_it() -> None:
@@ -283,15 +277,12 @@ class Stuttering(MemoryStore):
             raise StoreUnavailable("broke off")
 
 
-def test_scan_continues_behind_its_last_key_and_progress_earns_new_attempts() -> None:
-    async def whole() -> None:
-        inner = Stuttering()
-        for key in "abcdef":
-            await inner.put(key, b"")
-        assert await keys(RetryingStore(inner, attempts=2, sleep=no_sleep)) == list("abcdef")
-        assert inner.asked == ["", *"abcdef"]
-
-    asyncio.run(whole())
+async def test_scan_continues_behind_its_last_key_and_progress_earns_new_attempts() -> None:
+    inner = Stuttering()
+    for key in "abcdef":
+        await inner.put(key, b"")
+    assert await keys(RetryingStore(inner, attempts=2, sleep=no_sleep)) == list("abcdef")
+    assert inner.asked == ["", *"abcdef"]
 
 
 def test_a_put_whose_outcome_is_unknown_is_repeated() -> None:

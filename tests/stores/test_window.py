@@ -64,91 +64,76 @@ async def asked(store: RetryingStore, at_once: int, times: int) -> None:
     await asyncio.gather(*(some(number) for number in range(at_once)))
 
 
-def test_a_place_that_takes_few_is_soon_asked_few_at_once() -> None:
-    async def work() -> None:
-        busy = Busy(4)
-        store = RetryingStore(busy, attempts=200, rng=lambda: 0.001, sleep=lambda _: asyncio.sleep(0.001))
-        await asked(store, 32, 20)
-        assert len(busy.objects) == 640
-        late = busy.refused[len(busy.refused) // 2 :]
-        assert sum(late) < len(late) / 4, "it goes on asking more than the place takes"
-        assert busy.refused[:32].count(True) >= 20, "it did not ask as many as it may while nothing was refused"
-
-    asyncio.run(work())
+async def test_a_place_that_takes_few_is_soon_asked_few_at_once() -> None:
+    busy = Busy(4)
+    store = RetryingStore(busy, attempts=200, rng=lambda: 0.001, sleep=lambda _: asyncio.sleep(0.001))
+    await asked(store, 32, 20)
+    assert len(busy.objects) == 640
+    late = busy.refused[len(busy.refused) // 2 :]
+    assert sum(late) < len(late) / 4, "it goes on asking more than the place takes"
+    assert busy.refused[:32].count(True) >= 20, "it did not ask as many as it may while nothing was refused"
 
 
-def test_and_many_again_when_it_takes_many() -> None:
-    async def work() -> None:
-        busy = Busy(2)
-        store = RetryingStore(busy, attempts=200, rng=lambda: 0.001, sleep=lambda _: asyncio.sleep(0.001))
-        await asked(store, 16, 5)
-        assert store._window._most < 8
-        busy.room = 1000
-        await asked(store, 16, 40)
-        assert store._window._most >= 16
-
-    asyncio.run(work())
+async def test_and_many_again_when_it_takes_many() -> None:
+    busy = Busy(2)
+    store = RetryingStore(busy, attempts=200, rng=lambda: 0.001, sleep=lambda _: asyncio.sleep(0.001))
+    await asked(store, 16, 5)
+    assert store._window._most < 8
+    busy.room = 1000
+    await asked(store, 16, 40)
+    assert store._window._most >= 16
 
 
-def test_requests_that_were_under_way_together_count_as_one_refusal() -> None:
-    async def work() -> None:
-        now = 0.0
-        window = Window(clock=lambda: now)
+async def test_requests_that_were_under_way_together_count_as_one_refusal() -> None:
+    now = 0.0
+    window = Window(clock=lambda: now)
 
-        async def refused() -> None:
-            with pytest.raises(StoreThrottled):
-                async with window.request():
-                    await asyncio.sleep(0.01)
-                    raise StoreThrottled("SlowDown")
-
-        now = 1.0
-        waiting = [asyncio.ensure_future(refused()) for _ in range(16)]
-        await asyncio.sleep(0.005)
-        now = 2.0
-        await asyncio.gather(*waiting)
-        assert window._most == 8
-
-    asyncio.run(work())
-
-
-def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None:
-    async def work() -> None:
-        now, begun = 0.0, list[float]()
-
-        async def sleep(seconds: float) -> None:
-            nonlocal now
-            now += seconds
-            await asyncio.sleep(0)
-
-        window = Window(clock=lambda: now, sleep=sleep)
+    async def refused() -> None:
         with pytest.raises(StoreThrottled):
             async with window.request():
-                raise StoreThrottled("SlowDown", 7.0)
+                await asyncio.sleep(0.01)
+                raise StoreThrottled("SlowDown")
+
+    now = 1.0
+    waiting = [asyncio.ensure_future(refused()) for _ in range(16)]
+    await asyncio.sleep(0.005)
+    now = 2.0
+    await asyncio.gather(*waiting)
+    assert window._most == 8
+
+
+async def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None:
+    now, begun = 0.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        await asyncio.sleep(0)
+
+    window = Window(clock=lambda: now, sleep=sleep)
+    with pytest.raises(StoreThrottled):
         async with window.request():
-            begun.append(now)
-        assert begun == [7.0]
+            raise StoreThrottled("SlowDown", 7.0)
+    async with window.request():
+        begun.append(now)
+    assert begun == [7.0]
 
-    asyncio.run(work())
 
+async def test_later_refusal_without_a_time_ends_no_wait_that_the_place_asked_for() -> None:
+    window = Window(clock=lambda: 0.0, rng=lambda: 0.0)
 
-def test_later_refusal_without_a_time_ends_no_wait_that_the_place_asked_for() -> None:
-    async def work() -> None:
-        window = Window(clock=lambda: 0.0, rng=lambda: 0.0)
+    async def refused(wait_s: float, after: asyncio.Event | None) -> None:
+        with pytest.raises(StoreThrottled):
+            async with window.request():
+                await (after.wait() if after else asyncio.sleep(0))
+                raise StoreThrottled("SlowDown", wait_s)
 
-        async def refused(wait_s: float, after: asyncio.Event | None) -> None:
-            with pytest.raises(StoreThrottled):
-                async with window.request():
-                    await (after.wait() if after else asyncio.sleep(0))
-                    raise StoreThrottled("SlowDown", wait_s)
-
-        later = asyncio.Event()
-        waiting = asyncio.ensure_future(refused(0.0, later))
-        await refused(7.0, None)
-        later.set()
-        await waiting
-        assert window.closed_s == 7.0
-
-    asyncio.run(work())
+    later = asyncio.Event()
+    waiting = asyncio.ensure_future(refused(0.0, later))
+    await refused(7.0, None)
+    later.set()
+    await waiting
+    assert window.closed_s == 7.0
 
 
 async def narrow() -> Window:
@@ -162,25 +147,22 @@ async def narrow() -> Window:
     return window
 
 
-def test_cancelled_request_and_cancelled_waiter_leave_their_room() -> None:
-    async def work() -> None:
-        window = await narrow()
-        holder = asyncio.Event()
+async def test_cancelled_request_and_cancelled_waiter_leave_their_room() -> None:
+    window = await narrow()
+    holder = asyncio.Event()
 
-        async def held() -> None:
-            async with window.request():
-                await holder.wait()
+    async def held() -> None:
+        async with window.request():
+            await holder.wait()
 
-        first, second, third = (asyncio.ensure_future(held()) for _ in range(3))
-        await asyncio.sleep(0.01)
-        second.cancel()
-        first.cancel()
-        await asyncio.sleep(0.01)
-        holder.set()
-        await asyncio.wait_for(third, 60)
-        assert window._under_way == 0
-
-    asyncio.run(work())
+    first, second, third = (asyncio.ensure_future(held()) for _ in range(3))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    first.cancel()
+    await asyncio.sleep(0.01)
+    holder.set()
+    await asyncio.wait_for(third, 60)
+    assert window._under_way == 0
 
 
 @pytest.mark.parametrize(
@@ -229,53 +211,44 @@ class Listed(MemoryStore):
 
 
 @pytest.mark.timeout(30)
-def test_a_listing_is_a_request_and_waits_too() -> None:
+async def test_a_listing_is_a_request_and_waits_too() -> None:
     """A daemon that is refused lists its tier again first, so that its listings were the storm."""
 
-    async def work() -> None:
-        inner, held_up = Listed(), asyncio.Event()
+    inner, held_up = Listed(), asyncio.Event()
 
-        async def sleep(seconds: float) -> None:
-            held_up.set()
-            await asyncio.sleep(3600)
+    async def sleep(seconds: float) -> None:
+        held_up.set()
+        await asyncio.sleep(3600)
 
-        store = RetryingStore(inner, attempts=1, sleep=sleep)
-        with pytest.raises(StoreThrottled):
-            await store.get("k")
-        listing = asyncio.ensure_future(anext(store.scan("")))
-        await held_up.wait()
-        assert not inner.listings, "the store asked for no request"
-        listing.cancel()
-        await asyncio.gather(listing, return_exceptions=True)
-
-    asyncio.run(work())
+    store = RetryingStore(inner, attempts=1, sleep=sleep)
+    with pytest.raises(StoreThrottled):
+        await store.get("k")
+    listing = asyncio.ensure_future(anext(store.scan("")))
+    await held_up.wait()
+    assert not inner.listings, "the store asked for no request"
+    listing.cancel()
+    await asyncio.gather(listing, return_exceptions=True)
 
 
-def test_a_refused_listing_closes_the_store_for_other_requests() -> None:
-    async def work() -> None:
-        store = RetryingStore(Listed(), attempts=1)
-        with pytest.raises(StoreThrottled):
-            await anext(store.scan(""))
-        assert 30.0 < asked_s(store) <= 40.0
-        assert store._window._under_way == 0
-
-    asyncio.run(work())
+async def test_a_refused_listing_closes_the_store_for_other_requests() -> None:
+    store = RetryingStore(Listed(), attempts=1)
+    with pytest.raises(StoreThrottled):
+        await anext(store.scan(""))
+    assert 30.0 < asked_s(store) <= 40.0
+    assert store._window._under_way == 0
 
 
-def test_how_long_a_store_is_left_alone_is_known_through_all_its_wrappers() -> None:
+async def test_how_long_a_store_is_left_alone_is_known_through_all_its_wrappers() -> None:
     class Asking(MemoryStore):
         async def get(self, key: str, into: memoryview | None = None) -> Buffer:
             raise StoreThrottled("SlowDown", 40.0)
 
-    async def work() -> None:
-        inner = RetryingStore(Asking(), attempts=1)
-        store = CountedStore(DeletionGuard(EncryptedStore(LimitedStore(inner, 1 << 20, None), Key(b"k" * 32))))
-        assert asked_s(store) == 0.0
-        with pytest.raises(StoreThrottled):
-            await inner.get("k")
-        assert 30.0 < asked_s(store) <= 40.0
-
-    asyncio.run(work())
+    inner = RetryingStore(Asking(), attempts=1)
+    store = CountedStore(DeletionGuard(EncryptedStore(LimitedStore(inner, 1 << 20, None), Key(b"k" * 32))))
+    assert asked_s(store) == 0.0
+    with pytest.raises(StoreThrottled):
+        await inner.get("k")
+    assert 30.0 < asked_s(store) <= 40.0
 
 
 def test_status_says_until_when_a_tier_is_left_alone(tmp_path: Path) -> None:

@@ -91,17 +91,14 @@ def test_a_queue_is_no_long_wait_for_one_holder(root: Path, monkeypatch: pytest.
     assert hours == [pytest.approx(2.8)]
 
 
-def test_a_wait_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hours = itertools.count()
     monkeypatch.setattr(directory_lock, "time", SimpleNamespace(monotonic=lambda: 3601 * next(hours)))
 
-    async def both() -> None:
-        async with alone_in(root):
-            with pytest.raises(ConfigError, match=r"\.tierd-lock: another"):
-                async with alone_in(root):
-                    raise AssertionError
-
-    asyncio.run(both())
+    async with alone_in(root):
+        with pytest.raises(ConfigError, match=r"\.tierd-lock: another"):
+            async with alone_in(root):
+                raise AssertionError
 
 
 async def entered(root: Path) -> list[str]:

@@ -95,27 +95,24 @@ def test_a_directory_is_the_same_by_every_path(tmp_path: Path) -> None:
     assert compare(a, link) == "same" and compare(a, b) in ("different", "unknown")
 
 
-def test_another_directory_is_refused_while_the_first_is_watched(
+async def test_another_directory_is_refused_while_the_first_is_watched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
-        with one.spool.lock():
-            assert await one.asks(A)
-            with pytest.raises(RunNotWatched, match=r"'r'.*one:/data/a.*one:/data/b.*--run"):
-                await two.asks(B)
-            assert await records(store) == ["r/watching/aaaaaaaa.json"], "the first one's record alone is left"
-            assert await one.asks(A)
-        assert "goes on" not in caplog.text
-        assert await two.asks(B, 1.0), "the first daemon was killed: its lock is free, although its record says nothing"
-        assert "run 'r' was the run of one:/data/a, and one:/data/b goes on with it" in caplog.text
-        assert await records(store) == ["r/watching/bbbbbbbb.json"], "so that the next start does not say it again"
-
-    asyncio.run(play())
+    store = MemoryStore()
+    one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+    with one.spool.lock():
+        assert await one.asks(A)
+        with pytest.raises(RunNotWatched, match=r"'r'.*one:/data/a.*one:/data/b.*--run"):
+            await two.asks(B)
+        assert await records(store) == ["r/watching/aaaaaaaa.json"], "the first one's record alone is left"
+        assert await one.asks(A)
+    assert "goes on" not in caplog.text
+    assert await two.asks(B, 1.0), "the first daemon was killed: its lock is free, although its record says nothing"
+    assert "run 'r' was the run of one:/data/a, and one:/data/b goes on with it" in caplog.text
+    assert await records(store) == ["r/watching/bbbbbbbb.json"], "so that the next start does not say it again"
 
 
-def test_a_spool_on_a_dead_mount_counts_as_unseen_and_stops_nothing(
+async def test_a_spool_on_a_dead_mount_counts_as_unseen_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive, asked = Event(), []
@@ -125,57 +122,48 @@ def test_a_spool_on_a_dead_mount_counts_as_unseen_and_stops_nothing(
         alive.wait(60)
         return True
 
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
-        assert await one.asks(A)
-        monkeypatch.setattr(other_watches, "is_held", hangs)
-        for now_s in (0.0, 1.0):
-            assert not await two.asks(B, now_s) and two.watches.awaited
-        assert asked == [one.spool.root], "no thread is left behind each time"
-        alive.set()
-        while not all(answer.done() for answer in two.watches._asked.values()):
-            await asyncio.sleep(0.01)
-        with pytest.raises(RunNotWatched):
-            async with asyncio.timeout(BOUND_S):
-                while True:  # on a busy machine the answer may be late
-                    await two.asks(B, 2.0)
-
-    asyncio.run(play())
+    store = MemoryStore()
+    one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+    assert await one.asks(A)
+    monkeypatch.setattr(other_watches, "is_held", hangs)
+    for now_s in (0.0, 1.0):
+        assert not await two.asks(B, now_s) and two.watches.awaited
+    assert asked == [one.spool.root], "no thread is left behind each time"
+    alive.set()
+    while not all(answer.done() for answer in two.watches._asked.values()):
+        await asyncio.sleep(0.01)
+    with pytest.raises(RunNotWatched):
+        async with asyncio.timeout(BOUND_S):
+            while True:  # on a busy machine the answer may be late
+                await two.asks(B, 2.0)
 
 
-def test_directory_that_moved_continues_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
-        assert await one.asks(A)
-        await one.watches.end()
-        assert await two.asks(B), "it ended in order"
-        await two.watches.end()
-        assert caplog.text.count("goes on") == 1
-        assert await Node(store, tmp_path, "b").asks(A), "by the same node"
-        assert caplog.text.count("goes on") == 2
-
-    asyncio.run(play())
+async def test_directory_that_moved_continues_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+    assert await one.asks(A)
+    await one.watches.end()
+    assert await two.asks(B), "it ended in order"
+    await two.watches.end()
+    assert caplog.text.count("goes on") == 1
+    assert await Node(store, tmp_path, "b").asks(A), "by the same node"
+    assert caplog.text.count("goes on") == 2
 
 
-def test_watch_that_cannot_be_checked_is_awaited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
-        assert await one.asks(A)
-        for now_s in (0.0, 3.0, 100.0):
-            assert not await two.asks(B, now_s) and "one:/data/a" in two.watches.awaited
-        assert caplog.text.count("nothing is taken") == 1
-        await one.watches.renew(90.0)
-        for now_s in (101.0, 200.0):
-            with pytest.raises(RunNotWatched, match="--run"):
-                await two.asks(B, now_s)
-        assert await records(store) == ["r/watching/aaaaaaaa.json"]
-        assert await two.asks(B, 281.0) and not two.watches.awaited, "it has been silent for three minutes"
-        assert "goes on" in caplog.text
-
-    asyncio.run(play())
+async def test_watch_that_cannot_be_checked_is_awaited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+    assert await one.asks(A)
+    for now_s in (0.0, 3.0, 100.0):
+        assert not await two.asks(B, now_s) and "one:/data/a" in two.watches.awaited
+    assert caplog.text.count("nothing is taken") == 1
+    await one.watches.renew(90.0)
+    for now_s in (101.0, 200.0):
+        with pytest.raises(RunNotWatched, match="--run"):
+            await two.asks(B, now_s)
+    assert await records(store) == ["r/watching/aaaaaaaa.json"]
+    assert await two.asks(B, 281.0) and not two.watches.awaited, "it has been silent for three minutes"
+    assert "goes on" in caplog.text
 
 
 def test_nodes_that_watch_one_directory_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +180,7 @@ def test_nodes_that_watch_one_directory_continue(tmp_path: Path, caplog: pytest.
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-def test_two_watches_that_begin_at_the_same_time_do_not_both_continue(tmp_path: Path) -> None:
+async def test_two_watches_that_begin_at_the_same_time_do_not_both_continue(tmp_path: Path) -> None:
     class NoteExchange(MemoryStore):
         """Both watches have put their record before either lists again."""
 
@@ -208,30 +196,24 @@ def test_two_watches_that_begin_at_the_same_time_do_not_both_continue(tmp_path: 
             await self.met.wait()
             return ""
 
-    async def play() -> None:
-        store = NoteExchange()
-        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
-        with one.spool.lock(), two.spool.lock():
-            found = await asyncio.gather(one.asks(A), two.asks(B), return_exceptions=True)
-        assert sum(isinstance(each, RunNotWatched) for each in found) >= 1
-
-    asyncio.run(play())
+    store = NoteExchange()
+    one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+    with one.spool.lock(), two.spool.lock():
+        found = await asyncio.gather(one.asks(A), two.asks(B), return_exceptions=True)
+    assert sum(isinstance(each, RunNotWatched) for each in found) >= 1
 
 
-def test_a_watch_that_did_not_run_for_long_is_compared_again(tmp_path: Path) -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        stopped, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
-        assert await stopped.asks(A)
-        assert not await two.asks(B, 0.0) and await two.asks(B, 180.0)
-        await stopped.watches.renew(90.0)
-        with two.spool.lock(), pytest.raises(RunNotWatched):
-            await stopped.asks(A, 400.0)
-
-    asyncio.run(play())
+async def test_a_watch_that_did_not_run_for_long_is_compared_again(tmp_path: Path) -> None:
+    store = MemoryStore()
+    stopped, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+    assert await stopped.asks(A)
+    assert not await two.asks(B, 0.0) and await two.asks(B, 180.0)
+    await stopped.watches.renew(90.0)
+    with two.spool.lock(), pytest.raises(RunNotWatched):
+        await stopped.asks(A, 400.0)
 
 
-def test_a_watch_with_nothing_to_take_renews_its_record_less_often(
+async def test_a_watch_with_nothing_to_take_renews_its_record_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run may be over for months, and each request costs. Others wait as long as the record says."""
@@ -242,51 +224,45 @@ def test_a_watch_with_nothing_to_take_renews_its_record_less_often(
         if len(slept) == 8:
             raise asyncio.CancelledError
 
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
-        assert await one.asks(A)
-        monkeypatch.setattr(other_watches.asyncio, "sleep", sleep)
-        with pytest.raises(asyncio.CancelledError):
-            await one.watches.keep_renewing(lambda: len(slept) < 6)
-        monkeypatch.undo()
-        assert slept == [90.0, 180.0, 360.0, 600.0, 600.0, 600.0, 90.0, 90.0]
-        await one.watches.renew(600.0)
-        assert not await two.asks(B, 0.0) and not await two.asks(B, 1199.0)
-        assert await two.asks(B, 1200.0)
-
-    asyncio.run(play())
+    store = MemoryStore()
+    one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+    assert await one.asks(A)
+    monkeypatch.setattr(other_watches.asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await one.watches.keep_renewing(lambda: len(slept) < 6)
+    monkeypatch.undo()
+    assert slept == [90.0, 180.0, 360.0, 600.0, 600.0, 600.0, 90.0, 90.0]
+    await one.watches.renew(600.0)
+    assert not await two.asks(B, 0.0) and not await two.asks(B, 1199.0)
+    assert await two.asks(B, 1200.0)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_record_is_renewed_on_the_store_that_a_reload_opened(elsewhere: bool, tmp_path: Path) -> None:
+async def test_a_record_is_renewed_on_the_store_that_a_reload_opened(elsewhere: bool, tmp_path: Path) -> None:
     """The former store is closed then. On another first tier the others are compared anew."""
 
-    async def play() -> None:
-        async def record() -> bytes:
-            return bytes(octets(await stores[-1].get("r/watching/aaaaaaaa.json")))
+    async def record() -> bytes:
+        return bytes(octets(await stores[-1].get("r/watching/aaaaaaaa.json")))
 
-        tiers = [tmp_path / "tier", tmp_path / "other" if elsewhere else tmp_path / "tier"]
-        for tier in tiers:
-            tier.mkdir(exist_ok=True)
-        stores = [FileStore(tiers[0])]
-        one = Node(lambda: stores[-1], tmp_path, "a", visible=False)
-        assert await one.asks(A)
-        await stores[0].aclose()
-        stores.append(FileStore(tiers[1]))
-        assert await one.asks(A), "which puts it at once"
-        for _ in range(2):
-            before = await record()
-            await one.watches.renew(90.0)
-            assert await record() != before
-        await one.watches.end()
-        assert b'"ended":true' in await record()
-        await stores[1].aclose()
-
-    asyncio.run(play())
+    tiers = [tmp_path / "tier", tmp_path / "other" if elsewhere else tmp_path / "tier"]
+    for tier in tiers:
+        tier.mkdir(exist_ok=True)
+    stores = [FileStore(tiers[0])]
+    one = Node(lambda: stores[-1], tmp_path, "a", visible=False)
+    assert await one.asks(A)
+    await stores[0].aclose()
+    stores.append(FileStore(tiers[1]))
+    assert await one.asks(A), "which puts it at once"
+    for _ in range(2):
+        before = await record()
+        await one.watches.renew(90.0)
+        assert await record() != before
+    await one.watches.end()
+    assert b'"ended":true' in await record()
+    await stores[1].aclose()
 
 
-def test_an_error_that_nobody_foresaw_does_not_end_the_renewals(
+async def test_an_error_that_nobody_foresaw_does_not_end_the_renewals(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(MemoryStore):
@@ -297,38 +273,32 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_renewals(
                 raise RuntimeError("nobody foresaw it")
             return await super().put(key, data, *args, **kwargs)
 
-    async def play() -> None:
-        store = Broken()
-        store.broken = False
-        one = Node(store, tmp_path, "a", timings=replace_timings(TIMINGS, silent_s=0.02))
-        assert await one.asks(A)
-        before = await store.get("r/watching/aaaaaaaa.json")
-        store.broken = True
-        renewing = asyncio.ensure_future(one.watches.keep_renewing(lambda: False))
-        while "nobody foresaw it" not in caplog.text:
-            await asyncio.sleep(0.01)
-        store.broken = False
-        while await store.get("r/watching/aaaaaaaa.json") == before:
-            assert not renewing.done()
-            await asyncio.sleep(0.01)
-        renewing.cancel()
-
-    asyncio.run(play())
+    store = Broken()
+    store.broken = False
+    one = Node(store, tmp_path, "a", timings=replace_timings(TIMINGS, silent_s=0.02))
+    assert await one.asks(A)
+    before = await store.get("r/watching/aaaaaaaa.json")
+    store.broken = True
+    renewing = asyncio.ensure_future(one.watches.keep_renewing(lambda: False))
+    while "nobody foresaw it" not in caplog.text:
+        await asyncio.sleep(0.01)
+    store.broken = False
+    while await store.get("r/watching/aaaaaaaa.json") == before:
+        assert not renewing.done()
+        await asyncio.sleep(0.01)
+    renewing.cancel()
 
 
-def test_directory_that_is_made_anew_is_the_watched_directory(tmp_path: Path) -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
-        with one.spool.lock():
-            assert await one.asks(A) and await one.asks(replace(A, inode=130))
-            await one.watches.renew(90.0)
-            assert await two.asks(replace(A, inode=130))
-
-    asyncio.run(play())
+async def test_directory_that_is_made_anew_is_the_watched_directory(tmp_path: Path) -> None:
+    store = MemoryStore()
+    one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+    with one.spool.lock():
+        assert await one.asks(A) and await one.asks(replace(A, inode=130))
+        await one.watches.renew(90.0)
+        assert await two.asks(replace(A, inode=130))
 
 
-def test_a_tier_that_is_away_is_asked_when_it_answers(tmp_path: Path) -> None:
+async def test_a_tier_that_is_away_is_asked_when_it_answers(tmp_path: Path) -> None:
     class Away(MemoryStore):
         away = True
 
@@ -338,28 +308,22 @@ def test_a_tier_that_is_away_is_asked_when_it_answers(tmp_path: Path) -> None:
             async for info in super().scan(prefix, after):
                 yield info
 
-    async def play() -> None:
-        store = Away()
-        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
-        assert await one.asks(A) and await two.asks(B)
-        store.away = False
-        with one.spool.lock():
-            assert await one.asks(A)
-            with pytest.raises(RunNotWatched):
-                await two.asks(B)
-
-    asyncio.run(play())
+    store = Away()
+    one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+    assert await one.asks(A) and await two.asks(B)
+    store.away = False
+    with one.spool.lock():
+        assert await one.asks(A)
+        with pytest.raises(RunNotWatched):
+            await two.asks(B)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff" * 100, b'{"version":2,"directory":"x"}', b"[" * 70000])
-def test_a_record_that_cannot_be_read_counts_as_absent(data: bytes, tmp_path: Path) -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        await store.put("r/watching/cccccccc.json", data)
-        await store.put("r/watching/other", data)
-        assert await Node(store, tmp_path, "a").asks(A)
-
-    asyncio.run(play())
+async def test_a_record_that_cannot_be_read_counts_as_absent(data: bytes, tmp_path: Path) -> None:
+    store = MemoryStore()
+    await store.put("r/watching/cccccccc.json", data)
+    await store.put("r/watching/other", data)
+    assert await Node(store, tmp_path, "a").asks(A)
 
 
 def test_a_second_command_on_another_directory_ends_with_3(
@@ -378,50 +342,41 @@ def test_a_second_command_on_another_directory_ends_with_3(
     assert not list((home / "tier" / RUN).glob("manifests/*/*"))
 
 
-def test_node_with_the_same_id_on_another_machine_is_refused_while_the_first_watches(tmp_path: Path) -> None:
+async def test_node_with_the_same_id_on_another_machine_is_refused_while_the_first_watches(tmp_path: Path) -> None:
     """One spool is a copy of the other's volume. The second one took the record for its own, and pruned the first's."""
     elsewhere = replace(B, boot="boot-2")
 
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = Node(store, tmp_path / "one", "a"), Node(store, tmp_path / "two", "a")
-        with one.spool.lock():
-            assert await one.asks(A)
-            before = await store.get("r/watching/aaaaaaaa.json")
-            assert not await two.asks(elsewhere) and two.watches.awaited
-            assert await store.get("r/watching/aaaaaaaa.json") == before, "the second one replaced the first's record"
-            await one.watches.renew(90.0)
-            with pytest.raises(RunNotWatched, match="one:/data/a"):
-                await two.asks(elsewhere, 60.0)
-            assert await one.asks(A, 61.0)
-
-    asyncio.run(play())
+    store = MemoryStore()
+    one, two = Node(store, tmp_path / "one", "a"), Node(store, tmp_path / "two", "a")
+    with one.spool.lock():
+        assert await one.asks(A)
+        before = await store.get("r/watching/aaaaaaaa.json")
+        assert not await two.asks(elsewhere) and two.watches.awaited
+        assert await store.get("r/watching/aaaaaaaa.json") == before, "the second one replaced the first's record"
+        await one.watches.renew(90.0)
+        with pytest.raises(RunNotWatched, match="one:/data/a"):
+            await two.asks(elsewhere, 60.0)
+        assert await one.asks(A, 61.0)
 
 
-def test_dead_watch_of_a_spool_of_equal_path_and_lock_on_another_machine_refuses_nothing(
+async def test_dead_watch_of_a_spool_of_equal_path_and_lock_on_another_machine_refuses_nothing(
     tmp_path: Path,
 ) -> None:
     """Machines of one kind give a spool one path and its lock one number; this daemon itself holds the lock here."""
 
-    async def play() -> None:
-        store = MemoryStore()
-        node = Node(store, tmp_path, "b")
-        with node.spool.lock():
-            record = node.watches._record(replace(A, node="two", boot="boot-2"))
-            await store.put("r/watching/cccccccc.json", msgspec.json.encode(record))
-            assert not await node.asks(B)
-            assert await node.asks(B, 2 * record.every_s)
-
-    asyncio.run(play())
+    store = MemoryStore()
+    node = Node(store, tmp_path, "b")
+    with node.spool.lock():
+        record = node.watches._record(replace(A, node="two", boot="boot-2"))
+        await store.put("r/watching/cccccccc.json", msgspec.json.encode(record))
+        assert not await node.asks(B)
+        assert await node.asks(B, 2 * record.every_s)
 
 
-def test_restart_on_one_machine_watches_another_directory_at_once(tmp_path: Path) -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        node = Node(store, tmp_path, "a")
-        with node.spool.lock():
-            assert await node.asks(A)
-            node.watches = OtherWatches(RUN, "aaaaaaaa", node.spool, lambda: store, TIMINGS)  # it was killed
-            assert await node.asks(B)
-
-    asyncio.run(play())
+async def test_restart_on_one_machine_watches_another_directory_at_once(tmp_path: Path) -> None:
+    store = MemoryStore()
+    node = Node(store, tmp_path, "a")
+    with node.spool.lock():
+        assert await node.asks(A)
+        node.watches = OtherWatches(RUN, "aaaaaaaa", node.spool, lambda: store, TIMINGS)  # it was killed
+        assert await node.asks(B)

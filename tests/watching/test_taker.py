@@ -41,48 +41,39 @@ async def keys(store: Store) -> list[str]:
     return [info.key async for info in store.scan(f"{RUN}/")]
 
 
-def test_one_node_takes_and_the_other_waits_until_it_is_done() -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        one, two = taker(store, "a"), taker(store, "b")
-        assert await one.may_take(ONE, 0.0) and one.held
-        for now_s in (0.0, 20.0, 40.0):
-            assert not await two.may_take(TWO, now_s), "one node takes at a time from a run, whatever the names"
-        await one.release()
-        assert await keys(store) == []
-        assert await two.may_take(ONE, 60.0) and two.held and not one.held
-
-    asyncio.run(play())
+async def test_one_node_takes_and_the_other_waits_until_it_is_done() -> None:
+    store = MemoryStore()
+    one, two = taker(store, "a"), taker(store, "b")
+    assert await one.may_take(ONE, 0.0) and one.held
+    for now_s in (0.0, 20.0, 40.0):
+        assert not await two.may_take(TWO, now_s), "one node takes at a time from a run, whatever the names"
+    await one.release()
+    assert await keys(store) == []
+    assert await two.may_take(ONE, 60.0) and two.held and not one.held
 
 
-def test_an_announcement_that_is_not_renewed_is_a_dead_nodes() -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        dead, two = taker(store, "a"), taker(store, "b")
-        assert await dead.may_take(ONE, 0.0)
-        assert not await two.may_take(ONE, 1000.0), "the time counts from when this node saw it"
-        assert not await two.may_take(ONE, 1179.0)
-        assert await two.may_take(ONE, 1200.0) and two.held
-
-    asyncio.run(play())
+async def test_an_announcement_that_is_not_renewed_is_a_dead_nodes() -> None:
+    store = MemoryStore()
+    dead, two = taker(store, "a"), taker(store, "b")
+    assert await dead.may_take(ONE, 0.0)
+    assert not await two.may_take(ONE, 1000.0), "the time counts from when this node saw it"
+    assert not await two.may_take(ONE, 1179.0)
+    assert await two.may_take(ONE, 1200.0) and two.held
 
 
-def test_a_living_nodes_unit_is_left_to_it_for_an_hour() -> None:
-    async def play() -> None:
-        store = MemoryStore()
-        stuck, two = taker(store, "a"), taker(store, "b")
-        assert await stuck.may_take(ONE, 0.0)
-        for now_s in range(0, 3600, 60):
-            await stuck.renew()
-            assert len(await keys(store)) == 1
-            assert not await two.may_take(ONE, float(now_s))
-        assert await two.may_take(ONE, 3600.0) and not two.held
-        assert not await two.may_take(TWO, 3601.0), "the next one is left to it again"
-
-    asyncio.run(play())
+async def test_a_living_nodes_unit_is_left_to_it_for_an_hour() -> None:
+    store = MemoryStore()
+    stuck, two = taker(store, "a"), taker(store, "b")
+    assert await stuck.may_take(ONE, 0.0)
+    for now_s in range(0, 3600, 60):
+        await stuck.renew()
+        assert len(await keys(store)) == 1
+        assert not await two.may_take(ONE, float(now_s))
+    assert await two.may_take(ONE, 3600.0) and not two.held
+    assert not await two.may_take(TWO, 3601.0), "the next one is left to it again"
 
 
-def test_two_nodes_that_announce_at_the_same_time_both_withdraw() -> None:
+async def test_two_nodes_that_announce_at_the_same_time_both_withdraw() -> None:
     class Board(MemoryStore):
         """Both nodes have put their announcement before either lists again."""
 
@@ -97,105 +88,87 @@ def test_two_nodes_that_announce_at_the_same_time_both_withdraw() -> None:
                 self.met.set()
             await self.met.wait()
 
-    async def play() -> None:
-        store = Board()
-        one, two = taker(store, "a"), taker(store, "b")
-        assert await asyncio.gather(one.may_take(ONE, 0.0), two.may_take(ONE, 0.0)) in ([False, False], [True, False])
-        assert not (one.held and two.held)
-        for now_s in range(10, 1000, 10):
-            if await one.may_take(ONE, float(now_s)):
-                break
-        assert one.held and not await two.may_take(ONE, 2000.0)
-
-    asyncio.run(play())
+    store = Board()
+    one, two = taker(store, "a"), taker(store, "b")
+    assert await asyncio.gather(one.may_take(ONE, 0.0), two.may_take(ONE, 0.0)) in ([False, False], [True, False])
+    assert not (one.held and two.held)
+    for now_s in range(10, 1000, 10):
+        if await one.may_take(ONE, float(now_s)):
+            break
+    assert one.held and not await two.may_take(ONE, 2000.0)
 
 
-def test_a_tier_that_does_not_answer_keeps_no_unit_from_being_taken() -> None:
+async def test_a_tier_that_does_not_answer_keeps_no_unit_from_being_taken() -> None:
     class Down(MemoryStore):
         async def scan(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
             raise StoreUnavailable("down")
             yield
 
-    async def play() -> None:
-        for store in (None, Down()):
-            one = taker(store, "a")
-            assert await one.may_take(ONE, 0.0) and not one.held
-
-    asyncio.run(play())
+    for store in (None, Down()):
+        one = taker(store, "a")
+        assert await one.may_take(ONE, 0.0) and not one.held
 
 
-def test_nothing_is_announced_again_where_nothing_can_be_deleted() -> None:
+async def test_nothing_is_announced_again_where_nothing_can_be_deleted() -> None:
     class AppendOnly(MemoryStore):
         async def delete(self, keys):  # type: ignore[no-untyped-def]
             raise DeleteRefused("append-only")
 
-    async def play() -> None:
-        store = AppendOnly()
-        one = taker(store, "a")
-        assert await one.may_take(ONE, 0.0)
+    store = AppendOnly()
+    one = taker(store, "a")
+    assert await one.may_take(ONE, 0.0)
+    await one.renew()
+    for now_s in (100.0, 200.0, 300.0):
         await one.renew()
-        for now_s in (100.0, 200.0, 300.0):
-            await one.renew()
-            await one.release()
-            assert await one.may_take(TWO, now_s) and not one.held
-        assert len(await keys(store)) == 2
-
-    asyncio.run(play())
-
-
-def test_an_announcement_is_renewed_and_withdrawn_on_the_store_that_a_reload_opened(tmp_path: Path) -> None:
-    async def play() -> None:
-        (tmp_path / "tier").mkdir()
-        stores = [FileStore(tmp_path / "tier")]
-        one = Taker(RUN, "a" * 8, lambda: stores[-1], TIMINGS)
-        assert await one.may_take(ONE, 0.0) and one.held
-        before = await keys(stores[0])
-        await stores[0].aclose()
-        stores.append(FileStore(tmp_path / "tier"))
-        await one.renew()
-        after = await keys(stores[1])
-        assert len(after) == 1 and after != before
-        await stores[1].aclose()
-        stores.append(FileStore(tmp_path / "tier"))
         await one.release()
-        assert await keys(stores[2]) == []
-        await stores[2].aclose()
-
-    asyncio.run(play())
+        assert await one.may_take(TWO, now_s) and not one.held
+    assert len(await keys(store)) == 2
 
 
-def test_a_release_on_a_closed_store_raises_nothing(tmp_path: Path) -> None:
-    async def play() -> None:
-        (tmp_path / "tier").mkdir()
-        store = FileStore(tmp_path / "tier")
-        found: list[Store | None] = [store]
-        one = Taker(RUN, "a" * 8, lambda: found[-1], TIMINGS)
-        assert await one.may_take(ONE, 0.0) and one.held
-        await store.aclose()
-        found.append(None)  # a reload opened another, which is not observed yet
-        await one.release()
-        assert not one.held
+async def test_an_announcement_is_renewed_and_withdrawn_on_the_store_that_a_reload_opened(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    stores = [FileStore(tmp_path / "tier")]
+    one = Taker(RUN, "a" * 8, lambda: stores[-1], TIMINGS)
+    assert await one.may_take(ONE, 0.0) and one.held
+    before = await keys(stores[0])
+    await stores[0].aclose()
+    stores.append(FileStore(tmp_path / "tier"))
+    await one.renew()
+    after = await keys(stores[1])
+    assert len(after) == 1 and after != before
+    await stores[1].aclose()
+    stores.append(FileStore(tmp_path / "tier"))
+    await one.release()
+    assert await keys(stores[2]) == []
+    await stores[2].aclose()
 
-    asyncio.run(play())
+
+async def test_a_release_on_a_closed_store_raises_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    store = FileStore(tmp_path / "tier")
+    found: list[Store | None] = [store]
+    one = Taker(RUN, "a" * 8, lambda: found[-1], TIMINGS)
+    assert await one.may_take(ONE, 0.0) and one.held
+    await store.aclose()
+    found.append(None)  # a reload opened another, which is not observed yet
+    await one.release()
+    assert not one.held
 
 
-def test_an_error_that_nobody_foresaw_does_not_end_the_announcements(caplog: pytest.LogCaptureFixture) -> None:
-    async def play() -> None:
-        store, broken = MemoryStore(), [0]
-        one = Taker(RUN, "a" * 8, lambda: store if not broken[-1] else 1 // 0, replace(TIMINGS, renew_s=0.01))  # type: ignore[arg-type,return-value]
-        assert await one.may_take(ONE, 0.0) and one.held
-        before = await keys(store)
-        broken.append(1)
-        renewing = asyncio.ensure_future(one.keep_renewing())
-        while "ZeroDivisionError" not in caplog.text:
-            await asyncio.sleep(0.01)
-        broken.append(0)
-        while await keys(store) == before:
-            assert not renewing.done()
-            await asyncio.sleep(0.01)
-        renewing.cancel()
-
-    asyncio.run(play())
+async def test_an_error_that_nobody_foresaw_does_not_end_the_announcements(caplog: pytest.LogCaptureFixture) -> None:
+    store, broken = MemoryStore(), [0]
+    one = Taker(RUN, "a" * 8, lambda: store if not broken[-1] else 1 // 0, replace(TIMINGS, renew_s=0.01))  # type: ignore[arg-type,return-value]
+    assert await one.may_take(ONE, 0.0) and one.held
+    before = await keys(store)
+    broken.append(1)
+    renewing = asyncio.ensure_future(one.keep_renewing())
+    while "ZeroDivisionError" not in caplog.text:
+        await asyncio.sleep(0.01)
+    broken.append(0)
+    while await keys(store) == before:
+        assert not renewing.done()
+        await asyncio.sleep(0.01)
+    renewing.cancel()
 
 
 # -- daemons ----------------------------------------------------------------------------------------------------------

@@ -193,20 +193,17 @@ def test_a_bundle_that_cannot_be_used_is_named(
     assert says in reported
 
 
-def test_bundle_that_appears_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bundle_that_appears_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = tmp_path / "bundle.pem"
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
 
-    async def use() -> None:
-        store = S3Store(parse_url("s3://bucket/p?endpoint=https://127.0.0.1:1&addressing=path"))
-        with pytest.raises(StoreRefused, match="AWS_CA_BUNDLE"):
-            await store.get("k")
-        bundle.write_bytes(Path(ssl.get_default_verify_paths().cafile or bundled()).read_bytes())
-        with pytest.raises(StoreUnavailable, match="EndpointConnectionError"):
-            await store.get("k")
-        await store.aclose()
-
-    asyncio.run(use())
+    store = S3Store(parse_url("s3://bucket/p?endpoint=https://127.0.0.1:1&addressing=path"))
+    with pytest.raises(StoreRefused, match="AWS_CA_BUNDLE"):
+        await store.get("k")
+    bundle.write_bytes(Path(ssl.get_default_verify_paths().cafile or bundled()).read_bytes())
+    with pytest.raises(StoreUnavailable, match="EndpointConnectionError"):
+        await store.get("k")
+    await store.aclose()
 
 
 def bundled() -> str:

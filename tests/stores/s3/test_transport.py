@@ -463,13 +463,10 @@ def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
     assert sent < 16 << 20
 
 
-def test_session_without_a_proxy_is_direct() -> None:
-    async def whole() -> None:
-        session = http_session(USUAL, timeout=(1, 1), proxies={}, client_cert=None, connector_args={})
-        assert isinstance(session, DirectSession)
-        await session.close()
-
-    asyncio.run(whole())
+async def test_session_without_a_proxy_is_direct() -> None:
+    session = http_session(USUAL, timeout=(1, 1), proxies={}, client_cert=None, connector_args={})
+    assert isinstance(session, DirectSession)
+    await session.close()
 
 
 def test_a_body_is_a_file_without_a_copy() -> None:
