@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.settle import Settling
+from tierd.watching.unit import Unit
 
 
 def listing(*mtimes: int, name: str = "model.pt") -> Listing:
     return Listing(
         {f"{name}{number}.pt": ListedEntry("file", 5, mtime, (1, number)) for number, mtime in enumerate(mtimes)}
     )
+
+
+def test_a_unit_is_due_when_it_has_not_changed_for_long_enough() -> None:
+    settling = Settling(10.0)
+    assert settling.observe(listing(1), 0.0) == [] and settling.observe(listing(1), 9.9) == []
+    assert settling.observe(listing(2), 10.0) == []  # written to: it begins anew
+    assert settling.observe(listing(2), 19.9) == []
+    [due] = settling.observe(listing(2), 20.0)
+    assert settling.finish(due, True, listing(2)) == "taken"
+    assert settling.observe(listing(2), 99.0) == []
+    assert settling.observe(listing(3), 100.0) == [] and len(settling.observe(listing(3), 110.0)) == 1
+
+
+def test_refused_unit_is_due_again_after_a_change_alone() -> None:
+    settling = Settling(10.0)
+    settling.observe(listing(1), 0.0)
+    [due] = settling.observe(listing(1), 10.0)
+    assert settling.is_waiting()
+    assert settling.finish(due, False, listing(1)) == "refused" and not settling.is_waiting()
+    assert settling.observe(listing(1), 500.0) == []
+    settling.observe(listing(2), 501.0)
+    assert len(settling.observe(listing(2), 511.0)) == 1
 
 
 def test_unit_that_changes_while_it_is_taken_is_not_finished_and_waits_longer_each_time() -> None:
@@ -32,6 +55,18 @@ def test_newest_unit_is_first_and_a_deleted_unit_is_forgotten() -> None:
     settling.observe(shown, 0.0)
     assert [due.unit.path for due in settling.observe(shown, 10.0)] == ["step1.pt", "step2.pt", "step0.pt"]
     assert settling.observe(Listing({}), 11.0) == [] and settling._seen == {}
+
+
+def test_an_incomplete_unit_is_never_due() -> None:
+    entries = {"checkpoint-1": ListedEntry("directory"), "checkpoint-1/optimizer.pt": ListedEntry("file", 5, 1, (1, 2))}
+    settling = Settling(10.0)
+    assert [settling.observe(Listing(entries), now) for now in (0.0, 10.0, 1e6)] == [[], [], []]
+    whole = entries | {"checkpoint-1/trainer_state.json": ListedEntry("file", 2, 2, (1, 3))}
+    assert not settling.is_waiting(), "what a dead program left is waited for"
+    settling.observe(Listing(whole), 1e6)
+    assert settling.is_waiting()
+    [due] = settling.observe(Listing(whole), 1e6 + 10)
+    assert isinstance(due.unit, Unit) and settling.finish(due, True, Listing(entries)) == "changed"
 
 
 def checkpoint(**mtimes_s: float) -> Listing:
