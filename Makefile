@@ -52,6 +52,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.patches
+	$(BIN)/python -m tools.names
 
 # Three processes here, too: 77 s on two cores, where two took 102 s.
 check: lint

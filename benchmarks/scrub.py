@@ -31,8 +31,8 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.transfer.flush import Twin, flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.flush import ReferenceCopy, flush
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer
@@ -146,10 +146,10 @@ class Trial:
     async def flush(self) -> None:
         """Put every part on both tiers, in the same form, as the daemon does."""
         for part in self.parts:
-            twin: Twin | None = None
+            twin: ReferenceCopy | None = None
             for store in self.stores.values():
-                await flush(self.spool, part, Route(store), twin=twin)
-                twin = Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
+                await flush(self.spool, part, TierUploadContext(store), twin=twin)
+                twin = ReferenceCopy(store, decode(bytes(await store.get(part.manifest_key)), part))
         for part in self.parts:
             for number, file in enumerate(self.spool.manifest(part).files):
                 self.paths[SPOOL, part, number] = self.spool.path(part) / file.path

@@ -21,10 +21,10 @@ from tierd.core import manifest as manifest_module
 from tierd.core import seal as seal_module
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, chunk_sizes
-from tierd.core.manifest_codec import Wrapped, decode, encode
+from tierd.core.manifest_codec import EncryptedManifest, decode, encode
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.seal import seal
-from tierd.core.timeline.head import Known, successor
+from tierd.core.timeline.head import LaunchRecord, successor
 from tierd.core.timeline.head import encode as encode_head
 from tierd.daemon.transfer.fetch import fetch
 from tierd.spool import file_io
@@ -387,10 +387,10 @@ def test_documented_program_follows_the_timeline_of_a_head(by_hand, tmp_path):
     tier, (first, second) = tmp_path / "tier", PARTS
     shutil.copytree(TIER, tier)
     later = f"{second.checkpoint.attempt[:11]}f-{'0' * 8}"
-    came = {first.checkpoint.attempt: Known(resumed_from=None, newest=first.checkpoint.step)}
+    came = {first.checkpoint.attempt: LaunchRecord(resumed_from=None, newest=first.checkpoint.step)}
     origin = Origin(step=first.checkpoint.step, attempt=first.checkpoint.attempt)
     assert later > second.checkpoint.attempt > first.checkpoint.attempt
-    head = successor((), "demo", "0123abcd", came | {later: Known(resumed_from=origin, newest=3)}, "")
+    head = successor((), "demo", "0123abcd", came | {later: LaunchRecord(resumed_from=origin, newest=3)}, "")
     path = tier / "demo/timeline/0123abcd.json"
     path.parent.mkdir()
     path.write_bytes(encode_head(head))
@@ -504,7 +504,7 @@ def test_no_member_in_the_tables_is_made_up():
     assert set(named) == known | {"digest"}
     assert set(json.loads((TIER / PARTS[1].manifest_key).read_bytes())) <= set(named)
     table = FORMAT.split("## An encrypted tier")[1].split("## Which one")[0]
-    wrapped = {field.encode_name for field in msgspec.structs.fields(Wrapped)}
+    wrapped = {field.encode_name for field in msgspec.structs.fields(EncryptedManifest)}
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == wrapped | {"digest"}
 
 

@@ -25,7 +25,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.timeline.candidates import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Pause, Status
+from tierd.ipc.messages import Pause, StatusRequest
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
@@ -200,9 +200,9 @@ def test_rank_account(tmp_path):
     """Each process of the same user may ask the daemon as a person does, and it shows."""
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
-        assert link.ask(Status())["status"]["paused"] is None
+        assert link.ask(StatusRequest())["status"]["paused"] is None
         link.ask(Pause())
-        assert link.ask(Status())["status"]["paused"] is not None
+        assert link.ask(StatusRequest())["status"]["paused"] is not None
 
 
 # -- another user of the node -----------------------------------------------------------------------------------------

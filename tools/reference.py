@@ -24,13 +24,13 @@ from tierd.bench.result import Result
 from tierd.bench.targets import TargetVerdict
 from tierd.check.report import Report as Checked
 from tierd.cli import app
-from tierd.cli.acting.disown import Disowned
-from tierd.cli.acting.ending import Drained, Waited
-from tierd.cli.acting.move import Copied, Imported
-from tierd.cli.acting.prune import Judged
+from tierd.cli.acting.disown import DisownResult
+from tierd.cli.acting.ending import DrainResult, WaitResult
+from tierd.cli.acting.move import CopyResult, ImportResult
+from tierd.cli.acting.prune import PruneVerdict
 from tierd.cli.acting.space import Removal, Usages
 from tierd.cli.exit_codes import EXIT_CODES
-from tierd.cli.measuring.advise_show import Advised
+from tierd.cli.measuring.advise_show import AdviceReport
 from tierd.cli.reading.doctor import Diagnosis
 from tierd.cli.reading.inspect import Inspections
 from tierd.cli.reading.read import Check
@@ -44,14 +44,14 @@ from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.http.families import FAMILIES, samples
 from tierd.daemon.intake.in_place import PutBack
-from tierd.daemon.intake.prepare import Prepared
+from tierd.daemon.intake.prepare import PrepareResult
 from tierd.daemon.reports.runs import Runs
 from tierd.daemon.status import COUNTERS, Status
-from tierd.daemon.transfer.export import Exported
+from tierd.daemon.transfer.export import RestoredDirectory
 from tierd.reading.commands import Delivery
 from tierd.reading.exports import StateExport
 from tierd.state import reference as state_reference
-from tierd.watching.explain import Explained
+from tierd.watching.explain import WatchExplanation
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
@@ -69,27 +69,27 @@ SHAPES: dict[str, Any] = {
     "ls": Report,
     "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
     "verify": {"checks": list[Check], "unreached": list[str]},
-    "restore": Exported,
+    "restore": RestoredDirectory,
     "restore --into": PutBack,
-    "copy": Copied,
-    "import": Imported,
-    "prepare": Prepared,
+    "copy": CopyResult,
+    "import": ImportResult,
+    "prepare": PrepareResult,
     "watch": Event,
-    "watch --explain": Explained,
+    "watch --explain": WatchExplanation,
     "export": StateExport,
     "follow": Delivery,
-    "prune": {"verdicts": list[Judged]},
+    "prune": {"verdicts": list[PruneVerdict]},
     "du": Usages,
     "rm": Removal,
-    "disown": Disowned,
+    "disown": DisownResult,
     "pin": {"run": str, "step": int, "attempt": str, "pinned": bool},
     "pause": {"spool": str, "paused": str | None},
-    "drain": Drained,
-    "wait": Waited,
+    "drain": DrainResult,
+    "wait": WaitResult,
     "config check": {"config": Config, "reach": dict[str, str], "modes": dict[str, dict[str, str | None]]},
     "inspect": Inspections,
     "check-resume": Checked,
-    "advise": Advised,
+    "advise": AdviceReport,
     "advise --notice": Fit,
     "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
     "bench growth": {"result": GrowthResult, "verdicts": list[GrowthVerdict]},

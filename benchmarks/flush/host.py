@@ -26,7 +26,7 @@ import tierd
 from tierd.bench import procfs
 from tierd.core.errors import TierdError
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 
 RSS = ("RssAnon", "RssFile", "RssShmem")
@@ -76,7 +76,7 @@ class Daemon:
             raise ArmFailed(f"the daemon ended: {self._log.read_text(errors='replace')[-500:]}")
         try:
             with Link(self._spool) as link:
-                return all(tier["reached"] for tier in link.ask(Status(), 10.0)["status"]["tiers"])
+                return all(tier["reached"] for tier in link.ask(StatusRequest(), 10.0)["status"]["tiers"])
         except (TierdError, TimeoutError):
             return False
 

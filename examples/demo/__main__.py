@@ -27,7 +27,7 @@ from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.place import SPOOL
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Report, Status
+from tierd.ipc.messages import ReportRequest, StatusRequest
 from tierd.spool.spool import Spool
 
 RUN = "demo"
@@ -174,9 +174,9 @@ class Demo:
     def _show(self, daemon: Child, killed: Launch, resumed: Launch) -> None:
         """The table, once the daemon has nothing left to do."""
         wait_until("the daemon has nothing left to do", self._settled, self.options.patience, daemon)
-        events = self._ask(Status())["status"]["events"]
+        events = self._ask(StatusRequest())["status"]["events"]
         saves = [*killed.saves, *resumed.saves]
-        report = self._ask(Report(run=RUN))["report"]
+        report = self._ask(ReportRequest(run=RUN))["report"]
         self.console.print()
         self.console.print(table.checkpoints(RUN, saves, report, events, [SPOOL, TIER]))
         self.console.print()
@@ -197,19 +197,19 @@ class Demo:
 
     def _daemon_answers(self) -> bool:
         try:
-            self._ask(Status())
+            self._ask(StatusRequest())
         except DaemonUnavailable:
             return False
         return True
 
     def _report(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._ask(Report(run=RUN))["report"]["checkpoints"]
+        found: list[dict[str, Any]] = self._ask(ReportRequest(run=RUN))["report"]["checkpoints"]
         return found
 
     def _settled(self) -> bool:
         """Nothing to prune, nothing to flush. The report comes first: it makes the daemon look."""
         copies = [copy for one in self._report() for copy in one["copies"]]
-        tiers = self._ask(Status())["status"]["tiers"]
+        tiers = self._ask(StatusRequest())["status"]["tiers"]
         return all(copy["keep"] for copy in copies) and not any(one["pending_parts"] or one["doing"] for one in tiers)
 
     def _say(self, text: str) -> None:

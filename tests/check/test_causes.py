@@ -12,7 +12,7 @@ from tierd.check.causes import causes
 from tierd.check.compare import Terms, compare
 from tierd.check.evidence import evidence
 from tierd.check.final import StateDifference, differences, summary
-from tierd.check.history import TORCH, History, Observation, RankHistory, Taken
+from tierd.check.history import TORCH, CheckedRun, Observation, RankHistory, Taken
 from tierd.check.leaves import ValueLeaf, leaf_of
 from tierd.check.loaders import loader_leaves, order_digests
 from tierd.check.objects import details, find_live
@@ -40,7 +40,9 @@ def counted(after: int, begun: int) -> list[str]:
     whole = seen(0, save, Taken(begun - 1, "forward", {}, {}))
     killed = seen(begun, Taken(6, "loaded", {}, {}), Taken(6, "forward", {}, {}))
     killed.observed |= {step: Observation(step, (step,)) for step in range(begun, 10)}
-    return [one.kind for one in evidence(History([[whole]]), History([[RankHistory()], [killed]]), 0, 2, "first loss")]
+    return [
+        one.kind for one in evidence(CheckedRun([[whole]]), CheckedRun([[RankHistory()], [killed]]), 0, 2, "first loss")
+    ]
 
 
 @pytest.mark.parametrize(("after", "begun"), [(6, 7), (5, 6), (5, 7), (4, 6)])
@@ -67,7 +69,7 @@ def loading(step: int, moment: str, batches: int, generator: str, **position: in
 
 
 def of_loaders(killed: Taken, whole: Taken) -> list[str]:
-    histories = History([[seen(1, loading(4, "step", 4, "a"), whole)]]), History([[seen(1)], [seen(5, killed)]])
+    histories = CheckedRun([[seen(1, loading(4, "step", 4, "a"), whole)]]), CheckedRun([[seen(1)], [seen(5, killed)]])
     return [one.kind for one in evidence(*histories, 0, 2, "samples")]
 
 
@@ -240,7 +242,7 @@ def test_values_whose_bytes_differ_are_never_apart_by_nothing():
         return [Taken(9, "end", {path: leaf_of(value)}, {}, {}, {}, {path: "object"}, ("save", 9))]
 
     whole, again, killed = (seen(first, *ended(one)) for first, one in ((1, a), (1, a), (5, b)))
-    [one] = differences(History([[whole]]), History([[seen(1)], [killed]]), 0, 0.0, again=History([[again]]))
+    [one] = differences(CheckedRun([[whole]]), CheckedRun([[seen(1)], [killed]]), 0, 0.0, again=CheckedRun([[again]]))
     assert isinstance(one, StateDifference) and one.magnitude is None and one.expected != one.got
     assert "apart by 0" not in summary([one])[0]
 
@@ -249,6 +251,6 @@ def test_a_position_says_from_where_the_launch_read():
     whole = seen(1, loading(4, "step", 4, "a"), loading(4, "forward", 5, "b"))
     begun = seen(5, Taken(4, "loaded", {}, {}), loading(4, "forward", 1, "x"))
     begun.observed = {step: Observation(step, (step - 4,)) for step in range(5, 8)}
-    killed, again = History([[seen(1)], [begun]]), History([[whole]])
+    killed, again = CheckedRun([[seen(1)], [begun]]), CheckedRun([[whole]])
     [cause] = causes(again, killed, again, [compare(again, killed, 0, Terms(7))], Terms(7))
     assert cause.kind == "position" and "from the very first sample" in cause.says and LOADER in cause.says

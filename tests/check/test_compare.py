@@ -8,7 +8,7 @@ import pytest
 from tierd.check.beginnings import apart_from_the_start, left_behind, never_restored
 from tierd.check.causes import causes
 from tierd.check.compare import Terms, compare
-from tierd.check.history import History, KillPoint, Observation, RankHistory, Setting, Taken, as_samples
+from tierd.check.history import CheckedRun, KillPoint, Observation, RankHistory, Setting, Taken, as_samples
 from tierd.core.errors import ConfigError
 
 STEPS = 12
@@ -32,14 +32,14 @@ def seen(first: int, last: int, samples=batch, losses=loss, generators=lambda st
     return one
 
 
-def history(*launches: RankHistory) -> History:
-    return History([[one] for one in launches])
+def history(*launches: RankHistory) -> CheckedRun:
+    return CheckedRun([[one] for one in launches])
 
 
 WHOLE = history(seen(1, STEPS))
 
 
-def judged(killed: History, reference: History = WHOLE, again: History | None = None, **terms):
+def judged(killed: CheckedRun, reference: CheckedRun = WHOLE, again: CheckedRun | None = None, **terms):
     wanted = Terms(STEPS, **terms)
     result = compare(reference, killed, 0, wanted)
     return result, [one.kind for one in causes(reference, killed, again, [result], wanted)]
@@ -94,7 +94,7 @@ def test_compare_detects_one_bit_of_a_loss_and_a_tolerance_allows_it():
     assert not judged(history(seen(1, 7), seen(5, STEPS, losses=None)), loss_tolerance=0.5)[0].ok
 
 
-def resumed_with(samples, **more) -> History:
+def resumed_with(samples, **more) -> CheckedRun:
     return history(seen(1, 7), seen(5, STEPS, samples, **more))
 
 
@@ -178,8 +178,8 @@ def test_ranks_that_got_each_others_state():
     def shifted(by):
         return lambda step: [one + by for one in batch(step)]
 
-    whole = History([[seen(1, STEPS), seen(1, STEPS, shifted(500))]])
-    killed = History([[seen(1, 7), seen(1, 6, shifted(500))], [seen(5, STEPS, shifted(500)), seen(5, STEPS)]])
+    whole = CheckedRun([[seen(1, STEPS), seen(1, STEPS, shifted(500))]])
+    killed = CheckedRun([[seen(1, 7), seen(1, 6, shifted(500))], [seen(5, STEPS, shifted(500)), seen(5, STEPS)]])
     results = [compare(whole, killed, rank, Terms(STEPS)) for rank in (0, 1)]
     assert [one.ok for one in results] == [False, False]
     assert [one.kind for one in causes(whole, killed, None, results, Terms(STEPS))] == ["ranks"]
@@ -197,23 +197,23 @@ def test_rank_that_begins_anew_beside_a_resumed_rank_is_a_cause():
     first, resumed = [seen(1, 7), seen(1, 7)], seen(5, STEPS)
     for one in first:
         one.saves = [4, 6]
-    found = left_behind(History([first, [resumed, seen(1, STEPS)]]), 1)
+    found = left_behind(CheckedRun([first, [resumed, seen(1, STEPS)]]), 1)
     assert found.kind == "ranks" and "rank 1 began launch 2 at step 1, and rank 0 at step 5" in found.says
     restored = seen(1, STEPS)
     restored.taken.append(Taken(4, "loaded", {}, {}))
-    assert "left out" in left_behind(History([[seen(1, 7), seen(1, 7)], [resumed, restored]]), 1).says
+    assert "left out" in left_behind(CheckedRun([[seen(1, 7), seen(1, 7)], [resumed, restored]]), 1).says
 
 
 def test_a_rank_whose_only_save_may_have_died_with_it_is_not_blamed():
     launches = [[seen(1, 7), seen(1, 5)], [seen(5, 7), seen(1, 5)], [seen(5, STEPS), seen(1, STEPS)]]
-    assert left_behind(History(launches), 1) is None
-    assert left_behind(History([launches[0], [seen(1, STEPS), seen(1, STEPS)]]), 1) is None
+    assert left_behind(CheckedRun(launches), 1) is None
+    assert left_behind(CheckedRun([launches[0], [seen(1, STEPS), seen(1, STEPS)]]), 1) is None
 
 
 def test_ranks_that_begin_apart_on_an_empty_spool():
-    found = apart_from_the_start(WHOLE, History([[seen(1, STEPS), seen(4, STEPS)]]))
+    found = apart_from_the_start(WHOLE, CheckedRun([[seen(1, STEPS), seen(4, STEPS)]]))
     assert found.kind == "ranks" and "at step 4 on rank 1, and at step 1 on rank 0" in found.says
-    assert apart_from_the_start(WHOLE, History([[seen(1, 7), seen(1, 6)], [seen(5, 9), seen(4, 9)]])) is None
+    assert apart_from_the_start(WHOLE, CheckedRun([[seen(1, 7), seen(1, 6)], [seen(5, 9), seen(4, 9)]])) is None
 
 
 # -- an allowance -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tierd.check.causes import causes, from_final_states
 from tierd.check.compare import Terms, compare
 from tierd.check.evidence import evidence
 from tierd.check.final import StateDifference
-from tierd.check.history import PYTHON, History, Observation, RankHistory, Taken
+from tierd.check.history import PYTHON, CheckedRun, Observation, RankHistory, Taken
 from tierd.check.insides import held_generators, insides
 from tierd.check.leaves import ValueLeaf
 from tierd.check.objects import LiveObjects
@@ -55,8 +55,8 @@ def kinds(momentum_after_the_load: float, *, clears: bool = False) -> list[str]:
         taken("forward", None, momentum=momentum_after_the_load),
         backward(None),
     )
-    killed = History([[seen(1)], [begun]])
-    return [one.kind for one in evidence(History([[whole]]), killed, 0, 2, "later loss")]
+    killed = CheckedRun([[seen(1)], [begun]])
+    return [one.kind for one in evidence(CheckedRun([[whole]]), killed, 0, 2, "later loss")]
 
 
 def test_gradients_are_named_where_there_is_no_stronger_cause():
@@ -88,7 +88,7 @@ def at(step: int, moment: str, generator: str = "", **entries: float) -> Taken:
 
 
 def found(what: str, whole: list[Taken], killed: list[Taken]) -> list[tuple[str, str]]:
-    histories = History([[seen(1, *whole)]]), History([[seen(1)], [seen(5, *killed)]])
+    histories = CheckedRun([[seen(1, *whole)]]), CheckedRun([[seen(1)], [seen(5, *killed)]])
     return [(one.kind, one.path) for one in evidence(*histories, 0, 2, what)]
 
 
@@ -135,9 +135,9 @@ def test_object_that_keeps_its_loaded_state_was_replaced():
 
 
 def final(whole: list[Taken], killed: list[Taken], reference: list[Taken] | None = None):
-    histories = [History([[seen(1, *one)]]) for one in (whole if reference is None else reference, whole)]
+    histories = [CheckedRun([[seen(1, *one)]]) for one in (whole if reference is None else reference, whole)]
     weight = StateDifference(0, 'state["weight"]', 5, 2, "3.0", "3.5", 0.5, 0.1, True)
-    run = History([[seen(1)], [seen(5, *killed)]])
+    run = CheckedRun([[seen(1)], [seen(5, *killed)]])
     return from_final_states(histories[0], run, histories[1], [weight])
 
 
@@ -175,9 +175,10 @@ def test_a_generator_that_nobody_seeded_explains_no_samples():
     """The killed run's first launch may have been captured at no moment of the others; a second run shows it."""
     begun = seen(5, at(4, "loaded", "x"), at(5, "step", "y"))
     begun.observed = {step: Observation(step, (step + 100,)) for step in range(5, 8)}
-    killed = History([[seen(1)], [begun]])
+    killed = CheckedRun([[seen(1)], [begun]])
     whole, again = (
-        History([[seen(1, at(4, "save", f"{one}"), at(5, "step", f"{one}"), at(7, "end", f"{one}"))]]) for one in "ab"
+        CheckedRun([[seen(1, at(4, "save", f"{one}"), at(5, "step", f"{one}"), at(7, "end", f"{one}"))]])
+        for one in "ab"
     )
     result = compare(whole, killed, 0, Terms(7))
     assert [one.kind for one in causes(whole, killed, again, [result], Terms(7))] == ["shuffle"]
@@ -240,7 +241,7 @@ def test_a_variable_of_a_stream_that_has_not_begun_is_no_cause():
     whole = [Taken(4, "save", {}, {}, one), Taken(5, "step", {}, {}, {"stream().one": ValueLeaf("2", "2")})]
     killed = [Taken(4, "loaded", {}, {}), Taken(5, "step", {}, {}, {"stream().one": ValueLeaf("3", "3")})]
     assert "gone" not in str(
-        evidence(History([[seen(1, *whole)]]), History([[seen(1)], [seen(5, *killed)]]), 0, 2, "samples")
+        evidence(CheckedRun([[seen(1, *whole)]]), CheckedRun([[seen(1)], [seen(5, *killed)]]), 0, 2, "samples")
     )
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tierd.check.history import History, Observation, RankHistory
+from tierd.check.history import CheckedRun, Observation, RankHistory
 from tierd.check.leakage import leaks, line
 
 SIZE = 4  # steps of an epoch; two samples a step
@@ -25,14 +25,14 @@ def rank(first: int, last: int, read=samples, validation: tuple[int, ...] = (), 
     return seen
 
 
-def one(*launches: RankHistory) -> History:
-    return History([[launch] for launch in launches])
+def one(*launches: RankHistory) -> CheckedRun:
+    return CheckedRun([[launch] for launch in launches])
 
 
 WHOLE = one(rank(1, 12))
 
 
-def found(killed: History, whole: History = WHOLE, ranks: int = 1) -> list[tuple[str, int | None, int]]:
+def found(killed: CheckedRun, whole: CheckedRun = WHOLE, ranks: int = 1) -> list[tuple[str, int | None, int]]:
     return [(leak.kind, leak.epoch, leak.count) for leak in leaks(whole, killed, ranks, 12)]
 
 
@@ -62,8 +62,8 @@ def test_samples_on_two_ranks():
     def mine(number: int):
         return lambda step: tuple(sample + 100 * number for sample in samples(step))
 
-    whole = History([[rank(1, 12, mine(0)), rank(1, 12, mine(1))]])
-    mixed = History([[rank(1, 7, mine(0)), rank(1, 7, mine(1))], [rank(5, 12, mine(0)), rank(5, 12, mine(0))]])
+    whole = CheckedRun([[rank(1, 12, mine(0)), rank(1, 12, mine(1))]])
+    mixed = CheckedRun([[rank(1, 7, mine(0)), rank(1, 7, mine(1))], [rank(5, 12, mine(0)), rank(5, 12, mine(0))]])
     assert ("two ranks", 1, 8) in found(mixed, whole, 2)
     assert found(whole, whole, 2) == []
 

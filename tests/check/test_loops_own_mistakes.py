@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierd.check.evidence import evidence
-from tierd.check.history import History, Observation, RankHistory, Taken
+from tierd.check.history import CheckedRun, Observation, RankHistory, Taken
 from tierd.check.leaves import ValueLeaf
 
 RATE = 'state["optimizer"]["param_groups"][0]["lr"]'
@@ -34,8 +34,8 @@ def found(what: str, whole: list[Taken], killed: list[Taken], begun: int = 5) ->
             seen.observed[step] = Observation(step, (step,))
         return seen
 
-    killed_run = History([[rank(1, [])], [rank(begun, killed)]])
-    return [(one.kind, one.path) for one in evidence(History([[rank(1, whole)]]), killed_run, 0, 2, what)]
+    killed_run = CheckedRun([[rank(1, [])], [rank(begun, killed)]])
+    return [(one.kind, one.path) for one in evidence(CheckedRun([[rank(1, whole)]]), killed_run, 0, 2, what)]
 
 
 def test_a_step_that_the_checkpoint_holds_and_that_is_trained_again_is_named():

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tierd.check.final import compared, differences, has_common_moment, summary
-from tierd.check.history import History, Observation, RankHistory, Taken
+from tierd.check.history import CheckedRun, Observation, RankHistory, Taken
 from tierd.check.leaves import ValueLeaf, leaves
 
 STEPS = 9
@@ -34,18 +34,18 @@ def taken(step: int, at: str = "step", beside: dict[str, float] | None = None, *
     )
 
 
-def history(*launches: RankHistory) -> History:
-    return History([[one] for one in launches])
+def history(*launches: RankHistory) -> CheckedRun:
+    return CheckedRun([[one] for one in launches])
 
 
-def found(reference: History, killed: History, tolerance: float = 0.0, ignore: tuple[str, ...] = ()) -> list[str]:
+def found(reference: CheckedRun, killed: CheckedRun, tolerance: float = 0.0, ignore: tuple[str, ...] = ()) -> list[str]:
     return [one.path for one in differences(reference, killed, 0, tolerance, ignore)]
 
 
 WHOLE = history(seen(1, STEPS, taken(4, best=2.0), taken(STEPS, "end", best=1.0)))
 
 
-def killed_with(last: Taken, first: Taken | None = None) -> History:
+def killed_with(last: Taken, first: Taken | None = None) -> CheckedRun:
     return history(seen(1, 4, first or taken(4, best=2.0)), seen(3, STEPS, last))
 
 

@@ -11,7 +11,7 @@ import torch
 from tierd.check import check_resume
 from tierd.check.carried import carried_in, name_of
 from tierd.check.evidence import evidence
-from tierd.check.history import History, Observation, RankHistory, Taken
+from tierd.check.history import CheckedRun, Observation, RankHistory, Taken
 from tierd.check.leaves import ValueLeaf
 from tierd.check.passes import Passes
 
@@ -46,7 +46,7 @@ def found(
     def rank(first: int, taken: list[Taken], begun: Taken | None) -> RankHistory:
         return RankHistory({step: Observation(step, (step,)) for step in range(first, 9)}, taken=taken, begun=begun)
 
-    histories = History([[rank(1, then, begun)]]), History([[rank(1, [], begun)], [rank(5, [*killed], before)]])
+    histories = CheckedRun([[rank(1, then, begun)]]), CheckedRun([[rank(1, [], begun)], [rank(5, [*killed], before)]])
     return [(one.kind, one.path) for one in evidence(*histories, 0, 2, what)]
 
 

@@ -27,7 +27,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.seal import seal
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.service import open_tiers
-from tierd.daemon.tiers.prune import Pruned, prune
+from tierd.daemon.tiers.prune import PruneResult, prune
 from tierd.ipc.protocol import PROTOCOL
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -274,7 +274,7 @@ def test_prune_continues_past_checkpoints_that_the_daemon_deleted_first(
     _, tier = places
     batches = []
 
-    async def meanwhile(store: Store, some: list[CheckpointId], **given: Any) -> Pruned:
+    async def meanwhile(store: Store, some: list[CheckpointId], **given: Any) -> PruneResult:
         if not batches:
             step = (20, 10)[which]
             for path in tier.glob(f"r/*/{step:012}.*"):

@@ -19,7 +19,7 @@ from support.world import RUN, commit, content, part
 
 from tierd.cli import run
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -37,7 +37,7 @@ def tiers(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, str]:
         store = FileStore(tmp_path / "from")
         for step in range(1, 6):
             commit(spool, part(step), content(step, chunks=getattr(request, "param", 6)))
-            await flush(spool, part(step), Route(store))
+            await flush(spool, part(step), TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(work())

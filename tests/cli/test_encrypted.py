@@ -23,7 +23,7 @@ from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.urls import parse_url
 from tierd.daemon.service import open_tiers
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.keys import Key
 from tierd.stores.open import open_store
@@ -54,7 +54,7 @@ def tier(tmp_path, key) -> str:
             (store,) = (await open_tiers(from_urls("/", [str(tmp_path / "tier")], key_file=key), stack)).values()
             for step in (1, 2):
                 commit(home, part(step))
-                await flush(home, part(step), Route(store))
+                await flush(home, part(step), TierUploadContext(store))
 
     asyncio.run(work())
     return str(tmp_path / "tier")

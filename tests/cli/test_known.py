@@ -14,7 +14,7 @@ from tierd.cli import run
 from tierd.core.config import from_urls
 from tierd.daemon.service import open_tiers
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 RUNS, STEPS = "the runs there are: bert, other", "the steps there are: 10, 20"
@@ -33,7 +33,7 @@ def places(tmp_path: Path) -> tuple[str, str]:
         async with AsyncExitStack() as stack:
             stores = await open_tiers(from_urls(str(spool.root), [str(tier)]), stack)
             for one in spool.parts():
-                await flush(spool, one, Route(next(iter(stores.values()))))
+                await flush(spool, one, TierUploadContext(next(iter(stores.values()))))
 
     asyncio.run(work())
     return str(spool.root), str(tier)

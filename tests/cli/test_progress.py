@@ -23,9 +23,9 @@ import tierd
 from tierd.cli import run
 from tierd.cli.progress import Meter, progress
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Backlog, Wait
+from tierd.ipc.messages import BacklogRequest, Wait
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -126,7 +126,7 @@ def test_daemon_reports_the_progress_of_a_flush(tmp_path: Path, slow: Double) ->
         assert len({done for done, _ in sizes}) > 1 and sizes == sorted(sizes)
         assert {total for _, total in sizes} == {whole}
         assert len(set(seen)) > 1 and max(seen) <= whole
-        assert link.ask(Backlog())["backlog"].get("moved_bytes", {}) == {}  # nothing is under way any more
+        assert link.ask(BacklogRequest())["backlog"].get("moved_bytes", {}) == {}  # nothing is under way any more
 
 
 def test_drain_and_wait_report_their_progress_and_json_is_still_json(
@@ -159,7 +159,7 @@ def test_commands_that_move_bytes_say_how_far_they_are(tmp_path: Path, monkeypat
 
     async def work() -> None:
         store = FileStore(tier)
-        await flush(spool, saved.part, Route(store))
+        await flush(spool, saved.part, TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(work())

@@ -19,7 +19,7 @@ from tierd.core.manifest import MANIFEST_NAME
 from tierd.daemon.transfer import export as export_module
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.gathering import held
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -40,7 +40,7 @@ def flushed(tmp_path: Path, *steps: int) -> None:
             for rank in (0, 1):
                 which = part(step, rank=rank, world=2)
                 commit(home, which, files(step, rank), metrics={"loss": 10.0 / step if rank == 0 else 0.0})
-                await flush(home, which, Route(store))
+                await flush(home, which, TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(work())

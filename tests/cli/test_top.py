@@ -20,7 +20,7 @@ from support.world import Daemon, commit, part
 
 from tierd.cli import run
 from tierd.cli.reading.frame import frame
-from tierd.cli.reading.top import Seen
+from tierd.cli.reading.top import DaemonView
 from tierd.core.errors import RequestUnknown, StoreUnavailable
 from tierd.ipc import messages
 from tierd.ipc.client import Link
@@ -39,7 +39,7 @@ def spool(tmp_path: Path) -> Spool:
     return spool
 
 
-def lines(seen: Seen, width: int = 80) -> list[str]:
+def lines(seen: DaemonView, width: int = 80) -> list[str]:
     seen.ask()
     return [line.plain for line in frame(seen.status, seen.runs, width)]
 
@@ -51,7 +51,7 @@ def test_top_shows_the_same_rows_as_the_page(spool: Spool) -> None:
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
         daemon.reconciler.journal.record("corrupt", "disk", part(10), f"of {EVIL}")
-        seen = Seen(spool)
+        seen = DaemonView(spool)
         shown = lines(seen)
         text = "\n".join(shown)
         for words in (
@@ -90,7 +90,7 @@ def test_a_lane_is_not_as_wide_as_a_file_without_a_width(spool: Spool) -> None:
     """Without a terminal a line may have any width, and a drawn launch took all of it: 22 MB for a hundred runs."""
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
-        found = lines(Seen(spool), 1_000_000)
+        found = lines(DaemonView(spool), 1_000_000)
     assert any("●──" in line for line in found) and max(map(len, found)) < 1000
 
 
@@ -106,7 +106,7 @@ def test_top_shows_problems_and_transfers_under_way(spool: Spool) -> None:
     with Daemon(spool.root, {"disk": store}) as daemon:
         for _ in range(3):
             daemon.reconciler.journal.failed(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down")
-        seen = Seen(spool)
+        seen = DaemonView(spool)
         wait_until(lambda: re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen, 200))), pause_s=0.05)
         assert "ALERT disk: prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen)
 
@@ -114,7 +114,7 @@ def test_top_shows_problems_and_transfers_under_way(spool: Spool) -> None:
 def test_top_leaves_out_members_that_a_daemon_of_another_version_lacks(spool: Spool) -> None:
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
-        seen = Seen(spool)
+        seen = DaemonView(spool)
         seen.ask()
         text = "\n".join(line.plain for line in frame({"events": seen.status["events"]}, None, 80))
         assert "of another version of tierd: 'problems'" in text and "not known" in text and "flushed disk" in text
@@ -124,14 +124,14 @@ def test_a_daemon_that_does_not_know_the_request_shows_its_status(spool: Spool, 
     real = Link.ask
 
     def ask(self: Link, request: messages.Request, *more: object) -> dict:
-        if isinstance(request, messages.Runs):
+        if isinstance(request, messages.RunsRequest):
             raise RequestUnknown("the daemon does not know 'runs'")
         return real(self, request, *more)
 
     monkeypatch.setattr(Link, "ask", ask)
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
-        seen = Seen(spool)
+        seen = DaemonView(spool)
         shown = lines(seen)
         assert seen.error is None and "not known" in shown and any("durable disk" in line for line in shown)
 
@@ -140,7 +140,7 @@ def test_a_tier_that_fails_has_its_error(spool: Spool) -> None:
     store = Double()
     store.error = StoreUnavailable("503 Slow Down")
     with Daemon(spool.root, {"disk": store}):
-        seen = Seen(spool)
+        seen = DaemonView(spool)
         wait_until(lambda: "disk: 503 Slow Down" in lines(seen), pause_s=0.05)
 
 

@@ -22,7 +22,7 @@ from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
 from tierd.daemon.service import open_tiers
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 RUN = "a-run-with-a-name-of-some-length"
@@ -39,7 +39,7 @@ def spool(tmp_path: Path) -> Spool:
         async with AsyncExitStack() as stack:
             stores = await open_tiers(from_urls(str(spool.root), [str(tmp_path / "tier")]), stack)
             for one in spool.parts():
-                await flush(spool, one, Route(next(iter(stores.values()))))
+                await flush(spool, one, TierUploadContext(next(iter(stores.values()))))
 
     (tmp_path / "tier").mkdir()
     asyncio.run(work())

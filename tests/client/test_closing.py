@@ -26,7 +26,7 @@ from tierd.client.checkpointer import made_of
 from tierd.client.outliving import would_end
 from tierd.client.saving import pipeline
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, StoreUnavailable
-from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed
+from tierd.core.planning.unflushed import Remaining, TierTrouble, UnflushedParts
 from tierd.spool.spool import Spool
 
 
@@ -174,7 +174,7 @@ def test_a_close_that_waits_for_no_tier_says_that_nobody_waited(spool, caplog, m
     with Daemon(spool.root, {"nfs": Double(), "s3": Double()}) as daemon:
         checkpointer = saved(spool, 1)
         daemon.settle()
-        stale = Unflushed(left=(Remaining(part=spool.parts()[0], size_bytes=1, on=(), lacks=("s3",)),), tiers={})
+        stale = UnflushedParts(left=(Remaining(part=spool.parts()[0], size_bytes=1, on=(), lacks=("s3",)),), tiers={})
         daemon.reconciler.backlog.summary = lambda: stale
         checkpointer.close(wait="local")
     assert "only in the spool: this close waited for no tier; the daemon ends with" in warnings(caplog)[0]
@@ -471,9 +471,9 @@ def test_mistyped_tier_is_warned_of_within_seconds_and_again_by_close(spool, cap
     (tmp_path / "typo").mkdir()  # so that the daemon, which outlives the trainer, ends
 
 
-DOWN = Unflushed(tiers={"nfs": TierTrouble(reached=False, error="503")})
-REFUSED = Unflushed(tiers={"nfs": TierTrouble(reached=False, error="403", refused=True)})
-FINE = Unflushed(tiers={"nfs": TierTrouble(reached=True), "s3": TierTrouble(reached=False, error="503")})
+DOWN = UnflushedParts(tiers={"nfs": TierTrouble(reached=False, error="503")})
+REFUSED = UnflushedParts(tiers={"nfs": TierTrouble(reached=False, error="403", refused=True)})
+FINE = UnflushedParts(tiers={"nfs": TierTrouble(reached=True), "s3": TierTrouble(reached=False, error="503")})
 
 
 def test_lasting_trouble_that_may_pass_is_warned_of_late_and_then_rarely(caplog):

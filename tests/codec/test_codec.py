@@ -32,7 +32,7 @@ def described(raw: bytes) -> Chunk:
     return Chunk(size=len(raw), xxh3_128=digest(raw))
 
 
-def encoded(raw) -> codec.Encoded:
+def encoded(raw) -> codec.EncodedChunk:
     return codec.encode(PART, described(bytes(raw)), raw)
 
 

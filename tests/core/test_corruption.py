@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from tierd.core.corruption import MOST_READS, Reading, UnstableRead, Verdict, judge, proven
+from tierd.core.corruption import MOST_READS, Reading, ReadVerdict, UnstableRead, judge, proven
 from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
 
 
 def test_single_right_read_outweighs_all_wrong_reads():
     wrong = [Reading("a", "direct"), Reading("a", "cached")]
-    assert judge([*wrong, Reading("b", is_right=True)], paths=2) is Verdict.RIGHT
+    assert judge([*wrong, Reading("b", is_right=True)], paths=2) is ReadVerdict.RIGHT
 
 
 def test_the_same_wrong_bytes_twice_are_corrupt():
-    assert judge([Reading("a")]) is Verdict.READ_AGAIN
-    assert judge([Reading("a"), Reading("b")]) is Verdict.READ_AGAIN
-    assert judge([Reading("a"), Reading("b"), Reading("a")]) is Verdict.CORRUPT
+    assert judge([Reading("a")]) is ReadVerdict.READ_AGAIN
+    assert judge([Reading("a"), Reading("b")]) is ReadVerdict.READ_AGAIN
+    assert judge([Reading("a"), Reading("b"), Reading("a")]) is ReadVerdict.CORRUPT
 
 
 def test_the_same_wrong_bytes_by_one_path_prove_nothing_where_two_are_needed():
     cached = [Reading("a", "cached")] * 2
-    assert judge(cached, paths=2) is Verdict.READ_AGAIN
-    assert judge([*cached, Reading("a", "direct")], paths=2) is Verdict.CORRUPT
+    assert judge(cached, paths=2) is ReadVerdict.READ_AGAIN
+    assert judge([*cached, Reading("a", "direct")], paths=2) is ReadVerdict.CORRUPT
 
 
 def test_different_wrong_bytes_are_no_corruption():
-    assert judge([Reading(str(number)) for number in range(MOST_READS)]) is Verdict.UNSTABLE
+    assert judge([Reading(str(number)) for number in range(MOST_READS)]) is ReadVerdict.UNSTABLE
     numbers = iter(range(MOST_READS))
 
     def read() -> None:

@@ -11,20 +11,20 @@ from support.inventories import checkpoint
 
 from tierd.core.early_stopping import EarlyStopping
 from tierd.core.errors import ConfigError, StateMismatch
-from tierd.core.save_policy import Goal, Saved, When, best_so_far, is_due, steps_to_wait
+from tierd.core.save_policy import Goal, SaveHistory, When, best_so_far, is_due, steps_to_wait
 
 NAN = math.nan
 
 
-def played(when: When, calls, saves=lambda step: True, saved: Saved | None = None) -> list[int]:
+def played(when: When, calls, saves=lambda step: True, saved: SaveHistory | None = None) -> list[int]:
     """The steps at which something is due. A call is step, epoch, value, second; what `saves` takes counts."""
-    saved, found = saved or Saved(0.0), []
+    saved, found = saved or SaveHistory(0.0), []
     for step, epoch, value, now in calls:
         if is_due(when, saved, step, epoch, value, now):
             found.append(step)
             if saves(step):
                 better = when.goal and value is not None and when.goal.better(value, saved.best)
-                saved = Saved(now, step, saved.epoch if epoch is None else epoch, value if better else saved.best)
+                saved = SaveHistory(now, step, saved.epoch if epoch is None else epoch, value if better else saved.best)
     return found
 
 
@@ -34,7 +34,7 @@ def steps(*numbers: int):
 
 def test_due_steps_are_multiples_after_any_restore_or_missed_step():
     assert played(When(steps=3), steps(*range(10))) == [3, 6, 9], "step 0 has nothing to lose yet"
-    assert played(When(steps=3), steps(*range(5, 13)), saved=Saved(0.0, 4)) == [6, 9, 12]
+    assert played(When(steps=3), steps(*range(5, 13)), saved=SaveHistory(0.0, 4)) == [6, 9, 12]
     assert played(When(steps=3), steps(0, 2, 4, 6, 8)) == [4, 6], "not asked at 3: 4 is the first after it"
     assert played(When(steps=3), steps(*range(8)), saves=lambda step: step != 3) == [3, 4, 6], "a skipped one"
 
@@ -44,7 +44,7 @@ def test_epochs_are_those_that_have_ended():
     within = [(10 * epoch + 3, None, None, 0.0) for epoch in range(6)]
     assert played(When(epochs=1), sorted(ends + within)) == [9, 19, 29, 39, 49, 59]
     assert played(When(epochs=2), ends) == [19, 39, 59]
-    assert played(When(epochs=2), ends[3:], saved=Saved(0.0, 25, None)) == [39, 59], "after a restore, too"
+    assert played(When(epochs=2), ends[3:], saved=SaveHistory(0.0, 25, None)) == [39, 59], "after a restore, too"
     assert played(When(epochs=2), ends, saves=lambda step: step != 19) == [19, 29, 39, 59]
 
 
@@ -61,7 +61,7 @@ def test_the_best_is_better_than_all_that_were_saved():
     assert played(When(best="loss"), calls) == [1, 5, 7, 9]
     assert played(When(best="loss", best_only=True), calls) == [1, 5, 7, 9]
     assert played(When(best="acc", mode="max"), calls) == [1, 3, 8]
-    assert played(When(best="loss"), calls, saved=Saved(0.0, best=4.0)) == [7, 9], "known again after a restore"
+    assert played(When(best="loss"), calls, saved=SaveHistory(0.0, best=4.0)) == [7, 9], "known again after a restore"
     assert played(When(best="loss", steps=3), calls) == [1, 3, 5, 6, 7, 9]
     assert played(When(best="loss", steps=3, best_only=True), calls) == [3, 7, 9], "the first better one from there on"
 
@@ -156,9 +156,9 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are():
 def test_threshold_stands_for_the_best_before_the_first_save():
     """Keras's initial_value_threshold."""
     when = When(best="loss", best_only=True, threshold=0.5)
-    assert not is_due(when, Saved(0.0), 1, None, 0.6, 0.0)
-    assert is_due(when, Saved(0.0), 1, None, 0.4, 0.0)
-    assert is_due(when, Saved(0.0, best=0.9), 1, None, 0.6, 0.0)  # something was saved
+    assert not is_due(when, SaveHistory(0.0), 1, None, 0.6, 0.0)
+    assert is_due(when, SaveHistory(0.0), 1, None, 0.4, 0.0)
+    assert is_due(when, SaveHistory(0.0, best=0.9), 1, None, 0.6, 0.0)  # something was saved
     for wrong in ({"steps": 1, "threshold": 0.5}, {"best": "loss", "threshold": float("nan")}):
         with pytest.raises(ConfigError, match="threshold"):
             When(**wrong)

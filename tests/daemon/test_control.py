@@ -24,7 +24,7 @@ from tierd.core.errors import CheckpointNotFound, ConfigError, DaemonUnavailable
 from tierd.daemon import control_lines
 from tierd.daemon.transfer.flush_pacing import Cadence
 from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_REQUEST, Attach, Fetch, Remove, Report, Status, Wait, encode_line
+from tierd.ipc.messages import MAX_REQUEST, Attach, Fetch, Remove, ReportRequest, StatusRequest, Wait, encode_line
 from tierd.spool.spool import Spool
 
 
@@ -78,7 +78,7 @@ def test_garbage_does_not_disturb_the_daemon(spool, kind):
         for half in (False, True):
             answer = raw(spool, GARBAGE[kind], half=half)
             assert b'"ok":true' not in answer
-        assert link.ask(Status())["status"]["trainers"] == 1
+        assert link.ask(StatusRequest())["status"]["trainers"] == 1
         assert not daemon.reconciler.requests.held
         link.ask(Wait(part=part(1), tier="tier", timeout_s=60))
         wait_until(lambda: len(daemon.control._connections) == 1)
@@ -129,14 +129,14 @@ def test_a_crowd_is_refused_by_name_and_costs_no_descriptors(spool, opened, monk
         assert len(daemon.control._connections) == 20
         for greet in (True, False):
             with Link(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="20 connections"):
-                link.ask(Status())
+                link.ask(StatusRequest())
         said = [record.getMessage() for record in caplog.records if "control: refused" in record.getMessage()]
         assert len(said) == 1  # a flood of them fills no log
         for peer in crowd:
             peer.close()
         wait_until(lambda: not daemon.control._connections)
         with Link(spool) as link:
-            assert link.ask(Status())["status"]
+            assert link.ask(StatusRequest())["status"]
 
 
 def test_a_client_reads_why_its_connection_was_closed_before_its_first_request(spool, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_client_reads_why_its_connection_was_closed_before_its_first_request(s
             with Link(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="0 connections"):
                 wait_until(link.heard)
                 time.sleep(0.1)  # the end follows the reason
-                link.ask(Status())
+                link.ask(StatusRequest())
 
 
 def test_who_is_idle_gives_way_and_who_trains_or_waits_does_not(spool, opened, monkeypatch):
@@ -165,7 +165,7 @@ def test_who_is_idle_gives_way_and_who_trains_or_waits_does_not(spool, opened, m
         assert first.recv(1 << 16) == b""  # idle, so closed for the one that came
         wait_until(lambda: len(daemon.control._connections) == 4)
         with Link(spool) as link:
-            assert link.ask(Status())["status"]["trainers"] == 1
+            assert link.ask(StatusRequest())["status"]["trainers"] == 1
         assert second.recv(1 << 16) == b""
         assert trainer.alive() and restore.alive() and daemon.reconciler.requests.held
         waiting.setblocking(False)
@@ -193,7 +193,7 @@ def test_a_socket_left_by_a_killed_daemon_is_replaced(spool):
     with pytest.raises(DaemonUnavailable, match="none is running"):
         Link(spool)
     with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
-        assert link.ask(Status())["status"]["spool"] == str(spool.root)
+        assert link.ask(StatusRequest())["status"]["spool"] == str(spool.root)
 
 
 def test_a_spool_whose_path_is_longer_than_a_sockets_may_be(tmp_path):
@@ -288,7 +288,7 @@ def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
     with Daemon(spool.root, {"tier": down()}), Link(spool, silence_s=1.5) as link:
         with pytest.raises(TimeoutError):  # and not DaemonUnavailable, after twice its silence
             link.ask(Wait(part=part(1), tier="tier", timeout_s=3.0))
-        assert link.ask(Status())["ok"]  # the connection goes on
+        assert link.ask(StatusRequest())["ok"]  # the connection goes on
 
 
 def test_a_silent_daemon_costs_a_bounded_wait(spool):
@@ -296,7 +296,7 @@ def test_a_silent_daemon_costs_a_bounded_wait(spool):
         mute.bind(str(spool.socket))
         mute.listen()
         with Link(spool, silence_s=0.3) as link, pytest.raises(DaemonUnavailable, match="silent"):
-            link.ask(Status())
+            link.ask(StatusRequest())
 
 
 def test_a_fault_of_the_daemon_is_an_answer(spool, monkeypatch, caplog):
@@ -306,8 +306,8 @@ def test_a_fault_of_the_daemon_is_an_answer(spool, monkeypatch, caplog):
     monkeypatch.setattr("tierd.daemon.request_handler.report", fail)
     with Daemon(spool.root, {"tier": down()}), Link(spool) as link:
         with pytest.raises(DaemonUnavailable, match="the daemon failed: OverflowError: 65536 out of bounds"):
-            link.ask(Report(run="r"))
-        assert link.ask(Status())["status"]
+            link.ask(ReportRequest(run="r"))
+        assert link.ask(StatusRequest())["status"]
     assert "the request Report failed" in caplog.text and "Traceback" in caplog.text
 
 

@@ -19,7 +19,7 @@ from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
@@ -42,7 +42,7 @@ async def restored(spool: Spool, which=PART, **stores) -> dict[str, bytes]:
 async def test_encrypted_flush_restores_to_the_same_files(spool):
     files = commit(spool, PART)
     store = tier()
-    await flush(spool, PART, Route(store))
+    await flush(spool, PART, TierUploadContext(store))
     assert await restored(spool, tier=store) == files
     assert (await verify(store, PART, lambda size: None))[1] == []
 
@@ -87,10 +87,10 @@ async def test_interrupted_flush_continues_with_the_chunks_that_lie_there(spool)
 
     double.before = fail
     with pytest.raises(StoreUnavailable):
-        await flush(spool, PART, Route(store))
+        await flush(spool, PART, TierUploadContext(store))
     there = set(double.puts(is_chunk))
     double.before, double.calls = None, []
-    assert (await flush(spool, PART, Route(store))).sent == 0
+    assert (await flush(spool, PART, TierUploadContext(store))).sent == 0
     assert there and not double.puts(is_chunk)
     assert await restored(spool, tier=store) == files
 
@@ -142,7 +142,7 @@ async def test_a_checkpoint_by_somebody_without_the_key_is_never_restored(spool)
     commit(spool, PART)
     inner = MemoryStore()
     store = tier(inner)
-    await flush(spool, PART, Route(store))
+    await flush(spool, PART, TierUploadContext(store))
     later = part(8)
     await inner.put(later.manifest_key, forged(later))
     with pytest.raises(StoreUnavailable, match="is not encrypted, and could be anybody's"):
@@ -157,7 +157,7 @@ async def test_manifest_moved_or_altered_is_proven_bad_and_quarantined(spool):
     inner = MemoryStore()
     store = tier(inner)
     for which in (PART, part(8)):
-        await flush(spool, which, Route(store))
+        await flush(spool, which, TierUploadContext(store))
     moved = bytes(await inner.get(part(8).manifest_key))
     await inner.put(PART.manifest_key, moved)
     with pytest.raises(ManifestError, match="under this name"):
@@ -189,7 +189,7 @@ async def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_de
     commit(spool, part(9))
     inner = MemoryStore()
     for which in (PART, part(8)):
-        await flush(spool, which, Route(tier(inner)))
+        await flush(spool, which, TierUploadContext(tier(inner)))
         shutil.rmtree(spool.path(which))
     before = await contents(inner)
     store = view(inner)
@@ -213,7 +213,7 @@ async def test_daemon_without_the_key_begins_no_plain_text_run_beside_an_encrypt
     new = part(7, run="new")
     commit(other, new)
     inner = MemoryStore()
-    await flush(spool, PART, Route(tier(inner)))
+    await flush(spool, PART, TierUploadContext(tier(inner)))
     before = await contents(inner)
     store = Double(inner)
 
@@ -237,7 +237,7 @@ async def test_run_that_is_plain_text_on_the_tier_already_continues(spool):
     """Its tier may have become half encrypted before a daemon checked that."""
     commit(spool, PART)
     double = Double()
-    await flush(spool, PART, Route(double))
+    await flush(spool, PART, TierUploadContext(double))
     await tier(double.inner).put(part(1, run="a").manifest_key, b"{}")
     commit(spool, part(8))
     await converge(spool, {"tier": double})
@@ -258,7 +258,7 @@ async def test_unreadable_copy_lets_no_copy_of_the_spool_be_pruned(spool, view):
         commit(spool, part(step))
     inner = MemoryStore()
     for step in (1, 2, 3):
-        await flush(spool, part(step), Route(tier(inner)))
+        await flush(spool, part(step), TierUploadContext(tier(inner)))
     double = Double(view(inner))
 
     def refuse(operation, key):

@@ -19,9 +19,9 @@ from tierd.core.ids import pin_key
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.eviction import superseded
 from tierd.daemon import service
-from tierd.daemon.presence import Presence
+from tierd.daemon.presence import TrainerActivity
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Attach, Candidates, Pin
 from tierd.spool.spool import Spool
@@ -121,7 +121,7 @@ def test_run_with_a_trainer_is_kept_and_leaves_after_the_trainer_ended(spool, mo
             age(spool)
             daemon.settle()
             assert [one.checkpoint.run for one in spool.parts()] == ["run"]
-            monkeypatch.setattr(Presence, "asked", lambda self, run: None)  # as if it had left a day ago
+            monkeypatch.setattr(TrainerActivity, "asked", lambda self, run: None)  # as if it had left a day ago
         daemon.settle()
         daemon.call(until(lambda: not spool.parts()))
 
@@ -147,7 +147,7 @@ def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path
     there = MemoryStore()
     fill = Spool(tmp_path / "another")
     commit(fill, part(1, run="elsewhere"))
-    asyncio.run(flush(fill, part(1, run="elsewhere"), Route(there)))
+    asyncio.run(flush(fill, part(1, run="elsewhere"), TierUploadContext(there)))
     slow = Double()
     stores = {"quick": there, "slow": slow}
     with Daemon(spool.root, stores, finished="0s") as daemon, Link(spool) as link:

@@ -18,7 +18,7 @@ from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers import observe
 from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 
 RUNS, HOURS = 20, 24
 
@@ -57,7 +57,7 @@ async def test_daemon_at_rest_makes_at_most_60_requests_an_hour_with_any_spool(s
     for number in range(RUNS):
         commit(spool, part(1, run=f"run{number}"))
         for store in stores.values():
-            await flush(spool, part(1, run=f"run{number}"), Route(store))
+            await flush(spool, part(1, run=f"run{number}"), TierUploadContext(store))
     resting = Resting(monkeypatch)
     resting.rests = {name: [0.0] for name in tiers}
     daemon = reconciler(spool, stores, rescan="30s")

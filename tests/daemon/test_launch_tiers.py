@@ -25,7 +25,7 @@ from tierd.core.config import from_urls, with_urls
 from tierd.core.errors import DaemonUnavailable
 from tierd.daemon import service
 from tierd.ipc.client import Link, holder
-from tierd.ipc.messages import Attach, Status
+from tierd.ipc.messages import Attach, StatusRequest
 from tierd.spool.spool import Spool
 
 
@@ -115,7 +115,7 @@ async def test_unusable_tiers_of_launch_change_nothing(spool, tmp_path):
             assert list(answer["tiers"]) == ["file"] and str(spool.root) in answer["refused"]
             commit(spool, part(1))
             await until(lambda: manifests(tmp_path / "a") == 1)
-            status = (await asyncio.to_thread(link.ask, Status(), 60.0))["status"]
+            status = (await asyncio.to_thread(link.ask, StatusRequest(), 60.0))["status"]
             assert [tier["name"] for tier in status["tiers"]] == ["file"]
 
 

@@ -16,7 +16,7 @@ import tierd
 from tierd.core.errors import ConfigError, DaemonUnavailable
 from tierd.core.planning.eviction import evictable
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Preempted, Remove, Report
+from tierd.ipc.messages import PreemptionNotice, Remove, ReportRequest
 from tierd.spool.spool import Spool
 
 
@@ -54,7 +54,7 @@ def test_daemon_of_earlier_launch_leaves_launch_without_tiers_alone(spool, tmp_p
     away.rename(tier)
     with Link(spool) as link:
         link.ask(
-            Preempted(part=spool.parts()[0], why="the tier is back"), 60
+            PreemptionNotice(part=spool.parts()[0], why="the tier is back"), 60
         )  # the tier is tried at once, and not after its backoff
     wait_until(lambda: steps_of(tier) and ended(spool))  # it ends once the tier has what it wants
     assert steps_of(tier) == [1], "the earlier launch's own checkpoint arrives"
@@ -139,7 +139,7 @@ def test_list_of_daemon_shows_checkpoints_of_launch_without_tiers_as_kept(spool)
     with Daemon(spool.root, {"tier": Double()}, keep=1) as daemon:
         daemon.settle()
         with Link(spool) as link:
-            found = link.ask(Report(run=RUN), 60.0)["report"]["checkpoints"]
+            found = link.ask(ReportRequest(run=RUN), 60.0)["report"]["checkpoints"]
     assert [one["step"] for one in found] == [3, 2, 1]
     assert all(copy["keep"] and "no tier" in copy["reasons"][0] for one in found for copy in one["copies"])
 

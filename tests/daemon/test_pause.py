@@ -30,9 +30,9 @@ from support.world import (
 from tierd.core.errors import SpoolUnusable
 from tierd.daemon import service
 from tierd.daemon.pause import TierPause as State
-from tierd.daemon.scrub.history import Scrubbed
+from tierd.daemon.scrub.history import ScrubHistory
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Attach, Candidates, Fetch, Pause, Resume, Status, Wait
+from tierd.ipc.messages import Attach, Candidates, Fetch, Pause, Resume, StatusRequest, Wait
 from tierd.spool.spool import Spool
 
 
@@ -42,7 +42,7 @@ def ask(spool: Spool, request) -> dict:
 
 
 def paused(spool: Spool) -> str | None:
-    return ask(spool, Status())["status"]["paused"]
+    return ask(spool, StatusRequest())["status"]["paused"]
 
 
 # -- the state --------------------------------------------------------------------------------------------------------
@@ -309,4 +309,4 @@ def test_a_clock_that_was_set_back_makes_no_pause_longer(spool, monkeypatch):
 def test_fifo_in_the_place_of_a_remembered_file_is_not_waited_for(spool, name):
     os.mkfifo(spool.control / name)
     State(spool)
-    Scrubbed(spool.control / "scrubbed.json").load()
+    ScrubHistory(spool.control / "scrubbed.json").load()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tierd.daemon import presence
-from tierd.daemon.presence import Presence
+from tierd.daemon.presence import TrainerActivity
 
 DAY = 86400.0
 
@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 
 def test_attached_trainers_and_writers_are_trainers(clock):
-    known = Presence()
+    known = TrainerActivity()
     known.came("a")
     assert known.trainerless(["a", "b", "c.d"], {"c.d.00000-of-00002"}) == {"b"}
     known.came("a")
@@ -36,7 +36,7 @@ def test_attached_trainers_and_writers_are_trainers(clock):
 
 
 def test_a_trainer_that_does_not_say_its_run_may_save_any(clock):
-    known = Presence()
+    known = TrainerActivity()
     known.came(None)
     assert not known.trainerless(["a", "b"], ()) and not known.quiet({"a": 0.0}, (), DAY)
     known.left(None)
@@ -44,7 +44,7 @@ def test_a_trainer_that_does_not_say_its_run_may_save_any(clock):
 
 
 def test_a_run_is_finished_when_both_its_trainer_and_its_newest_part_are_old(clock):
-    known = Presence()
+    known = TrainerActivity()
     assert known.quiet({"a": clock.today - DAY, "b": clock.today - DAY + 1}, (), DAY) == {"a"}
     known.came("a")
     assert not known.quiet({"a": 0.0}, (), DAY)
@@ -57,11 +57,11 @@ def test_a_run_is_finished_when_both_its_trainer_and_its_newest_part_are_old(clo
 
 
 def test_clock_that_was_set_back_finishes_nothing(clock):
-    assert not Presence().quiet({"a": clock.today + 1000}, (), DAY)
+    assert not TrainerActivity().quiet({"a": clock.today + 1000}, (), DAY)
 
 
 def test_a_run_of_which_the_spool_has_nothing_counts_from_when_it_was_asked_for(clock):
-    known = Presence()
+    known = TrainerActivity()
     assert not known.quiet({"a": None}, (), DAY)
     clock.now += DAY
     assert known.quiet({"a": None}, (), DAY) == {"a"}
@@ -71,7 +71,7 @@ def test_clock_that_is_ahead_in_one_daemon_finishes_no_run(clock):
     """A year passed, or the clock is wrong: the daemon before this one saw only an hour of it."""
     saved = clock.today
     clock.today += 365 * DAY
-    presence = Presence()
+    presence = TrainerActivity()
     presence.watched_until = saved + 3600
     assert not presence.finished({"a": saved}, (), DAY)
     clock.now += DAY - 3600
@@ -79,21 +79,21 @@ def test_clock_that_is_ahead_in_one_daemon_finishes_no_run(clock):
 
 
 def test_time_that_earlier_daemon_saw_counts(clock):
-    presence = Presence()
+    presence = TrainerActivity()
     presence.watched_until = clock.today - 10 * DAY
     touched = {"a": clock.today - 12 * DAY, "b": clock.today - 10.5 * DAY}
     assert presence.finished(touched, (), DAY) == {"a"}
 
 
 def test_earlier_daemon_with_clock_ahead_finishes_no_run(clock):
-    presence = Presence()
+    presence = TrainerActivity()
     presence.watched_until = clock.today + 365 * DAY
     touched = {"a": clock.today - 60.0, "b": clock.today - 2 * DAY}
     assert presence.finished(touched, (), DAY) == {"b"}
 
 
 def test_run_saved_by_clock_that_was_ahead_is_finished_after_time_of_daemon(clock):
-    presence = Presence()
+    presence = TrainerActivity()
     saved = clock.today + 365 * DAY
     assert not presence.finished({"a": saved}, (), DAY)
     clock.now += DAY
@@ -102,7 +102,7 @@ def test_run_saved_by_clock_that_was_ahead_is_finished_after_time_of_daemon(cloc
 
 def test_part_that_is_dated_a_moment_ahead_does_not_finish_its_run(clock):
     """The clock of a file system may run a moment ahead of the node's. Found by the simulation, seed 0."""
-    known = Presence()
+    known = TrainerActivity()
     clock.now += 10 * DAY
     touched = {"a": clock.today + 0.001}
     assert known.finished(touched, (), DAY) == frozenset()

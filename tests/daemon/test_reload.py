@@ -26,7 +26,7 @@ from tierd.cli.options import load_config
 from tierd.core.errors import ConfigError, SpoolHeld, StoreUnavailable
 from tierd.daemon import service
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Attach, Fetch, Status, Wait
+from tierd.ipc.messages import Attach, Fetch, StatusRequest, Wait
 from tierd.spool.spool import Spool
 
 
@@ -91,7 +91,7 @@ async def test_a_tier_that_was_added_is_flushed_to_and_nobody_is_dropped(node, s
         await reload(said)
         await until(lambda: node.manifests("b") == 1)
         assert attached.alive()
-        status = (await ask(attached, Status()))["status"]
+        status = (await ask(attached, StatusRequest()))["status"]
         assert status["trainers"] == 1 and [one["name"] for one in status["tiers"]] == ["a", "b"]
         with pytest.raises(SpoolHeld), Spool(spool.root).lock():
             pass
@@ -166,7 +166,7 @@ async def test_removed_tier_is_left_alone_and_its_waiter_gets_an_error(node, spo
         await reload(said)
         with pytest.raises(ConfigError, match="no tier of that name; it has local, a"):
             await waiting
-        status = (await ask(Link(spool), Status()))["status"]
+        status = (await ask(Link(spool), StatusRequest()))["status"]
         assert [one["name"] for one in status["tiers"]] == ["a"] and not status["alerts"]
 
 
@@ -219,14 +219,14 @@ async def test_receivers_are_those_of_the_new_configuration(node, spool, said):
         await reload(said)
         commit(spool, part(1))
         await until(lambda: reported.exists() and '"flushed"' in reported.read_text())
-        assert [one["name"] for one in (await ask(Link(spool), Status()))["status"]["notify"]] == ["notify[0]"]
+        assert [one["name"] for one in (await ask(Link(spool), StatusRequest()))["status"]["notify"]] == ["notify[0]"]
 
 
 async def test_the_alert_of_a_receiver_that_was_taken_out_ends(node, spool, said, monkeypatch):
     timed(monkeypatch, notify_again_s=0.01)
 
     async def alerts() -> list[str]:
-        return [one["place"] for one in (await ask(Link(spool), Status()))["status"]["alerts"]]
+        return [one["place"] for one in (await ask(Link(spool), StatusRequest()))["status"]["alerts"]]
 
     node.configure("a")
     without = node.file.read_text()

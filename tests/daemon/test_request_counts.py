@@ -23,7 +23,7 @@ from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 C = 4  # chunks of a part, none of them like another
@@ -34,7 +34,7 @@ async def filled(spool: Spool, store: Counting, checkpoints: int, ranks: int) ->
     for step in range(checkpoints):
         for rank in range(ranks):
             commit(spool, part(step, rank=rank, world=ranks), content(step, rank=rank))
-            await flush(spool, part(step, rank=rank, world=ranks), Route(store))
+            await flush(spool, part(step, rank=rank, world=ranks), TierUploadContext(store))
     store.taken()
 
 
@@ -65,11 +65,11 @@ async def test_a_flush(spool, page):
     commit(spool, part(2, rank=0, world=2))
     await tiers.flushes.flush(part(2, rank=0, world=2), "tier")
     assert store.taken() == {"PUT": C + 2, "GET": C + 2, "LIST": 4 + about + 2 * store.pages(C), "DELETE": 2}
-    await flush(spool, part(2, rank=0, world=2), Route(store))  # again: what lies there is compared
+    await flush(spool, part(2, rank=0, world=2), TierUploadContext(store))  # again: what lies there is compared
     assert store.taken() == {"PUT": 2, "GET": C + 1, "LIST": 2 + about + 2 * store.pages(C), "DELETE": 2}
     await store.delete([key for key in await contents(store) if part(2).checkpoint.name in key])
     store.taken()
-    await flush(spool, part(2, rank=0, world=2), Route(store))
+    await flush(spool, part(2, rank=0, world=2), TierUploadContext(store))
     assert store.taken() == {"PUT": C + 2, "GET": C + 1, "LIST": 3 + about + store.pages(C), "DELETE": 2}
 
 
@@ -162,7 +162,7 @@ async def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and
         commit(other, part(step, rank=1, world=2), same)
     options = {"keep": 100, "rescan": "60s"}
     for where, rank in ((spool, 0), (other, 1)):
-        await flush(where, part(0, rank=rank, world=2), Route(store))
+        await flush(where, part(0, rank=rank, world=2), TierUploadContext(store))
     await converge(other, {"tier": store}, **options)
     await converge(spool, {"tier": store}, **options)
     async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
@@ -181,7 +181,7 @@ async def test_checkpoint_whose_lowest_manifest_is_corrupt_still_names_the_origi
     store = Counting()
     for rank in (0, 1):
         commit(spool, part(9, 2, rank, 2), origin=part(3).checkpoint)
-        await flush(spool, part(9, 2, rank, 2), Route(store))
+        await flush(spool, part(9, 2, rank, 2), TierUploadContext(store))
     await store.put(part(9, 2, 0, 2).manifest_key, b"garbage")
     seen = (await TierObserver(store).observe({RUN})).checkpoints[part(9, 2).checkpoint]
     assert list(seen.defects) == [part(9, 2, 0, 2)]

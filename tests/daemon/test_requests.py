@@ -14,7 +14,7 @@ from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.timeline.run_view import RunView
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Candidates, Fetch, Pin, Report, Status
+from tierd.ipc.messages import Candidates, Fetch, Pin, ReportRequest, StatusRequest
 from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo
@@ -60,7 +60,7 @@ def test_a_part_that_nobody_has_is_not_there_and_not_corrupt(spool):
     with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
         with pytest.raises(ObjectNotFound, match="neither the spool nor any tier has a copy"):
             link.ask(Fetch(part=part(9)), 60)
-        assert link.ask(Status())["ok"]
+        assert link.ask(StatusRequest())["ok"]
         assert not daemon.reconciler.journal.counters["corruptions"]
 
 
@@ -74,7 +74,7 @@ def test_candidates_are_listed_afresh_for_a_run_that_the_spool_does_not_have(spo
         assert list(read_member(link.ask(Candidates(run=RUN)), "sight", RunView).complete(RUN)) == [part(5).checkpoint]
         store.error = StoreUnavailable("down")
         assert read_member(link.ask(Candidates(run=RUN)), "sight", RunView).unreached == ("tier",)
-        assert link.ask(Report(run=RUN))["report"]["unreached"] == ["tier"]
+        assert link.ask(ReportRequest(run=RUN))["report"]["unreached"] == ["tier"]
 
 
 def test_pin_reaches_the_spool_and_every_tier_and_is_removed_again(spool):

@@ -28,14 +28,14 @@ from tierd.core.timeline.run_view import run_view_of
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.transfer import chunk_source as source_module
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 
 async def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
     store = Double()
     commit(spool, part(1))
-    await flush(spool, part(1), Route(store))
+    await flush(spool, part(1), TierUploadContext(store))
     manifest = decode(bytes(await store.get(part(1).manifest_key)))
     file = manifest.files[-1]
     chunk = file.chunks[0]
@@ -151,7 +151,7 @@ async def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_
     await daemon._flusher.flush(part(1, world=2), "tier")
     theirs = Spool(tmp_path / "other")
     commit(theirs, other)
-    await flush(theirs, other, Route(store.inner))
+    await flush(theirs, other, TierUploadContext(store.inner))
     commit(spool, own)
     await daemon.observe("local")
     real = daemon.tiers._observers["tier"].observe
@@ -210,7 +210,7 @@ async def test_manifest_of_a_newer_tierd_in_a_prune_is_remembered_and_stops_the_
         for rank in (0, 1):
             which = part(step, rank=rank, world=2)
             commit(spool, which)
-            await flush(spool, which, Route(store))
+            await flush(spool, which, TierUploadContext(store))
             if rank:  # another node saves it, whose manifests are read only by a prune
                 spool.remove([which])
                 (spool.control / "saved" / which.checkpoint.run / f"{which.checkpoint.attempt}.{which.name}").unlink()
@@ -242,7 +242,7 @@ async def test_listing_that_ends_late_forgets_no_manifest_that_a_newer_listing_r
     await until(lambda: ("scan", "run/manifests/") in store.calls)
     store.scan = scan
     commit(spool, part(1))
-    await flush(spool, part(1), Route(store))
+    await flush(spool, part(1), TierUploadContext(store))
     assert await known.observe("run", {0})
     gate.set()
     assert not await older

@@ -12,7 +12,7 @@ import pytest
 from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.core.manifest import MANIFEST_NAME
-from tierd.core.timeline.head import Head, Known
+from tierd.core.timeline.head import Head, LaunchRecord
 from tierd.daemon import spool_observer
 from tierd.daemon.spool_observer import SpoolObserver
 from tierd.daemon.timings import USUAL
@@ -85,7 +85,7 @@ def test_heads_of_finished_runs_are_read_once(tmp_path: Path, monkeypatch):
     spool, read, then_ns = Spool(tmp_path), [], time.time_ns() - 60 * 10**9
 
     def write(run: str, counter: int) -> None:
-        launches = {attempt(1): Known(resumed_from=None, newest=1)}
+        launches = {attempt(1): LaunchRecord(resumed_from=None, newest=1)}
         head = Head(version=1, run=run, by="", counter=counter, before=None, written="", launches=launches)
         records.remember(spool.control, head)
         os.utime(spool.control / records.TIMELINE / f"{run}.json", ns=(then_ns, then_ns))

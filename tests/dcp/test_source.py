@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.world import CHUNK, commit, part
 
-from tierd.client.restoring.ranged_reader import Files, _batches, _portions, _runs
+from tierd.client.restoring.ranged_reader import PartFiles, _batches, _portions, _runs
 from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.ipc.messages import MAX_REQUEST, Fetch, encode_line
 
@@ -16,7 +16,7 @@ DATA = bytes(range(256)) * 39  # 9984 bytes, 10 chunks
 @pytest.fixture
 def source(spool):
     commit(spool, PART, {"file": DATA, "other": DATA[:50]})
-    return Files(spool, PART.checkpoint, 1, None, "")
+    return PartFiles(spool, PART.checkpoint, 1, None, "")
 
 
 def test_every_range_is_read_and_verified(source):
@@ -41,7 +41,7 @@ def test_a_range_that_there_is_not_is_the_manifests_fault(source, asked):
 
 def test_part_that_another_process_quarantined_is_missing_and_no_failure(spool):
     commit(spool, PART, {"file": DATA})
-    files = Files(spool, PART.checkpoint, 1, None, "")
+    files = PartFiles(spool, PART.checkpoint, 1, None, "")
     span = files.span(PART, "file")
     spool.quarantine(PART)
     with pytest.raises(ObjectNotFound, match="not in the spool any more"):
@@ -56,7 +56,7 @@ def test_neighbours_are_read_at_once_and_a_gap_is_not(source):
 
 def test_missing_part_without_a_daemon_is_no_corruption(spool):
     with pytest.raises((StoreUnavailable, ObjectNotFound)):
-        Files(spool, PART.checkpoint, 1, None, "").manifest(PART)
+        PartFiles(spool, PART.checkpoint, 1, None, "").manifest(PART)
 
 
 @pytest.mark.parametrize(("files", "runs"), [(1, 100_000), (3000, 2), (1, 1), (0, 0)])

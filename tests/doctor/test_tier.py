@@ -26,7 +26,7 @@ from tierd.core.urls import parse_url
 from tierd.doctor import tier
 from tierd.doctor.endpoint import Endpoint
 from tierd.doctor.endpoint import examine as examine_endpoint
-from tierd.doctor.examine import Examined, examine
+from tierd.doctor.examine import ExaminationScope, examine
 from tierd.doctor.tier import Subject
 from tierd.stores.file import FileStore
 from tierd.stores.file_tree import FileTree
@@ -251,7 +251,7 @@ def test_a_server_that_cannot_be_reached_is_one_finding_and_nothing_of_it_blames
 
     async def work() -> list[Finding]:
         store = S3Store(url)
-        found = await examine(Examined(None, 3, 60.0, [Subject("t", url, store, None)]))
+        found = await examine(ExaminationScope(None, 3, 60.0, [Subject("t", url, store, None)]))
         await store.aclose()
         return found
 

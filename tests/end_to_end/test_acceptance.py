@@ -24,7 +24,7 @@ from support.world import Daemon, commit, part
 import tierd
 from tierd.core.errors import DaemonUnavailable
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -48,7 +48,7 @@ def trainers(spool: Path) -> int | None:
     """How many trainers are attached to the daemon; None where none answers."""
     try:
         with Link(Spool(spool)) as link:
-            return link.ask(Status(), 60)["status"]["trainers"]
+            return link.ask(StatusRequest(), 60)["status"]["trainers"]
     except DaemonUnavailable:
         return None
 

@@ -19,7 +19,7 @@ from tierd.core.errors import CheckpointNotFound, FormatTooNew, ManifestError
 from tierd.core.ids import LATEST_MS, CheckpointId
 from tierd.core.manifest import Origin
 from tierd.core.seal import seal
-from tierd.core.timeline.head import Known, Last, decode, encode, launches_of, rollback, seeing, successor
+from tierd.core.timeline.head import Last, LaunchRecord, decode, encode, launches_of, rollback, seeing, successor
 from tierd.daemon.remove import remove_from_spool
 from tierd.daemon.status import status
 from tierd.daemon.tiers.heads import rolled_back
@@ -356,12 +356,14 @@ def test_a_spool_remembers_the_last_head_of_each_tier() -> None:
     assert "is number 1 and was number 2" in (rollback(one, two) or "")
     many = seeing({str(number): one for number in range(40)}, {"new": two})
     assert len(many) == 16 and many["new"] == two
-    head = msgspec.structs.replace(successor((), "r", "", {A: Known(resumed_from=None, newest=3)}, ""), tiers=many)
+    head = msgspec.structs.replace(
+        successor((), "r", "", {A: LaunchRecord(resumed_from=None, newest=3)}, ""), tiers=many
+    )
     assert decode(encode(head), "r", "") == head
 
 
 def test_no_counter_is_so_high_that_none_can_follow() -> None:
-    launches = {A: Known(resumed_from=None, newest=3)}
+    launches = {A: LaunchRecord(resumed_from=None, newest=3)}
     last = msgspec.structs.replace(successor((), "r", "0123abcd", launches, ""), counter=(1 << 53) - 1)
     head = successor((last,), "r", "0123abcd", launches, "")
     assert decode(encode(head), "r", "0123abcd") == head
@@ -371,7 +373,10 @@ def test_no_counter_is_so_high_that_none_can_follow() -> None:
 
 
 def test_a_head_is_read_as_it_was_written_and_nothing_else_is() -> None:
-    launches = {A: Known(resumed_from=None, newest=3), B: Known(resumed_from=Origin(step=3, attempt=A), newest=None)}
+    launches = {
+        A: LaunchRecord(resumed_from=None, newest=3),
+        B: LaunchRecord(resumed_from=Origin(step=3, attempt=A), newest=None),
+    }
     first = successor((), "r", "0123abcd", {A: launches[A]}, "2026-11-22T00:00:00+00:00")
     head = successor((first,), "r", "0123abcd", launches, "2026-11-22T00:00:01+00:00")
     assert (head.counter, head.before) == (2, first.digest)
@@ -390,19 +395,19 @@ def test_a_head_is_read_as_it_was_written_and_nothing_else_is() -> None:
 def test_head_keeps_the_newest_record_and_forgets_no_launch_on_the_timeline() -> None:
     ids = {name: CheckpointId("r", name, 3) for name in (A, B, C)}
     origins = {A: None, B: ids[A], C: ids[B]}
-    remembered = {B: Known(resumed_from=Origin(step=3, attempt=A), newest=9)}
+    remembered = {B: LaunchRecord(resumed_from=Origin(step=3, attempt=A), newest=9)}
     said = launches_of([], [ids[C]], origins, remembered)
     assert list(said) == [C, B, A]  # A and B have nothing left, and C descends from them
     assert said[B].newest == 9 and said[C].newest is None
     off = launches_of([ids[C]], [ids[C]], {A: None, B: ids[A], C: None}, remembered)
-    assert off == {C: Known(resumed_from=None, newest=3)}  # nothing is left of B, and nothing descends from it
+    assert off == {C: LaunchRecord(resumed_from=None, newest=3)}  # nothing is left of B, and nothing descends from it
 
 
 def test_a_head_of_a_newer_version_or_that_turns_in_a_circle_is_refused() -> None:
-    head = successor((), "r", "0123abcd", {A: Known(resumed_from=None, newest=3)}, "")
+    head = successor((), "r", "0123abcd", {A: LaunchRecord(resumed_from=None, newest=3)}, "")
     with pytest.raises(FormatTooNew, match="version 2"):
         decode(seal(msgspec.structs.replace(head, version=2)), "r", "0123abcd")
-    circle = msgspec.structs.replace(head, launches={A: Known(resumed_from=Origin(step=3, attempt=B), newest=3)})
+    circle = msgspec.structs.replace(head, launches={A: LaunchRecord(resumed_from=Origin(step=3, attempt=B), newest=3)})
     with pytest.raises(ManifestError, match="not earlier"):
         decode(seal(circle), "r", "0123abcd")
 
@@ -410,6 +415,6 @@ def test_a_head_of_a_newer_version_or_that_turns_in_a_circle_is_refused() -> Non
 @pytest.mark.parametrize("attempt", ["ffffffffffff-00000000", f"{LATEST_MS:012x}-00000000"])
 def test_a_launch_that_nobody_can_have_made_is_in_no_head(attempt) -> None:
     """It would be the newest, and nothing that lies there would be on its timeline."""
-    head = successor((), "r", "0123abcd", {attempt: Known(resumed_from=None, newest=3)}, "")
+    head = successor((), "r", "0123abcd", {attempt: LaunchRecord(resumed_from=None, newest=3)}, "")
     with pytest.raises(ManifestError, match="2200"):
         decode(seal(head), "r", "0123abcd")

@@ -21,7 +21,7 @@ import tierd
 from tierd.cli import run
 from tierd.core.errors import ConfigError, TierdError
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -61,7 +61,7 @@ def tree(place: Path) -> dict[str, bytes]:
 def status(spool: Spool) -> dict | None:
     try:
         with Link(spool) as link:
-            return link.ask(Status())["status"]
+            return link.ask(StatusRequest())["status"]
     except TierdError:
         return None
 

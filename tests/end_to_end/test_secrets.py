@@ -21,7 +21,7 @@ from support.world import RUN, commit, part
 import tierd
 from tierd.core.errors import ConfigError, DaemonUnavailable
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status, Wait
+from tierd.ipc.messages import StatusRequest, Wait
 from tierd.spool.spool import Spool
 
 ID = "AKIDCANARYISNOSECRET"
@@ -117,7 +117,7 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
                 assert commands(env, *asked) == [0] * len(asked)
                 bucket.refuse = lambda headers: "no, " + headers.get("Authorization", "")  # a signature is no secret
                 commit(spool, part(2))
-                wait_until(lambda: link.ask(Status())["status"]["tiers"][0]["last_error"])
+                wait_until(lambda: link.ask(StatusRequest())["status"]["tiers"][0]["last_error"])
                 with serving(Bucket()) as gone:
                     pass  # nobody listens there any more
                 failing = [("ls", url, "--json"), ("status", "--json", "--spool", spool.root), ("ls", gone.url())]

@@ -18,11 +18,11 @@ from support.waiting import wait_until
 from support.world import commit, part
 
 import tierd
-from tierd.client.ranks.other_launches import Beside
+from tierd.client.ranks.other_launches import ConcurrentLaunchWarning
 from tierd.core.errors import ConfigError
 from tierd.core.planning.place import Trainer
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool import leases
 from tierd.spool.spool import Spool
 
@@ -109,7 +109,7 @@ def kept(home: Path) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
 
 def status(home: Path) -> dict:
     with Link(Spool(home / "spool")) as link:
-        return link.ask(Status(), 60)["status"]
+        return link.ask(StatusRequest(), 60)["status"]
 
 
 @pytest.mark.timeout(300)
@@ -192,7 +192,7 @@ def test_launch_has_ended_when_its_process_begins_the_next_though_that_cannot_be
     tmp_path, caplog, monkeypatch
 ) -> None:
     spool = Spool(tmp_path / "spool")
-    beside, former, later = Beside(spool, asks=False, ask_s=0.0), part(1, 1), part(2, 2)
+    beside, former, later = ConcurrentLaunchWarning(spool, asks=False, ask_s=0.0), part(1, 1), part(2, 2)
     beside.saving(former)
     with monkeypatch.context() as context:
         context.setattr("tierd.spool.leases.check_room", lambda room: os.open(tmp_path / "gone", os.O_RDONLY))

@@ -10,7 +10,7 @@ from support.inventories import checkpoint, facts, part
 from tierd.core.event_kinds import CHOICES, KINDS, MORE, USUAL, Event
 from tierd.core.planning.place import Place
 from tierd.events.alerts import Alerts
-from tierd.events.first_seen import FirstSeen
+from tierd.events.first_seen import NewCheckpoints
 from tierd.events.outbox import Outbox
 
 WORKER = ("worker", "s3")
@@ -139,7 +139,7 @@ def place(*parts) -> Place:
 
 
 def test_a_part_is_news_once_and_not_at_the_first_look_nor_when_it_was_fetched() -> None:
-    first_seen, old, own, given, fetched = FirstSeen(), *(part(checkpoint(1, step), 0, 1) for step in range(4))
+    first_seen, old, own, given, fetched = NewCheckpoints(), *(part(checkpoint(1, step), 0, 1) for step in range(4))
     assert first_seen.came(place(old)) == []
     assert first_seen.take(given) and first_seen.take(fetched)  # told when it was given; being fetched
     assert first_seen.came(place(old)) == []  # a look that began before
@@ -148,7 +148,7 @@ def test_a_part_is_news_once_and_not_at_the_first_look_nor_when_it_was_fetched()
 
 
 def test_a_part_that_is_observed_while_it_is_persisted_is_left_to_its_hand_off() -> None:
-    first_seen, given = FirstSeen(), part(checkpoint(1, 1), 0, 1)
+    first_seen, given = NewCheckpoints(), part(checkpoint(1, 1), 0, 1)
     assert first_seen.came(place()) == []
     first_seen.persisting(given, True)
     assert first_seen.came(place(given)) == [] and first_seen.take(given)
@@ -157,7 +157,7 @@ def test_a_part_that_is_observed_while_it_is_persisted_is_left_to_its_hand_off()
 
 
 def test_a_part_whose_hand_off_failed_after_it_was_there_is_news_once() -> None:
-    first_seen, kept, withdrawn = FirstSeen(), *(part(checkpoint(1, step), 0, 1) for step in (1, 2))
+    first_seen, kept, withdrawn = NewCheckpoints(), *(part(checkpoint(1, step), 0, 1) for step in (1, 2))
     assert first_seen.came(place()) == []
     for one in (kept, kept, withdrawn):  # a trainer that connected again may hand a part over twice
         first_seen.persisting(one, True)
@@ -172,7 +172,7 @@ def test_a_part_whose_hand_off_failed_after_it_was_there_is_news_once() -> None:
 
 
 def test_a_part_that_is_persisted_during_the_first_look_is_news() -> None:
-    first_seen, given = FirstSeen(), part(checkpoint(1, 1), 0, 1)
+    first_seen, given = NewCheckpoints(), part(checkpoint(1, 1), 0, 1)
     first_seen.persisting(given, True)
     assert first_seen.came(place(given)) == [] and first_seen.take(given)
 
@@ -180,7 +180,7 @@ def test_a_part_that_is_persisted_during_the_first_look_is_news() -> None:
 def test_a_checkpoint_is_whole_once_where_its_rank_0_is() -> None:
     one, two = checkpoint(1, 100), checkpoint(1, 200)
     here, there = place(part(one, 0, 2)), place(part(two, 1, 2))
-    first_seen = FirstSeen()
+    first_seen = NewCheckpoints()
     assert first_seen.whole("s3", here, place(), 1.0) == [] == first_seen.whole("s3", here, place(part(one, 0, 2)), 2.0)
     assert first_seen.whole("s3", place(), place(part(one, 0, 2), part(one, 1, 2)), 4.0) == [
         (one, 3.0)

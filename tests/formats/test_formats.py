@@ -29,7 +29,7 @@ from safetensors.torch import save as save_safetensors
 from support.bundles import table, write_bundle
 
 from tierd.formats import hdf5
-from tierd.formats.byte_source import ByteSource, Damaged, MemorySource, Sound, Unchecked, Unfinished
+from tierd.formats.byte_source import ByteSource, DamagedFile, MemorySource, Sound, UncheckedFile, UnfinishedFile
 from tierd.formats.crc32c import fast_crc32c, slow_crc32c
 from tierd.formats.files import check_file
 from tierd.formats.pickles import check_pickle
@@ -39,7 +39,7 @@ from tierd.formats.tensorflow import BundleEntry, check_shard, read_index
 from tierd.formats.texts import check_json
 from tierd.formats.zips import check_zip
 
-ERRORS = (Damaged, Unfinished, Unchecked)
+ERRORS = (DamagedFile, UnfinishedFile, UncheckedFile)
 STATE = {"weight": torch.arange(40.0), "bias": torch.ones(3, dtype=torch.bfloat16), "step": 7}
 
 
@@ -126,7 +126,7 @@ def test_an_archive_is_sound(kind: str) -> None:
 def test_every_cut_of_an_archive_is_detected(kind: str) -> None:
     data = ARCHIVES[kind]()
     assert [cut for cut in range(len(data)) if is_sound("model.pt", data[:cut])] == []
-    assert isinstance(verdict("model.pt", data[: len(data) // 2]), Damaged)
+    assert isinstance(verdict("model.pt", data[: len(data) // 2]), DamagedFile)
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)
@@ -147,7 +147,7 @@ def test_every_flipped_bit_of_content_is_detected() -> None:
             begin = one.header_offset + 30 + name + extra
             for place, changed in flips(data, 2, range(begin, begin + one.file_size)):
                 error = verdict("model.pt", changed)
-                assert isinstance(error, Damaged), place
+                assert isinstance(error, DamagedFile), place
                 assert error.offset == begin and one.filename in error.reason
 
 
@@ -196,13 +196,13 @@ def test_an_archive_beyond_4_gib(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         last = archive.infolist()[-1].header_offset
         for place in (last, last + 30, archive.start_dir + 20, Sparse.size - 10, Sparse.size - 70):
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedFile):
                 check_zip(Changed(place))
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_other_compressions_are_not_judged(method: int) -> None:
-    assert isinstance(verdict("model.npz", zipped(method)), Unchecked)
+    assert isinstance(verdict("model.npz", zipped(method)), UncheckedFile)
 
 
 def test_a_zip_bomb_is_not_expanded() -> None:
@@ -211,11 +211,11 @@ def test_a_zip_bomb_is_not_expanded() -> None:
         at = archive.start_dir
     for place in (at + 24,):  # the size of the first record, in the directory
         data[place : place + 4] = (1 << 30).to_bytes(4, "little")
-    assert isinstance(verdict("bomb.npz", bytes(data)), Unchecked | Damaged)
+    assert isinstance(verdict("bomb.npz", bytes(data)), UncheckedFile | DamagedFile)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr("zeros", bytes(64 << 20))
-    assert isinstance(verdict("bomb.npz", file.getvalue()), Unchecked | Sound)
+    assert isinstance(verdict("bomb.npz", file.getvalue()), UncheckedFile | Sound)
 
 
 def test_overlapping_records_are_damage() -> None:
@@ -229,7 +229,7 @@ def test_overlapping_records_are_damage() -> None:
     directory = one[start:-22]
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 2, 2, 2 * len(directory), start, 0)
     found = verdict("twice.npz", one[:start] + 2 * directory + end)
-    assert isinstance(found, Damaged) and "overlap" in found.reason
+    assert isinstance(found, DamagedFile) and "overlap" in found.reason
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
@@ -247,8 +247,10 @@ def header_end(data: bytes) -> int:
 def test_safetensors_are_sound_and_every_cut_is_detected() -> None:
     data = tensors()
     assert is_sound("model.safetensors", data)
-    assert [cut for cut in range(len(data)) if not isinstance(verdict("model.safetensors", data[:cut]), Damaged)] == []
-    assert isinstance(verdict("model.safetensors", data + b"\0"), Damaged)
+    assert [
+        cut for cut in range(len(data)) if not isinstance(verdict("model.safetensors", data[:cut]), DamagedFile)
+    ] == []
+    assert isinstance(verdict("model.safetensors", data + b"\0"), DamagedFile)
 
 
 def test_a_flipped_bit_of_a_header_that_is_sound_is_taken_by_safetensors_too(tmp_path: Path) -> None:
@@ -280,7 +282,7 @@ def test_a_header_that_has_a_name_twice_is_damaged(header: bytes, name: str) -> 
     """Readers differ in which of the two they take."""
     written = header.replace(b"%(one)s", b'{"dtype":"U8","shape":[4],"data_offsets":[0,4]}')
     found = verdict("model.safetensors", len(written).to_bytes(8, "little") + written + bytes(4))
-    assert isinstance(found, Damaged) and f"'{name}' twice" in found.reason
+    assert isinstance(found, DamagedFile) and f"'{name}' twice" in found.reason
 
 
 def test_flipped_bit_of_a_tensor_cannot_be_detected() -> None:
@@ -312,7 +314,7 @@ def described(**shape: object) -> bytes:
     ],
 )
 def test_hostile_safetensors(data: bytes, reason: str) -> None:
-    with pytest.raises(Damaged, match=reason):
+    with pytest.raises(DamagedFile, match=reason):
         check_safetensors(MemorySource(data.ljust(0)))
 
 
@@ -345,15 +347,15 @@ def test_hdf5_is_sound_and_every_cut_is_detected(tmp_path: Path, version: str, b
     assert is_sound("a.h5", data)
     cuts = [*range(0, 2000, 7), *range(2000, len(data), 997), len(data) - 1]
     assert [cut for cut in cuts if is_sound("a.h5", data[:cut])] == []
-    assert isinstance(verdict("a.h5", data[:-1]), Damaged)
-    assert isinstance(verdict("a.h5", data + b"\0"), Unfinished)
+    assert isinstance(verdict("a.h5", data[:-1]), DamagedFile)
+    assert isinstance(verdict("a.h5", data + b"\0"), UnfinishedFile)
 
 
 @pytest.mark.loaders
 @pytest.mark.parametrize("version", ["earliest", "latest"])
 @pytest.mark.parametrize("end", ["flushed", "killed"])
 def test_hdf5_that_its_writer_did_not_close(tmp_path: Path, version: str, end: str) -> None:
-    with pytest.raises(Unfinished, match="has not closed it"):
+    with pytest.raises(UnfinishedFile, match="has not closed it"):
         check_file("a.h5", MemorySource(h5(tmp_path / "a.h5", version, 0, end)))
 
 
@@ -393,12 +395,14 @@ def superblock(version: int, end: int = 400, flags: int = 0, root: int = 96) -> 
 @pytest.mark.parametrize("version", [0, 2, 3])
 def test_a_superblock_by_hand(version: int) -> None:
     assert is_sound("a.h5", superblock(version))
-    assert isinstance(verdict("a.h5", superblock(version)[:-1]), Damaged)  # cut off by a byte
-    assert isinstance(verdict("a.h5", superblock(version, root=104)), Damaged)
-    assert isinstance(verdict("a.h5", superblock(version, end=399)), Unfinished)
-    assert isinstance(verdict("a.h5", superblock(version, flags=1)), Unfinished)  # open for writing
+    assert isinstance(verdict("a.h5", superblock(version)[:-1]), DamagedFile)  # cut off by a byte
+    assert isinstance(verdict("a.h5", superblock(version, root=104)), DamagedFile)
+    assert isinstance(verdict("a.h5", superblock(version, end=399)), UnfinishedFile)
+    assert isinstance(verdict("a.h5", superblock(version, flags=1)), UnfinishedFile)  # open for writing
     if version:
-        assert all(isinstance(verdict("a.h5", one), Damaged) for _, one in flips(superblock(version), 8, range(9, 48)))
+        assert all(
+            isinstance(verdict("a.h5", one), DamagedFile) for _, one in flips(superblock(version), 8, range(9, 48))
+        )
 
 
 def test_the_checksum_of_hdf5() -> None:
@@ -443,7 +447,7 @@ def test_number_of_elements_that_contradicts_the_pickle_is_damage() -> None:
     data = bytearray(saved(_use_new_zipfile_serialization=False))
     place = data.index((40).to_bytes(8, "little"))
     data[place] = 39
-    assert isinstance(found := verdict("old.pt", bytes(data)), Damaged) and "39 elements" in str(found)
+    assert isinstance(found := verdict("old.pt", bytes(data)), DamagedFile) and "39 elements" in str(found)
 
 
 def torch_tar() -> bytes:
@@ -466,8 +470,8 @@ def test_tar_archives_of_torch_save_before_0_2_are_sound_and_every_cut_is_detect
     assert [cut for cut in range(100, end, 50) if is_sound("old.pt", data[:cut])] == []
     changed = bytearray(data)
     changed[10] ^= 1
-    assert isinstance(verdict("old.pt", bytes(changed)), Damaged)
-    assert isinstance(verdict("old.tar", data.replace(b"storages", b"somewhat")), Damaged | Unchecked)
+    assert isinstance(verdict("old.pt", bytes(changed)), DamagedFile)
+    assert isinstance(verdict("old.tar", data.replace(b"storages", b"somewhat")), DamagedFile | UncheckedFile)
 
 
 @given(st.binary(max_size=200))
@@ -490,18 +494,18 @@ def test_json_as_pythons_json_writes_it(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "  ", '{"a": 1', "{'a': 1}", "\0\0\0", '{"loss": NaN'])
 def test_json_that_is_cut_off(text: str) -> None:
-    assert isinstance(verdict("trainer_state.json", text.encode()), Damaged)
+    assert isinstance(verdict("trainer_state.json", text.encode()), DamagedFile)
 
 
 def test_json_that_is_too_deep_is_not_judged() -> None:
-    assert isinstance(verdict("deep.json", b"[" * 100_000), Unchecked)
-    assert isinstance(verdict("deep.json", b"[" * 100_000 + b"NaN"), Unchecked)
+    assert isinstance(verdict("deep.json", b"[" * 100_000), UncheckedFile)
+    assert isinstance(verdict("deep.json", b"[" * 100_000 + b"NaN"), UncheckedFile)
 
 
 def test_zeros_in_place_of_a_file_are_damage() -> None:
     for name in ("a.pt", "a.safetensors", "a.h5", "a.json", "a.keras", "a.bin"):
-        assert isinstance(verdict(name, bytes(5000)), Damaged), name
-        assert isinstance(verdict(name, b""), Damaged), name
+        assert isinstance(verdict(name, bytes(5000)), DamagedFile), name
+        assert isinstance(verdict(name, b""), DamagedFile), name
 
 
 # -- TensorFlow -------------------------------------------------------------------------------------------------------
@@ -558,13 +562,13 @@ def test_without_awscrt_the_tensors_are_said_to_be_unchecked(tmp_path: Path, mon
     assert fast_crc32c() is None
     found = read_index(MemorySource(index))
     assert "awscrt" in (check_shard(MemorySource(shards[0]), found[0]).uncovered or "")
-    with pytest.raises(Damaged, match="ends there"):
+    with pytest.raises(DamagedFile, match="ends there"):
         check_shard(MemorySource(shards[0][:-1]), found[0])
 
 
 def test_a_length_of_more_than_64_bits_is_damage() -> None:
     data = bytes([0xFF] * 9 + [0x02]) + bytes(20)
-    with pytest.raises(Damaged, match="more than 64 bits"):
+    with pytest.raises(DamagedFile, match="more than 64 bits"):
         check_shard(MemorySource(data), [BundleEntry(0, len(data), 0, 7, 1, "text")])
 
 

@@ -25,9 +25,9 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
     "request_",
     [
         messages.Attach(),
-        messages.Status(),
-        messages.Report(),
-        messages.Report(run="r"),
+        messages.StatusRequest(),
+        messages.ReportRequest(),
+        messages.ReportRequest(run="r"),
         messages.Candidates(run="r"),
         messages.Candidates(run="r", metrics=("val/loss", "ä")),
         messages.Fetch(part=PART),
@@ -36,7 +36,7 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
         messages.Wait(part=PART, tier="s3"),
         messages.Wait(part=PART, tier="s3", timeout_s=1.5),
         messages.Pin(checkpoint=OWNER, pinned=False),
-        messages.Failed(part=PART, why="no room"),
+        messages.SaveGivenUp(part=PART, why="no room"),
         messages.FellBack(checkpoint=OWNER, skipped=("\U0001f4a9" * messages.MAX_REASON,) * messages.MOST_REASONS),
         messages.Pause(),
         messages.Pause(for_s=7200.0),
@@ -120,7 +120,7 @@ def test_garbage_and_names_that_could_lead_elsewhere_are_no_requests(line):
 @pytest.mark.parametrize(
     ("request_", "members"),
     [
-        (messages.Report(), "op"),
+        (messages.ReportRequest(), "op"),
         (messages.Candidates(run="r"), "op run"),
         (messages.Fetch(part=PART), "op part"),
         (messages.Wait(part=PART, tier="s3"), "op part tier"),

@@ -27,7 +27,7 @@ from tierd.core.ids import PartId, pin_key
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -103,7 +103,7 @@ class History:
                 with suppress(ManifestError, ObjectNotFound):
                     base = await read_manifest(store, other)
                     break
-        await flush(self.spool, which, Route(store), base=base)
+        await flush(self.spool, which, TierUploadContext(store), base=base)
 
     async def _prune(self, store: Store) -> None:
         there = sorted({key.split("/")[2] for key in await contents(store) if "/manifests/" in key})

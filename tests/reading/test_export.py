@@ -26,7 +26,7 @@ from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, St
 from tierd.core.manifest import TREE, Chunk, File
 from tierd.core.shard_placement import Placement
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.exporting import chunk_reader, tensors, writers
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
@@ -192,7 +192,7 @@ def save_sharded(home: Path, rules: list[tuple]) -> None:
                 tree["model"][f"w{number}"] = {"$dtensor": [tree["model"][f"w{number}"], place.as_plain()]}
             spool, which = Spool(home / "spool"), part(1, rank=rank, world=4)
             commit(spool, which, files | {TREE: json.dumps(tree).encode()})
-            await flush(spool, which, Route(store))
+            await flush(spool, which, TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(work())
@@ -234,7 +234,7 @@ async def test_a_run_of_dcp_is_exported_too(tmp_path):
         ckpt.restore()
     store, spool = FileStore(tmp_path / "tier"), Spool(tmp_path / "spool")
     for which in spool.parts():
-        await flush(spool, which, Route(store))
+        await flush(spool, which, TierUploadContext(store))
     await store.aclose()
     tier = tmp_path / "tier"
     found = load_file(exported(tier, "hf", only="model") / "model.safetensors")
@@ -279,7 +279,7 @@ def test_memory_is_bounded_by_slabs_and_kept_chunks(monkeypatch, shape):
     monkeypatch.setattr(chunk_reader, "memory_for", lambda size: (sizes.append(size), taken(size))[1])
     place = part(1), "f", 4
     zeros = (0,) * len(shape)
-    one = tensors.SavedTensor(
+    one = tensors.StreamedTensor(
         "t", torch.int32, shape, (tensors.Piece(lambda _: place, shape, zeros, zeros, shape),), ()
     )
     reader = chunk_reader.ChunkReader(files)

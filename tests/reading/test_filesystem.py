@@ -21,7 +21,7 @@ from support.world import commit, part
 from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
@@ -54,7 +54,7 @@ def tier(tmp_path: Path) -> Path:
             for rank in (0, 1):
                 which = part(step, rank=rank, world=2)
                 commit(spool, which, {**files_of(state(step, rank)), "deep/model.pt": pickled(step), "none": b""})
-                await flush(spool, which, Route(store))
+                await flush(spool, which, TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(work())
@@ -166,10 +166,10 @@ def test_latest_is_one_checkpoint_while_retention_deletes(tmp_path, monkeypatch,
         store, spool = MemoryStore(), Spool(tmp_path / "spool")
         for step in (1, 2):
             commit(spool, part(step), {"model.pt": whole[step], "step": b"%d" % step})
-            await flush(spool, part(step), Route(store))
+            await flush(spool, part(step), TierUploadContext(store))
         before = await contents(store)
         commit(spool, part(3), {"model.pt": whole[3], "step": b"3"})
-        await flush(spool, part(3), Route(store))
+        await flush(spool, part(3), TierUploadContext(store))
         await prune(store, [part(2).checkpoint])
         return [before, await contents(store)]
 

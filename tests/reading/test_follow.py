@@ -22,7 +22,7 @@ from tierd.cli import run
 from tierd.core.errors import ConfigError, SpoolFull, StoreUnavailable
 from tierd.daemon.transfer import download, export
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.reading import commands
 from tierd.reading.commands import parse_command, substitute
 from tierd.reading.tiers import RunOnTiers
@@ -232,7 +232,7 @@ def test_parts_of_two_histories_are_not_given_to_a_command(full, tier, tmp_path,
         store = FileStore(tier)
         for rank, origin in enumerate((part(1).checkpoint, None)):
             commit(spool := Spool(tmp_path / "apart"), part(5, 2, rank, 2), origin=origin)
-            await flush(spool, part(5, 2, rank, 2), Route(store))
+            await flush(spool, part(5, 2, rank, 2), TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(work())

@@ -23,7 +23,7 @@ from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.urls import parse_url
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
@@ -95,7 +95,7 @@ def test_evaluation_elsewhere_loads_the_saved_state_and_changes_nothing(tmp_path
     async def flushed() -> None:
         store = FileStore(tmp_path / "tier")
         for which in spool.parts():
-            await flush(spool, which, Route(store))
+            await flush(spool, which, TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(flushed())
@@ -365,7 +365,7 @@ def test_checkpoint_of_another_program_is_refused_with_a_remedy(tmp_path, spool)
 
     async def work(step: int, files: dict[str, bytes]) -> None:
         commit(spool, part(step), files)
-        await flush(spool, part(step), Route(store))
+        await flush(spool, part(step), TierUploadContext(store))
 
     asyncio.run(work(1, content(1)))
     with reader(tier=store) as opened:
@@ -420,7 +420,7 @@ def test_checkpoints_are_listed_as_a_resume_would_try_them(spool):
     saved(spool, 1, 2, 3, stores=(one,))
 
     async def work() -> None:
-        await flush(spool, part(2), Route(other))
+        await flush(spool, part(2), TierUploadContext(other))
         await put(spool, part(3, launch=2), state_of(3), other, origin=part(2).checkpoint)
         await put(spool, part(4, launch=2, rank=1, world=2), state_of(3), one, origin=part(2).checkpoint)
 
@@ -476,7 +476,7 @@ def test_one_unusable_manifest_makes_a_checkpoint_incomplete_unless_another_tier
     one, other = MemoryStore(), Double()
     saved(spool, 1, 2, world=2, stores=(one,))
     overwrite(one, 2, rank=0)
-    asyncio.run(flush(spool, part(2, rank=0, world=2), Route(other)))
+    asyncio.run(flush(spool, part(2, rank=0, world=2), TierUploadContext(other)))
     with reader(one=one) as opened:
         assert [facts_of(item)[1:] for item in opened.checkpoints()] == [(False, (), False), (True, ("one",), True)]
     with reader(one=one, other=other) as opened:

@@ -27,7 +27,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Trainer
 from tierd.core.timeline.launches import beside
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool import leases
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
@@ -206,7 +206,7 @@ def test_status_names_who_saves_and_since_when_also_for_a_single_launch(spool, c
             save(ckpt, 1)
             daemon.settle()
             with Link(spool) as link:
-                answer = link.ask(Status())["status"]
+                answer = link.ask(StatusRequest())["status"]
             assert answer["launches"] == []
             (lease,) = answer["leases"]
             assert [lease[name] for name in ("run", "attempt", "rank", "pid")] == ["run", ckpt.attempt, 0, os.getpid()]
@@ -220,7 +220,7 @@ def test_status_names_who_saves_and_since_when_also_for_a_single_launch(spool, c
             assert f"run run: attempt {ckpt.attempt} {who}" in reported
         daemon.settle()
         with Link(spool) as link:
-            assert link.ask(Status())["status"]["leases"] == [], "it was closed"
+            assert link.ask(StatusRequest())["status"]["leases"] == [], "it was closed"
 
 
 def test_lock_records_since_when_it_is_held(spool):
@@ -238,7 +238,7 @@ def test_lock_records_since_when_it_is_held(spool):
 
 def rivals(spool: Spool) -> list[tuple[str, str]]:
     with Link(spool) as link:
-        return [(one["attempt"], one["place"]) for one in link.ask(Status())["status"]["launches"]]
+        return [(one["attempt"], one["place"]) for one in link.ask(StatusRequest())["status"]["launches"]]
 
 
 def test_two_nodes_that_save_the_same_rank_of_an_attempt_are_warned(tmp_path):

@@ -16,7 +16,7 @@ from tierd.daemon.pause import TierPause
 from tierd.ipc.client import holder
 from tierd.ipc.daemon_start import start_daemon
 from tierd.ipc.messages import DAEMON_LOG
-from tierd.reading.delivered import Delivered
+from tierd.reading.delivered import DeliveryLog
 from tierd.spool.spool import Spool
 from tierd.watching.listing import ListedEntry
 
@@ -98,7 +98,7 @@ def test_lock_that_is_a_fifo_names_no_holder(spool: Spool, outside: Path) -> Non
 
 def test_state_of_a_follower_that_is_a_fifo_is_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "state")
-    error = ended(lambda: Delivered(tmp_path / "state", "r"))
+    error = ended(lambda: DeliveryLog(tmp_path / "state", "r"))
     assert isinstance(error, ConfigError) and str(tmp_path / "state") in str(error)
 
 

@@ -152,7 +152,7 @@ def test_a_file_or_a_link_at_a_sockets_path_is_replaced_and_not_followed(tmp_pat
     spool.socket.symlink_to(tmp_path / "outside")
     spool.handoff_socket.write_bytes(b"in the way")
     with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
-        assert link.ask(messages.Status())["ok"]
+        assert link.ask(messages.StatusRequest())["ok"]
         assert stat.S_ISSOCK(spool.socket.lstat().st_mode) and stat.S_ISSOCK(spool.handoff_socket.lstat().st_mode)
     assert (tmp_path / "outside").read_bytes() == b"mine"
 
@@ -240,7 +240,7 @@ def test_daemon_of_a_deleted_spool_leaves_the_sockets_of_the_new_spools_daemon(t
         after.__enter__()
         before.stop()
         with Link(after.spool) as link:
-            assert link.ask(messages.Status(), 60)
+            assert link.ask(messages.StatusRequest(), 60)
         assert after.spool.handoff_socket.exists()
     finally:
         for daemon in (before, after):

@@ -22,7 +22,7 @@ from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.records import (
     committed,
     forget_committed,
@@ -58,7 +58,7 @@ def test_a_save_is_recorded_once_an_attempt_and_a_restore_is_not(spool, tmp_path
     assert attempt(1) not in os.listdir(spool.control / "saved" / RUN)  # nobody asks for the older ones
     assert saved(spool.control, [RUN]) == {RUN: {attempt(2), attempt(3)}}  # the newest, whichever came last
     store, other = MemoryStore(), Spool(tmp_path / "other")
-    asyncio.run(flush(spool, part(2, launch=3), Route(store)))
+    asyncio.run(flush(spool, part(2, launch=3), TierUploadContext(store)))
     asyncio.run(fetch(other, part(2, launch=3), {"tier": store}, Budget(), Progress()))
     assert other.parts() == [part(2, launch=3)] and saved(other.control, [RUN]) == {}
 

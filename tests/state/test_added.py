@@ -16,7 +16,7 @@ from tierd.state.capturer import Capturer, CapturerPool
 from tierd.state.flatten import flatten
 from tierd.state.kinds.optimizers import moving, optimizers_in
 from tierd.state.structure import MOST_ADDED
-from tierd.state.tensor_file import METADATA, Planner, parse_header, plan_layout
+from tierd.state.tensor_file import METADATA, TensorFilePlanner, parse_header, plan_layout
 
 pytestmark = pytest.mark.usefixtures("forms")
 
@@ -201,7 +201,7 @@ def test_any_series_of_additions_is_captured_as_by_a_fresh_walk(saves, tied):
 def test_a_layout_that_grew_is_that_of_all(found, first):
     tensors = {name: torch.empty(size, dtype=torch.int64 if wide else torch.bool) for name, size, wide in found}
     moves = {name for name in tensors if len(name) % 2}
-    planner = Planner({name: tensors[name] for name in list(tensors)[:first]}, moves)
+    planner = TensorFilePlanner({name: tensors[name] for name in list(tensors)[:first]}, moves)
     for name in list(tensors)[first:]:
         planner.add(name, tensors[name], moves)
     assert planner.layout() == plan_layout(tensors, moves)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
-from tierd.stores.cloud.answers import SOURCES, Answer, read, translated
+from tierd.stores.cloud.answers import SOURCES, ErrorText, read, translated
 from tierd.stores.window import StoreThrottled
 
 SECRET = "sv=2023&sig=c2VjcmV0"
@@ -21,11 +21,11 @@ TOKEN = (
 
 
 def test_a_text_is_read() -> None:
-    assert read(PUT.format("", "503 Service Unavailable", "SlowDown", "")) == Answer(503, "SlowDown", False)
-    assert read(TOKEN.format("Server returned non-2xx status code: 403 Forbidden: no")) == Answer(403, "", True)
-    assert read("error sending request") == Answer(0, "", False)
+    assert read(PUT.format("", "503 Service Unavailable", "SlowDown", "")) == ErrorText(503, "SlowDown", False)
+    assert read(TOKEN.format("Server returned non-2xx status code: 403 Forbidden: no")) == ErrorText(403, "", True)
+    assert read("error sending request") == ErrorText(0, "", False)
     said = PUT.format("", "403 Forbidden", "AccessDenied", "the credential was not good enough")
-    assert read(said) == Answer(403, "AccessDenied", False), "the server's words are no trouble of the source's"
+    assert read(said) == ErrorText(403, "AccessDenied", False), "the server's words are no trouble of the source's"
 
 
 @pytest.mark.parametrize(

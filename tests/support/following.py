@@ -14,7 +14,7 @@ from support.world import commit, part
 import tierd
 from tierd.core.ids import CheckpointId
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.reading.commands import CommandFollower
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
@@ -33,7 +33,7 @@ def put(home: Path, steps: Sequence[int], world: int = 1) -> Path:
             for rank in range(world):
                 which = part(step, rank=rank, world=world)
                 commit(spool, which)
-                await flush(spool, which, Route(store))
+                await flush(spool, which, TierUploadContext(store))
         await store.aclose()
 
     asyncio.run(work())

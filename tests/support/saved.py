@@ -10,7 +10,7 @@ from support.world import commit
 
 from tierd.core.ids import PartId
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo, Store
 
@@ -19,7 +19,7 @@ async def put(spool: Spool, which: PartId, state: Mapping[str, Any], *stores: St
     """Have a state on these tiers as a rank's part; `more` as for `commit`."""
     commit(spool, which, files_of(state), **more)
     for store in stores:
-        await flush(spool, which, Route(store))
+        await flush(spool, which, TierUploadContext(store))
 
 
 class ReadOnly:

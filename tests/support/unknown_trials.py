@@ -29,7 +29,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
-from tierd.watching.naming import History, stepless_run
+from tierd.watching.naming import KnownCheckpoints, stepless_run
 
 _OBSERVE_S = 5.0  # of simulated time between two looks
 _CALM = 150  # looks at most after the program ended
@@ -71,7 +71,7 @@ class _Node:
     def __init__(self, program: UnknownProgram, spool: Spool, reports: _Reports, left: int) -> None:
         self.program, self.spool, self.reports, self.left = program, spool, reports, left
         self.watches = [self._watch(RUN)]
-        self._known: dict[str, History] = {}
+        self._known: dict[str, KnownCheckpoints] = {}
         self._taken = 0
 
     def observe(self) -> None:

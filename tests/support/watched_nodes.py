@@ -1,6 +1,7 @@
 """The nodes that watch one directory in a trial: one alone, or two that share a tier and of which one may be killed.
 
-The tier is simulated but for its announcements, which `Taker` keeps in a real store. A killed node loses its spool.
+The tier is simulated but for its announcements, which `IngestClaim` keeps in a real store. A killed node loses its
+spool.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from support.watched_run import observed
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId
-from tierd.daemon.intake.taker import Taker
+from tierd.daemon.intake.taker import IngestClaim
 from tierd.daemon.intake.unit_watch import Reports, UnitWatch
 from tierd.daemon.timings import DaemonTimings
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
-from tierd.watching.naming import History
+from tierd.watching.naming import KnownCheckpoints
 from tierd.watching.unit_file import UNIT_NAME
 
 RUN = "watched"
@@ -45,7 +46,7 @@ def content(spool: Spool, part: PartId) -> Files:
 class Tier:
     """What the nodes' flushes put on a tier, and the store for their announcements."""
 
-    known: History = field(default_factory=History)
+    known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
     parts: dict[PartId, Files] = field(default_factory=dict)
     store: MemoryStore = field(default_factory=MemoryStore)
 
@@ -66,7 +67,7 @@ class Lone:
     def __init__(self, world: World, spool: Spool, reports: Reports) -> None:
         self.world, self.spool, self.reports, self.alive = world, spool, reports, True
         self.parts: list[PartId] = []
-        self.known = History()
+        self.known = KnownCheckpoints()
         self.watch = UnitWatch(spool, world.root, RUN, self, settle_s=SETTLE_S, going=self._meddle)
 
     def observe(self) -> None:
@@ -107,7 +108,7 @@ class Sharing(Lone):
         self.life = self.chance.choice((10**9, self.chance.randint(1, 60))) if mortal else 10**9
         super().__init__(world, spool, judge(spool))
         self.tier, self.flushed, self.observations = tier, 0, 0
-        self.taker = Taker(RUN, who * 8, lambda: tier.store, _TIMINGS)
+        self.taker = IngestClaim(RUN, who * 8, lambda: tier.store, _TIMINGS)
 
     def observe(self) -> None:
         if not self.alive or self.chance.random() < 0.3:

@@ -21,7 +21,7 @@ from tierd.daemon.spool_observer import SpoolObserver
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
-from tierd.watching.naming import History, history, stepless_run
+from tierd.watching.naming import KnownCheckpoints, history, stepless_run
 
 RUN = "r"
 
@@ -63,7 +63,7 @@ def tier_of(write: Callable[[Path], object], home: Path) -> Path:
     return home / "tier"
 
 
-def observed(spool: Spool, run: str = RUN) -> History:
+def observed(spool: Spool, run: str = RUN) -> KnownCheckpoints:
     """What a daemon that starts anew knows of the run."""
     return history(Inventory(SpoolObserver(spool).observe(), {}), run)
 

@@ -14,7 +14,7 @@ from support.world import RUN, Daemon, commit, converge, part, reconciler, runni
 import tierd
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Origin
-from tierd.core.timeline.head import Head, Known
+from tierd.core.timeline.head import Head, LaunchRecord
 from tierd.core.timeline.head import encode as encode_head
 from tierd.daemon.reconcile import Reconciler
 from tierd.reading import Reader
@@ -53,7 +53,7 @@ def lie(spool: Spool, which: PartId, value: float = 666, **more: Any) -> None:
 
 def head(name: str, run: str = RUN, by: str = "deadbeef", origin: Origin | None = None) -> bytes:
     """A head that tells of one launch with a newest step 7."""
-    launches = {name: Known(resumed_from=origin, newest=7)}
+    launches = {name: LaunchRecord(resumed_from=origin, newest=7)}
     return encode_head(Head(version=1, run=run, by=by, counter=1 << 40, before=None, written="", launches=launches))
 
 

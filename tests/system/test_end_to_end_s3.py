@@ -25,7 +25,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest_codec import decode
 from tierd.core.urls import parse_url
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Report, Status, Wait
+from tierd.ipc.messages import ReportRequest, StatusRequest, Wait
 from tierd.spool.spool import Spool
 from tierd.stores.open import open_store
 
@@ -88,7 +88,7 @@ def ask(home: Path, request: Any) -> dict[str, Any]:
 
 def answers(home: Path) -> bool:
     try:
-        return bool(ask(home, Status()))
+        return bool(ask(home, StatusRequest()))
     except DaemonUnavailable:
         return False
 
@@ -108,7 +108,7 @@ def test_kill_corrupt_resume_and_node_loss(tmp_path: Path, tier: str) -> None:
             log = home / "killed.jsonl"
             wait_until("it is time", lambda: compare.read("killed", log).last >= KILL_AT, PATIENCE, child, daemon)
             child.kill()
-        newest = next(one for one in ask(home, Report(run="job"))["report"]["checkpoints"] if one["complete"])
+        newest = next(one for one in ask(home, ReportRequest(run="job"))["report"]["checkpoints"] if one["complete"])
         victim = CheckpointId("job", newest["attempt"], newest["step"])
         part = PartId(victim, 0, 1)
         ask(home, Wait(part=part, tier="s3", timeout_s=PATIENCE))

@@ -9,20 +9,20 @@ import pytest
 import torch
 from support import layouts
 
-from tierd.watching.describe import Described, describe
+from tierd.watching.describe import UnitDescription, describe
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
 
 
-def described(root: Path) -> Described:
+def described(root: Path) -> UnitDescription:
     with Tree(root) as tree:
         listing = tree.listing()
         (unit,) = units(listing)
         return describe(unit, lambda path: tree.opened(path, listing.entries[path]))
 
 
-def state(root: Path, content: object) -> Described:
+def state(root: Path, content: object) -> UnitDescription:
     here = layouts.trainer(root)
     (here / "trainer_state.json").write_text(content if isinstance(content, str) else json.dumps(content))
     return described(root)
@@ -31,7 +31,7 @@ def state(root: Path, content: object) -> Described:
 def test_a_trainers_state_says_step_metrics_and_ranks(tmp_path: Path) -> None:
     log = [{"loss": 3.0, "step": 10, "epoch": 0.5}, {"eval_loss": 2.5}, {"loss": 1.5, "name": "x", "flag": True}]
     found = state(tmp_path, {"global_step": 123, "log_history": log})
-    assert found == Described(123, {"loss": 1.5, "eval_loss": 2.5}, 2)
+    assert found == UnitDescription(123, {"loss": 1.5, "eval_loss": 2.5}, 2)
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_a_trainers_state_says_step_metrics_and_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_value_that_is_no_step_and_no_metric_is_ignored(tmp_path: Path, content: object) -> None:
-    assert state(tmp_path, content) == Described(500, {}, 2)
+    assert state(tmp_path, content) == UnitDescription(500, {}, 2)
 
 
 def test_a_lightning_file_without_a_step_in_its_name_has_it_inside(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "global_step": 1234, "state_dict": {"w": torch.ones(3)}}, tmp_path / "last.ckpt")
-    assert described(tmp_path) == Described(1234)
+    assert described(tmp_path) == UnitDescription(1234)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_a_date_or_a_fraction_in_a_name_is_no_step(name: str, step: int | None) 
 
 def test_a_metric_in_the_name_of_a_lightning_file_is_no_step(tmp_path: Path) -> None:
     torch.save({"global_step": 4000, "w": torch.ones(3)}, tmp_path / "epoch=3-val_loss=0.19.ckpt")
-    assert described(tmp_path) == Described(4000, {"val_loss": 0.19})
+    assert described(tmp_path) == UnitDescription(4000, {"val_loss": 0.19})
 
 
 def test_a_name_may_hold_metrics(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "epoch=3-step=20-val_loss=0.25.ckpt")
-    assert described(tmp_path) == Described(20, {"val_loss": 0.25})
+    assert described(tmp_path) == UnitDescription(20, {"val_loss": 0.25})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tierd.daemon.intake.importing import ImportedRun, import_units
 from tierd.daemon.intake.origin import directory_origin
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
@@ -240,7 +240,7 @@ def test_a_run_of_another_origin_is_refused(root: Path, tmp_path: Path, capsys: 
     checkpoint(root, 500, 1_800_000_000)
     spool, own = Spool(tmp_path / "spool"), part(3, run=RUN)
     commit(spool, own)
-    asyncio.run(flush(spool, own, Route(FileStore(tmp_path / "tier"))))
+    asyncio.run(flush(spool, own, TierUploadContext(FileStore(tmp_path / "tier"))))
     assert run(["import", str(root), "--run", RUN, "--to", str(tmp_path / "tier")]) == 3
     assert "two histories do not mix" in "".join(capsys.readouterr().err.split("\n"))
 

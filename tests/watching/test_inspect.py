@@ -36,7 +36,7 @@ from tierd.core.dcp_names import DTYPES
 from tierd.formats.byte_source import ByteSource
 from tierd.watching import files, programs
 from tierd.watching.followed import FollowingTree
-from tierd.watching.inspect import Inspected, inspect_unit
+from tierd.watching.inspect import InspectedUnit, inspect_unit
 from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
 
@@ -487,7 +487,7 @@ def test_a_unit_whose_opener_fails_is_unreadable() -> None:
         raise PermissionError(13, "Permission denied")
 
     found = inspect_unit(unit, {"model.pt": 10}, failing)
-    assert isinstance(found, Inspected) and found.status == "unreadable"
+    assert isinstance(found, InspectedUnit) and found.status == "unreadable"
 
 
 def test_the_names_of_dtypes_are_those_of_torch() -> None:

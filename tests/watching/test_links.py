@@ -18,7 +18,7 @@ from support.watched_run import RUN, files
 
 from tierd.cli import run
 from tierd.watching.followed import FollowingTree
-from tierd.watching.inspect import Changed
+from tierd.watching.inspect import ChangedFile
 
 COMMIT, OTHER = "c0ffee" * 6 + "3ba1", "ab12" * 10
 
@@ -245,7 +245,7 @@ def test_link_that_is_planted_after_the_listing_is_not_read(tmp_path: Path) -> N
                 assert tree.listing(COMMIT).entries[path].kind == "link"
                 assert "outside of" in tree.unfollowed[path][1]
                 continue
-            with pytest.raises(Changed), tree.opened(path, listing.entries[path]) as source:
+            with pytest.raises(ChangedFile), tree.opened(path, listing.entries[path]) as source:
                 source.read(0, 8)
         if plant == "file":
             blob.unlink()

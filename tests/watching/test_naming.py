@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from tierd.core.ids import CheckpointId
-from tierd.watching.naming import History, made_at, name_unit
+from tierd.watching.naming import KnownCheckpoints, made_at, name_unit
 
 RUN = "r"
 
@@ -14,9 +14,11 @@ def at(second: int) -> datetime:
     return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second)
 
 
-def taken(*units: tuple[int, int], known: History | None = None) -> tuple[History, list[CheckpointId]]:
+def taken(
+    *units: tuple[int, int], known: KnownCheckpoints | None = None
+) -> tuple[KnownCheckpoints, list[CheckpointId]]:
     """Take units, each a step and a time, in this order."""
-    known, names = known or History(), []
+    known, names = known or KnownCheckpoints(), []
     for step, second in units:
         named = name_unit(RUN, f"checkpoint-{step}", step, at(second), known)
         assert named.checkpoint not in known.made
@@ -93,7 +95,9 @@ def test_two_nodes_give_the_same_names() -> None:
 def test_a_name_of_which_nothing_is_read_is_not_given_again() -> None:
     known, names = taken((100, 10))
     unread = CheckpointId(RUN, names[0].attempt, 200)
-    other = name_unit(RUN, "checkpoint-200", 200, at(20), History(known.made, known.origins, frozenset({unread})))
+    other = name_unit(
+        RUN, "checkpoint-200", 200, at(20), KnownCheckpoints(known.made, known.origins, frozenset({unread}))
+    )
     assert other.checkpoint != unread
 
 
@@ -110,6 +114,6 @@ def test_a_time_keeps_its_microseconds_and_one_out_of_range_is_1970() -> None:
 
 def test_an_attempt_after_the_latest_time_sorts_last() -> None:
     latest = made_at(3_155_760_000 * 10**9 - 1)
-    first = name_unit(RUN, "checkpoint-20", 20, latest, History())
-    known = History().with_one(first.checkpoint, latest, None)
+    first = name_unit(RUN, "checkpoint-20", 20, latest, KnownCheckpoints())
+    known = KnownCheckpoints().with_one(first.checkpoint, latest, None)
     assert name_unit(RUN, "checkpoint-10", 10, at(10), known, after=first.checkpoint).checkpoint > first.checkpoint

@@ -17,7 +17,7 @@ from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.spool import Spool
 from tierd.spool.stage import Stage
 from tierd.watching.listing import ListedEntry
-from tierd.watching.naming import History
+from tierd.watching.naming import KnownCheckpoints
 from tierd.watching.settle import Shape
 
 HOUR = 3600
@@ -145,9 +145,9 @@ def test_first_watch_that_was_killed_continues_as_it_began(root: Path, spool: Sp
             raise Killed
 
     watch = UnitWatch(spool, root, RUN, Killer(), settle_s=0.0)
-    watch.observe(History(), 1.0)
+    watch.observe(KnownCheckpoints(), 1.0)
     with pytest.raises(Killed):
-        watch.observe(History(), 2.0)
+        watch.observe(KnownCheckpoints(), 2.0)
     assert newest_first(spool) == [40]
     take(spool, root)
     assert newest_first(spool) == [40, 30, 20, 10]
@@ -243,11 +243,11 @@ def test_a_refused_unit_is_named_until_it_is_gone(root: Path, spool: Spool) -> N
     path.write_bytes(whole[:-50])
     watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)
     for now_s in (1.0, 2.0):
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert "damaged" in watch.refused["model_step100.pt"]
     path.write_bytes(whole)
     for now_s in (3.0, 4.0):
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert watch.refused == {} and len(spool.parts(RUN)) == 1
 
 
@@ -309,7 +309,9 @@ def test_remounted_directory_is_the_same_directory(meanwhile: tuple[str, ...], r
 def test_unit_that_was_not_taken_yet_keeps_its_place_without_its_mount(root: Path, spool: Spool) -> None:
     save(root, "a-10.pt", 100_010)
     save(root, "a-50.pt", 100_050)
-    UnitWatch(spool, root, RUN, Reported(), settle_s=0.0).observe(History(), 1.0)  # killed, or the spool was full
+    UnitWatch(spool, root, RUN, Reported(), settle_s=0.0).observe(
+        KnownCheckpoints(), 1.0
+    )  # killed, or the spool was full
     old = (root / "a-10.pt").rename(root.with_name("a-10.pt"))
     assert [part.checkpoint.step for part in take(spool, root).parts] == [50]
     old.rename(root / "a-10.pt")
@@ -352,7 +354,7 @@ def test_doubt_about_a_checkpoint_that_could_not_be_committed_is_recorded_once(r
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage, "commit", refused)
         for now_s in (1.0, 2.0, 100.0, 200.0):
-            watch.observe(History(), now_s)
+            watch.observe(KnownCheckpoints(), now_s)
     assert [one.step for one in TakenUnits(spool, RUN).doubted] == [1000]
     record = json.loads((spool.control / "watched" / f"{RUN}.json").read_bytes())
     assert len(record["doubted"]) == 1 and record["doubts"] == 1

@@ -19,7 +19,7 @@ from support.whole_layouts import pt, write
 from tierd.cli import run
 from tierd.core.ids import CheckpointId
 from tierd.spool.spool import Spool
-from tierd.watching.naming import History, name_unit
+from tierd.watching.naming import KnownCheckpoints, name_unit
 
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 # Equal times, as after a tar or on a file system of whole seconds; times within a millisecond; and others.
@@ -40,7 +40,7 @@ def saves(draw: st.DrawFn) -> list[tuple[str, int, datetime]]:
 
 def named(units: list[tuple[str, int, datetime]]) -> dict[str, dict[CheckpointId, tuple[datetime, int]]]:
     """Name units in this order, and return each series' checkpoints."""
-    known = History()
+    known = KnownCheckpoints()
     names: dict[str, dict[CheckpointId, tuple[datetime, int]]] = {}
     for series, step, made in units:
         own = names.setdefault(series, {})

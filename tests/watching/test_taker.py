@@ -22,7 +22,7 @@ from support.world import Daemon
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.daemon.intake import unit_watch
-from tierd.daemon.intake.taker import Taker
+from tierd.daemon.intake.taker import IngestClaim
 from tierd.daemon.timings import DaemonTimings
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store
@@ -33,8 +33,8 @@ ONE, TWO = (CheckpointId(RUN, f"0123456789ab-{n:08x}", n) for n in (1, 2))
 TIMINGS = DaemonTimings(renew_s=30.0, silent_s=180.0, yield_s=3600.0, wall_ns=Ticking())
 
 
-def taker(store: Store | None, who: str) -> Taker:
-    return Taker(RUN, who * 8, lambda: store, TIMINGS)
+def taker(store: Store | None, who: str) -> IngestClaim:
+    return IngestClaim(RUN, who * 8, lambda: store, TIMINGS)
 
 
 async def keys(store: Store) -> list[str]:
@@ -128,7 +128,7 @@ async def test_nothing_is_announced_again_where_nothing_can_be_deleted() -> None
 async def test_an_announcement_is_renewed_and_withdrawn_on_the_store_that_a_reload_opened(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     stores = [FileStore(tmp_path / "tier")]
-    one = Taker(RUN, "a" * 8, lambda: stores[-1], TIMINGS)
+    one = IngestClaim(RUN, "a" * 8, lambda: stores[-1], TIMINGS)
     assert await one.may_take(ONE, 0.0) and one.held
     before = await keys(stores[0])
     await stores[0].aclose()
@@ -147,7 +147,7 @@ async def test_a_release_on_a_closed_store_raises_nothing(tmp_path: Path) -> Non
     (tmp_path / "tier").mkdir()
     store = FileStore(tmp_path / "tier")
     found: list[Store | None] = [store]
-    one = Taker(RUN, "a" * 8, lambda: found[-1], TIMINGS)
+    one = IngestClaim(RUN, "a" * 8, lambda: found[-1], TIMINGS)
     assert await one.may_take(ONE, 0.0) and one.held
     await store.aclose()
     found.append(None)  # a reload opened another, which is not observed yet
@@ -157,7 +157,7 @@ async def test_a_release_on_a_closed_store_raises_nothing(tmp_path: Path) -> Non
 
 async def test_an_error_that_nobody_foresaw_does_not_end_the_announcements(caplog: pytest.LogCaptureFixture) -> None:
     store, broken = MemoryStore(), [0]
-    one = Taker(RUN, "a" * 8, lambda: store if not broken[-1] else 1 // 0, replace(TIMINGS, renew_s=0.01))  # type: ignore[arg-type,return-value]
+    one = IngestClaim(RUN, "a" * 8, lambda: store if not broken[-1] else 1 // 0, replace(TIMINGS, renew_s=0.01))  # type: ignore[arg-type,return-value]
     assert await one.may_take(ONE, 0.0) and one.held
     before = await keys(store)
     broken.append(1)

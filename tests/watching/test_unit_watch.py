@@ -28,9 +28,9 @@ from tierd.spool.adopt import is_open_for_writing, unshare
 from tierd.spool.spool import Spool
 from tierd.stores.directory_overlap import check_apart
 from tierd.stores.file import FileStore
-from tierd.watching.describe import Described
+from tierd.watching.describe import UnitDescription
 from tierd.watching.inspect import Opener
-from tierd.watching.naming import History
+from tierd.watching.naming import KnownCheckpoints
 from tierd.watching.unit import Unit
 
 
@@ -131,7 +131,7 @@ def test_hard_link_of_another_owners_private_file_is_not_taken(
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0, 3.0):
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert bool(reported.parts) == is_taken
     assert bool(watch.refused) != is_taken
     if not is_taken:
@@ -149,14 +149,14 @@ def test_unit_that_is_open_for_writing_is_not_read_and_is_reported_after_an_hour
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     with path.open("ab"):
         for now_s in range(0, 3600, 300):
-            watch.observe(History(), float(now_s))
+            watch.observe(KnownCheckpoints(), float(now_s))
         assert told == [] and watch.refused == {} and watch.waiting
         for now_s in (3700, 3800, 3900):
-            watch.observe(History(), float(now_s))
+            watch.observe(KnownCheckpoints(), float(now_s))
         assert told == [watch.refused[path.name]] and "open for writing for an hour" in told[0]
         assert not watch.waiting, "a watch that ends when it is idle ends, and names it"
     assert read == [] and reported.parts == []
-    watch.observe(History(), 4000.0)
+    watch.observe(KnownCheckpoints(), 4000.0)
     assert len(reported.parts) == 1 and len(read) == 1 and watch.refused == {}
 
 
@@ -217,11 +217,11 @@ def test_a_unit_that_changes_while_it_is_taken_is_not_kept(
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0):
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert reported.parts == [] and spool.parts() == [] and reported.failures == []
     assert list((spool.control / "stage").iterdir()) == []
     for now_s in (10.0, 20.0, 30.0):
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert len(reported.parts) == (act is rewrite)  # else a part of it is not of the save that its index is of
 
 
@@ -240,7 +240,7 @@ def test_a_unit_that_never_rests_is_reported_once_until_it_rests(root: Path, spo
     def rewrite_for(seconds: int, start_s: float) -> float:
         for now_s in range(0, seconds, 5):
             os.utime(path, ns=(0, int(start_s + now_s) * 1_000_000_000))
-            watch.observe(History(), start_s + now_s)
+            watch.observe(KnownCheckpoints(), start_s + now_s)
         return start_s + seconds
 
     now_s = rewrite_for(3600, 0.0)
@@ -251,7 +251,7 @@ def test_a_unit_that_never_rests_is_reported_once_until_it_rests(root: Path, spo
     assert reported.reasons == {} and path.name in watch.refused
     for _ in range(3):
         now_s += 10.0
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert len(reported.parts) == 1 and watch.refused == {}
     rewrite_for(3600, now_s)
     assert reported.reasons == {}, "an hour begins anew when it rested"
@@ -262,7 +262,7 @@ def test_unit_with_an_unforeseen_error_stops_no_other(root: Path, spool: Spool, 
     torch.save({"w": torch.ones(3)}, root / "model_step200.pt")
     describe, unforeseen = unit_watch.describe, [True]
 
-    def fails(unit: Unit, opener: Opener) -> Described:
+    def fails(unit: Unit, opener: Opener) -> UnitDescription:
         if unforeseen and unit.step == 200:
             raise ZeroDivisionError("nobody foresaw this")
         return describe(unit, opener)
@@ -272,13 +272,13 @@ def test_unit_with_an_unforeseen_error_stops_no_other(root: Path, spool: Spool, 
     monkeypatch.setattr(reported, "not_taken", lambda path, why: told.append((path, why)))
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0, 3.0, 70.0):
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert [part.checkpoint.step for part in reported.parts] == [100] and not watch.waiting
     assert (
         told == [("model_step200.pt", watch.refused["model_step200.pt"])] and "ZeroDivisionError: nobody" in told[0][1]
     )
     unforeseen.clear()
-    watch.observe(History(), 140.0)
+    watch.observe(KnownCheckpoints(), 140.0)
     assert [part.checkpoint.step for part in reported.parts] == [100, 200]
     assert watch.refused == {}
 
@@ -297,11 +297,11 @@ def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monke
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0, 3.0):
-        watch.observe(History(), now_s)
+        watch.observe(KnownCheckpoints(), now_s)
     assert len(reported.failures) == 1 and isinstance(reported.failures[0], SpoolFull)
     assert "No space left" in watch.refused["model_step100.pt"] and watch.waiting
     full.clear()
-    watch.observe(History(), 70.0)
+    watch.observe(KnownCheckpoints(), 70.0)
     assert len(reported.parts) == 1 and not watch.refused and not watch.waiting
 
 

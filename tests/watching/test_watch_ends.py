@@ -195,7 +195,7 @@ def test_only_silence_of_a_call_that_may_hang_counts() -> None:
     one.going()
     assert [one.has_hung(1) for _ in range(160)] == [False] * 159 + [True], "an fsync of 2 GB may take 100 s"
     one.ending = True
-    with pytest.raises(watch_at_work.Stopped):
+    with pytest.raises(watch_at_work.WatchStopped):
         one.going()
 
 

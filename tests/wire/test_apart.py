@@ -178,7 +178,7 @@ def test_a_request_that_an_earlier_daemon_does_not_know_leaves_the_line_usable(s
     with OtherDaemon(spool, answer), Link(spool) as link:
         with pytest.raises(RequestUnknown, match="upgrade the daemon"):
             link.ask(messages.Pause())
-        assert link.ask(messages.Status())["ok"]
+        assert link.ask(messages.StatusRequest())["ok"]
 
 
 @pytest.mark.parametrize(

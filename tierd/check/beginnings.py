@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 
 from tierd.check.cause import Cause
-from tierd.check.history import History
+from tierd.check.history import CheckedRun
 
 
-def never_restored(killed: History, start: int) -> Cause | None:
+def never_restored(killed: CheckedRun, start: int) -> Cause | None:
     """Return a cause if every launch began at the first step, because nothing was checked then."""
     if any(killed.resumes(rank, start) for rank in range(len(killed.launches[0]))):
         return None
@@ -27,7 +27,7 @@ def never_restored(killed: History, start: int) -> Cause | None:
     )
 
 
-def left_behind(killed: History, start: int) -> Cause | None:
+def left_behind(killed: CheckedRun, start: int) -> Cause | None:
     """Return a cause if a rank began anew in a launch in which another one resumed, though it had a checkpoint.
 
     It had one if it restored one, or if an earlier launch saved twice: only the last save may have died with a launch.
@@ -50,7 +50,7 @@ def left_behind(killed: History, start: int) -> Cause | None:
     return None
 
 
-def apart_from_the_start(*histories: History) -> Cause | None:
+def apart_from_the_start(*histories: CheckedRun) -> Cause | None:
     """Return a cause if ranks of a launch on an empty spool began at different steps."""
     for launch in (history.launches[0] for history in histories):
         first = [record.first for record in launch if record.first is not None]

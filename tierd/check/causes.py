@@ -12,7 +12,7 @@ from tierd.check.compare import Divergence, RankResult, Terms, first_difference,
 from tierd.check.evidence import evidence, first_evidence, overlap
 from tierd.check.final import StateDifference, unsteady
 from tierd.check.finding import StateFinding
-from tierd.check.history import GLOBAL, Counted, History, RankHistory, Setting
+from tierd.check.history import GLOBAL, CheckedRun, CountedObservation, RankHistory, Setting
 from tierd.check.reads import from_samples, repeated, repeats, whose
 
 _MAX_CAUSES = 3  # causes that a report names, at most
@@ -20,7 +20,7 @@ _SUMMATION_DISTANCE = 1e-5  # relative; how much another order of summation chan
 
 
 def causes(
-    reference: History, killed: History, rerun: History | None, results: Sequence[RankResult], terms: Terms
+    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, results: Sequence[RankResult], terms: Terms
 ) -> tuple[Cause, ...]:
     """Return the likely causes of the first divergence, the best supported first.
 
@@ -42,7 +42,7 @@ def causes(
 
 
 def from_final_states(
-    reference: History, killed: History, rerun: History | None, states: Sequence[StateDifference]
+    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, states: Sequence[StateDifference]
 ) -> tuple[Cause, ...]:
     """Return the causes of differences in the final state that neither samples nor losses show.
 
@@ -58,7 +58,7 @@ def from_final_states(
 
 
 def _causes_of_rank(
-    reference: History, killed: History, rerun: History | None, rank: int, states: Sequence[StateDifference]
+    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, rank: int, states: Sequence[StateDifference]
 ) -> list[Cause]:
     findings: list[StateFinding] = []
     if rerun is not None:
@@ -104,7 +104,9 @@ def _add_place(cause: Cause, sample_causes: Sequence[Cause]) -> Cause:
     return cause
 
 
-def _causes_from_states(reference: History, killed: History, rerun: History | None, worst: RankResult) -> list[Cause]:
+def _causes_from_states(
+    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, worst: RankResult
+) -> list[Cause]:
     """Derive causes from the states at the save, at the load, and before the first step after the load."""
     divergence, rank = worst.divergence, worst.rank
     if rerun is None or divergence is None or divergence.launch is None or divergence.what == "missing":
@@ -125,7 +127,7 @@ def _causes_from_states(reference: History, killed: History, rerun: History | No
     return [Cause(finding.kind, finding.says) for finding in findings[:_MAX_CAUSES]]
 
 
-def _drawn_generators(expected: Mapping[int, Counted], first_step: int, last: int) -> set[str]:
+def _drawn_generators(expected: Mapping[int, CountedObservation], first_step: int, last: int) -> set[str]:
     """Return the process's generators that an uninterrupted run drew from in the steps `first_step` to `last`.
 
     Where the step before is unknown, every generator may have been drawn from.
@@ -137,11 +139,11 @@ def _drawn_generators(expected: Mapping[int, Counted], first_step: int, last: in
 
 
 def _nondeterminism_causes(
-    reference: History, killed: History, rerun: History | None, worst: RankResult, terms: Terms
+    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, worst: RankResult, terms: Terms
 ) -> Iterator[Cause]:
     """Report two uninterrupted launches that differ, because the loop itself is not deterministic then."""
     expected = reference.effective(worst.rank)
-    runs = [History(killed.launches[:1]), *([rerun] if rerun is not None else [])]
+    runs = [CheckedRun(killed.launches[:1]), *([rerun] if rerun is not None else [])]
     for run in runs:
         actual = run.effective(worst.rank)
         last = min(terms.steps, max(actual, default=0))
@@ -168,7 +170,7 @@ def _nondeterminism_causes(
 
 
 def _resume_causes(
-    reference: History, killed: History, rank: int, divergence: Divergence, terms: Terms
+    reference: CheckedRun, killed: CheckedRun, rank: int, divergence: Divergence, terms: Terms
 ) -> Iterator[Cause]:
     expected, actual = reference.effective(rank), killed.effective(rank)
     first_steps = killed.resumes(rank, min(expected, default=0))
@@ -207,8 +209,8 @@ def _seeded_generators(reference: RankHistory, first: RankHistory) -> set[str]:
 
 
 def _loss_cause(
-    expected: Mapping[int, Counted],
-    actual: Mapping[int, Counted],
+    expected: Mapping[int, CountedObservation],
+    actual: Mapping[int, CountedObservation],
     first_step: int,
     divergence: Divergence,
     steady: Set[str],
@@ -247,7 +249,7 @@ def _loss_cause(
     )
 
 
-def _setting_causes(reference: History, killed: History, rank: int, divergence: Divergence) -> Iterator[Cause]:
+def _setting_causes(reference: CheckedRun, killed: CheckedRun, rank: int, divergence: Divergence) -> Iterator[Cause]:
     """Report the process settings that differ."""
     expected = reference.launches[0][rank].setting
     actual = killed.launches[divergence.launch - 1][rank].setting if divergence.launch else None

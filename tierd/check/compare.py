@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tierd.check.history import Counted, History, Observation, Sample
+from tierd.check.history import CheckedRun, CountedObservation, Observation, Sample
 
 _MAX_EXAMPLES = 5  # samples that a report names, at most
 
@@ -86,7 +86,7 @@ class RankResult(msgspec.Struct, frozen=True):
     ok: bool
 
 
-def compare(reference: History, killed: History, rank: int, terms: Terms) -> RankResult:
+def compare(reference: CheckedRun, killed: CheckedRun, rank: int, terms: Terms) -> RankResult:
     """Compare one rank of a killed run with the reference."""
     expected, actual = reference.effective(rank), killed.effective(rank)
     start = min(expected, default=0)
@@ -110,7 +110,9 @@ def compare(reference: History, killed: History, rank: int, terms: Terms) -> Ran
     )
 
 
-def first_difference(expected: Mapping[int, Counted], actual: Mapping[int, Counted], terms: Terms) -> Divergence | None:
+def first_difference(
+    expected: Mapping[int, CountedObservation], actual: Mapping[int, CountedObservation], terms: Terms
+) -> Divergence | None:
     """Return the first step that differs."""
     for step in sorted(step for step in expected.keys() | actual.keys() if step <= terms.steps):
         if step not in actual or step not in expected:
@@ -153,13 +155,13 @@ def _is_allowed(divergence: Divergence, used: int, allowed: int, resumes: Mappin
     return divergence.what != "missing" and divergence.step >= first_resume and 0 < used <= allowed
 
 
-def samples(steps: Mapping[int, Counted], last: float = math.inf) -> list[Sample]:
+def samples(steps: Mapping[int, CountedObservation], last: float = math.inf) -> list[Sample]:
     """Return all samples up to step `last`, in order."""
     return [sample for step in sorted(steps) if step <= last for sample in steps[step].observation.samples]
 
 
 def _count_repeats(
-    expected: Mapping[int, Counted], actual: Mapping[int, Counted], last: int
+    expected: Mapping[int, CountedObservation], actual: Mapping[int, CountedObservation], last: int
 ) -> tuple[Counter[Sample], Counter[Sample]]:
     """Count the samples that were read again, and those that were skipped.
 

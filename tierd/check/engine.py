@@ -17,7 +17,7 @@ from tierd.check.cause import Cause
 from tierd.check.causes import causes, from_final_states
 from tierd.check.compare import RankResult, Terms, compare
 from tierd.check.final import StateDifference, compared, differences, has_common_moment
-from tierd.check.history import History, KillPoint, RankHistory
+from tierd.check.history import CheckedRun, KillPoint, RankHistory
 from tierd.check.launches import CheckedLoop, stop_daemons
 from tierd.check.leakage import leaks
 from tierd.check.report import LaunchResult, Report
@@ -151,14 +151,18 @@ def _run_check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, dir
     )
 
 
-def _steps_around(killed: History) -> set[int]:
+def _steps_around(killed: CheckedRun) -> set[int]:
     """Return the steps at which an uninterrupted run is captured: each resumed checkpoint, and the step after it."""
     first = {record.first for launch in killed.launches[1:] for record in launch if record.first is not None}
     return first | {step - 1 for step in first}
 
 
 def _state_differences(
-    reference: History, killed: History, results: Sequence[RankResult], terms: Terms, rerun: History | None = None
+    reference: CheckedRun,
+    killed: CheckedRun,
+    results: Sequence[RankResult],
+    terms: Terms,
+    rerun: CheckedRun | None = None,
 ) -> list[StateDifference]:
     """Return the differences in the state of each rank.
 
@@ -172,32 +176,32 @@ def _state_differences(
     ]
 
 
-def _begins_alike(reference: History, killed: History, terms: Terms) -> bool:
+def _begins_alike(reference: CheckedRun, killed: CheckedRun, terms: Terms) -> bool:
     """Return whether the killed run's first launch did what the uninterrupted run did."""
-    first = History(killed.launches[:1])
+    first = CheckedRun(killed.launches[:1])
     ranks = range(len(killed.launches[0]))
     return all(compare(reference, first, rank, _terms_of_launch(first, rank, terms)).exact for rank in ranks)
 
 
-def _terms_of_launch(history: History, rank: int, terms: Terms) -> Terms:
+def _terms_of_launch(history: CheckedRun, rank: int, terms: Terms) -> Terms:
     return Terms(min(terms.steps, history.launches[0][rank].last or 0), 0, terms.loss_tolerance)
 
 
-def _run_uninterrupted(loop: CheckedLoop, name: str, margin: int) -> History:
+def _run_uninterrupted(loop: CheckedLoop, name: str, margin: int) -> CheckedRun:
     spool = _create_spool(loop.home, name)
     records = loop.launch(name, spool, None, 0, margin)
     stop_daemons(spool.parent)
-    return History([records])
+    return CheckedRun([records])
 
 
-def _run_killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> History:
+def _run_killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> CheckedRun:
     spool = _create_spool(loop.home, "killed")
     launches: list[list[RankHistory]] = []
     for number, point in enumerate([*points, None], start=1):
         launched = replace(loop, is_later=number > 1)
         launches.append(launched.launch(f"launch {number}", spool, point, (number - 1) % loop.ranks, margin))
     stop_daemons(spool.parent)
-    return History(launches)
+    return CheckedRun(launches)
 
 
 def _create_spool(home: Path, name: str) -> Path:
@@ -207,7 +211,7 @@ def _create_spool(home: Path, name: str) -> Path:
     return path
 
 
-def _check_isolated(reference: History, killed: History) -> None:
+def _check_isolated(reference: CheckedRun, killed: CheckedRun) -> None:
     for rank, (before, record) in enumerate(zip(reference.launches[0], killed.launches[0], strict=True)):
         if record.first is not None and record.first != before.first:
             raise ConfigError(

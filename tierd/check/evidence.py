@@ -15,7 +15,7 @@ from tierd.check.buffers import filled_again
 from tierd.check.differing import Comparison, is_within
 from tierd.check.final import of_other_forms, unsteady
 from tierd.check.finding import StateFinding
-from tierd.check.history import History, RankHistory, Taken
+from tierd.check.history import CheckedRun, RankHistory, Taken
 from tierd.check.kinds import DATA, kind_of_path, position_of, same, values
 from tierd.check.loading import loader_findings
 from tierd.check.moments import beginnings, capture_before, capture_of, loads_later
@@ -40,7 +40,7 @@ _KIND_ORDERS = {
 }
 
 
-def evidence(rerun: History, killed: History, rank: int, launch: int, symptom: str) -> list[StateFinding]:
+def evidence(rerun: CheckedRun, killed: CheckedRun, rank: int, launch: int, symptom: str) -> list[StateFinding]:
     """Return the findings that explain why `launch` diverged, the strongest first.
 
     Args:
@@ -137,7 +137,7 @@ def _drop_followers(ranked: Sequence[StateFinding]) -> list[StateFinding]:
     ]
 
 
-def first_evidence(rerun: History, killed: History, rank: int) -> list[StateFinding]:
+def first_evidence(rerun: CheckedRun, killed: CheckedRun, rank: int) -> list[StateFinding]:
     """Return the findings of the first resume after which anything differs, where samples and losses do not.
 
     A later resume loads what differs already, so that nothing that it loads tells of a cause.

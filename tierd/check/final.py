@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from tierd.check.history import History, RankHistory, Taken
+from tierd.check.history import CheckedRun, RankHistory, Taken
 from tierd.check.kinds import is_count_of_calls
 from tierd.check.leaves import ValueLeaf
 from tierd.check.texts import both_texts
@@ -51,12 +51,12 @@ class StateDifference(msgspec.Struct, frozen=True):
 
 
 def differences(
-    reference: History,
-    killed: History,
+    reference: CheckedRun,
+    killed: CheckedRun,
     rank: int,
     tolerance: float,
     ignore: Sequence[str] = (),
-    again: History | None = None,
+    again: CheckedRun | None = None,
 ) -> list[StateDifference]:
     """Return the differences after the last step, each with the first step that shows it, and then the passing ones.
 
@@ -121,7 +121,7 @@ def _passing_differences(
                 )
 
 
-def compared(reference: History, killed: History, rank: int) -> int:
+def compared(reference: CheckedRun, killed: CheckedRun, rank: int) -> int:
     """Count the values that were compared after the last step."""
     uninterrupted, pieces = taken(reference, rank), taken(killed, rank)
     last = _end_moment(uninterrupted, pieces)
@@ -167,7 +167,7 @@ def of_other_forms(a: Taken, b: Taken) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def taken(history: History, rank: int) -> _Captures:
+def taken(history: CheckedRun, rank: int) -> _Captures:
     """Return the captured states of `rank` that count: (step, at) -> the launch that made the step, and the state."""
     captures: _Captures = {}
     for number, launch in enumerate(history.launches, start=1):
@@ -192,7 +192,7 @@ def unsteady(launches: Sequence[RankHistory]) -> set[str]:
     return paths
 
 
-def has_common_moment(reference: History, killed: History, rank: int) -> bool:
+def has_common_moment(reference: CheckedRun, killed: CheckedRun, rank: int) -> bool:
     """Return whether the first launches of both runs were captured at one moment, so that `unsteady` can tell.
 
     A rank that is killed because another one died may not have come so far.

@@ -178,7 +178,7 @@ class RankHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedObservation:
     """An observation that counts, and the launch that made it (from 1)."""
 
     launch: int
@@ -186,20 +186,22 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class History:
+class CheckedRun:
     """One run: its launches in order, each with the records of all ranks."""
 
     launches: Sequence[Sequence[RankHistory]]
 
-    def effective(self, rank: int) -> dict[int, Counted]:
+    def effective(self, rank: int) -> dict[int, CountedObservation]:
         """Return the observations of `rank` that count: step -> the observation that no later launch has voided."""
-        counted: dict[int, Counted] = {}
+        counted: dict[int, CountedObservation] = {}
         for number, launch in enumerate(self.launches, start=1):
             record = launch[rank]
             if record.first is None:
                 continue
             counted = {step: entry for step, entry in counted.items() if step < record.first}
-            counted |= {step: Counted(number, observation) for step, observation in sorted(record.observed.items())}
+            counted |= {
+                step: CountedObservation(number, observation) for step, observation in sorted(record.observed.items())
+            }
         return counted
 
     def resumes(self, rank: int, start: int) -> dict[int, int]:

@@ -23,7 +23,7 @@ from tierd.check.child import Orders
 from tierd.check.history import KillPoint, RankHistory, RecordLine
 from tierd.core.errors import LoopFailed, TierdError
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 
 _CHILD_CODE = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
@@ -255,7 +255,7 @@ def stop_daemons(home: Path) -> None:
     for control in home.rglob(".tierd"):
         try:
             with Link(Spool(control.parent, write=False)) as link:
-                pid = int(link.ask(Status(), 10)["status"]["pid"])
+                pid = int(link.ask(StatusRequest(), 10)["status"]["pid"])
         except (TierdError, TimeoutError, OSError):
             continue  # no daemon runs there any more
         with suppress(ProcessLookupError):

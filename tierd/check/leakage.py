@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tierd.check.history import History, Sample
+from tierd.check.history import CheckedRun, Sample
 
 _MAX_EXAMPLES = 5
 
@@ -37,7 +37,7 @@ class Leak(msgspec.Struct, frozen=True):
     examples: tuple[Sample, ...]
 
 
-def leaks(reference: History, killed: History, ranks: int, steps: int) -> list[Leak]:
+def leaks(reference: CheckedRun, killed: CheckedRun, ranks: int, steps: int) -> list[Leak]:
     """Return the leaks of the killed run that the uninterrupted run does not have, up to step `steps`."""
     uninterrupted, pieces = _samples_by_epoch(reference, ranks, steps), _samples_by_epoch(killed, ranks, steps)
     leaked = [*_repeated_and_skipped(uninterrupted, pieces), *_shared_samples(uninterrupted, pieces)]
@@ -77,7 +77,7 @@ def _samples_on_several_ranks(by_rank: Mapping[int, Counter[Sample]]) -> dict[Sa
     return {sample: None for sample, count in rank_counts.items() if count > 1}
 
 
-def _samples_by_epoch(history: History, ranks: int, steps: int) -> Epochs:
+def _samples_by_epoch(history: CheckedRun, ranks: int, steps: int) -> Epochs:
     epochs: defaultdict[int | None, defaultdict[int, Counter[Sample]]] = defaultdict(lambda: defaultdict(Counter))
     for rank in range(ranks):
         for step, counted in history.effective(rank).items():
@@ -86,7 +86,7 @@ def _samples_by_epoch(history: History, ranks: int, steps: int) -> Epochs:
     return epochs
 
 
-def _validation_samples(history: History, ranks: int) -> set[Sample]:
+def _validation_samples(history: CheckedRun, ranks: int) -> set[Sample]:
     return {
         sample
         for rank in range(ranks)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tierd.check.cause import Cause
 from tierd.check.compare import Divergence, Terms, samples
-from tierd.check.history import Counted, History, Sample
+from tierd.check.history import CheckedRun, CountedObservation, Sample
 
 _FOLLOWED_STEPS = 3  # steps from the first wrong one
 
 
-def whose(reference: History, rank: int, divergence: Divergence) -> int | None:
+def whose(reference: CheckedRun, rank: int, divergence: Divergence) -> int | None:
     """Return the other rank that should have got these samples."""
     for other_rank in range(len(reference.launches[0])):
         expected = reference.effective(other_rank).get(divergence.step)
@@ -25,9 +25,9 @@ def whose(reference: History, rank: int, divergence: Divergence) -> int | None:
 
 
 def from_samples(
-    reference: History,
-    expected: Mapping[int, Counted],
-    actual: Mapping[int, Counted],
+    reference: CheckedRun,
+    expected: Mapping[int, CountedObservation],
+    actual: Mapping[int, CountedObservation],
     rank: int,
     divergence: Divergence,
     terms: Terms,
@@ -79,7 +79,9 @@ def from_samples(
         )
 
 
-def _continues_uninterrupted(expected: Sequence[Sample], actual: Mapping[int, Counted], divergence: Divergence) -> bool:
+def _continues_uninterrupted(
+    expected: Sequence[Sample], actual: Mapping[int, CountedObservation], divergence: Divergence
+) -> bool:
     """Return whether the next few steps have the samples in `expected` as well, as far as both runs were observed."""
     steps = range(divergence.step, divergence.step + _FOLLOWED_STEPS)
     read = [sample for step in steps if step in actual for sample in actual[step].observation.samples]
@@ -106,7 +108,9 @@ def _find_batch(uninterrupted: Sequence[Sample], batch: Sequence[Sample], near: 
     return min(places, key=lambda place: abs(place - near), default=None)
 
 
-def repeated(expected: Mapping[int, Counted], actual: Mapping[int, Counted], launch: int, last: int) -> int:
+def repeated(
+    expected: Mapping[int, CountedObservation], actual: Mapping[int, CountedObservation], launch: int, last: int
+) -> int:
     """Count the samples that this launch or a later one read again.
 
     Only reads beyond the highest count of any sample in an uninterrupted run are counted.

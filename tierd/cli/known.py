@@ -65,7 +65,7 @@ async def _list_runs(where: Places) -> set[str]:
     if where.spool is not None:
         names |= {name for name in where.spool.runs() if where.spool.newest(name, 1)}
         with suppress(TierdError, TimeoutError, KeyError), Link(where.spool) as link:  # its daemon knows the tiers'
-            report = link.ask(messages.Report(run=None))["report"]
+            report = link.ask(messages.ReportRequest(run=None))["report"]
             names |= {str(checkpoint["run"]) for checkpoint in report["checkpoints"]}
     async with AsyncExitStack() as stack:
         for store in (await open_tiers(where.config, stack)).values() if where.config else ():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from tierd.core.errors import TierdError
-from tierd.core.planning.unflushed import Unflushed
+from tierd.core.planning.unflushed import UnflushedParts
 
 log = logging.getLogger("tierd")
 
@@ -30,7 +30,7 @@ class Acceptance:
         self._in_a_row = 0
         self._warned_at: float | None = None
 
-    def hear(self, backlog: Unflushed, now_s: float) -> None:
+    def hear(self, backlog: UnflushedParts, now_s: float) -> None:
         """Log that no tier accepts checkpoints: at once if every tier refuses, else after three such answers."""
         problem = backlog.trouble
         self.trouble = problem is not None
@@ -56,7 +56,7 @@ class AcceptanceWatch:
         soon_s: seconds between two questions until a tier has accepted something.
     """
 
-    def __init__(self, ask: Callable[[bool], Unflushed], soon_s: float) -> None:
+    def __init__(self, ask: Callable[[bool], UnflushedParts], soon_s: float) -> None:
         self._ask, self._soon_s = ask, soon_s
         self._acceptance = Acceptance()
         self._changed = threading.Condition()

@@ -21,13 +21,13 @@ from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.config import from_urls
 from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.core.ids import PartId
-from tierd.core.planning.unflushed import Unflushed, backlog_of
+from tierd.core.planning.unflushed import UnflushedParts, backlog_of
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.ipc.client import Link
 from tierd.ipc.daemon_start import end_of_daemon, start_daemon
 from tierd.ipc.messages import Attach, Candidates, MakeRoom, Request
-from tierd.ipc.messages import Backlog as AskBacklog
+from tierd.ipc.messages import BacklogRequest as AskBacklog
 from tierd.ipc.replies import read_member
 from tierd.spool.conditions import translated
 from tierd.spool.records import unset_local_only
@@ -223,7 +223,7 @@ class Attachment:
         except (TierdError, TimeoutError, OSError) as error:
             log.info("the daemon was not told: %s", error)
 
-    def _backlog(self, run: str, hurry: bool) -> Unflushed:
+    def _backlog(self, run: str, hurry: bool) -> UnflushedParts:
         if self._silence and not self._is_silent():
             # The daemon that woke may not know this launch's tiers, and no save may follow.
             self._renew_behind()

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tierd.client.composition import Composition
+from tierd.client.composition import CheckpointerParts
 from tierd.client.ranks.launch import Source
 from tierd.client.ranks.ranks import SILENT_S, START_S
 from tierd.client.restoring.restorer import Restored
@@ -26,7 +26,7 @@ from tierd.client.shutdown import Shutdown
 from tierd.core.ids import CheckpointId, PartId, check_step
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.save_policy import Goal, When, check_epoch
-from tierd.ipc.messages import MAX_REASON, Leaked, Preempted
+from tierd.ipc.messages import MAX_REASON, DataLeakNotice, PreemptionNotice
 
 if TYPE_CHECKING:
     from typing import Self
@@ -94,7 +94,7 @@ class Checkpointer:
     ) -> None:
         self._noticed: str | None = None  # the last notice that was reported
         self.stats = Stats()
-        self._inner = Composition(
+        self._inner = CheckpointerParts(
             spool,
             run,
             rank,
@@ -178,7 +178,7 @@ class Checkpointer:
         self._noticed = self.notice
         why = str(self._noticed)
         log.warning("notice: %s; a checkpoint is due at step %d, and training should end after it", why, step)
-        self._inner.daemon.report(Preempted(part=self._part(step), why=why[:MAX_REASON]))
+        self._inner.daemon.report(PreemptionNotice(part=self._part(step), why=why[:MAX_REASON]))
 
     def _part(self, step: int) -> PartId:
         launch = self._inner.launch
@@ -251,7 +251,7 @@ class Checkpointer:
 
     def report_leaked(self, step: int, why: str) -> None:
         """Report to the daemon that this step trained on repeated or validation samples. Called by `SampleWatch`."""
-        self._inner.daemon.report(Leaked(part=self._part(check_step(step)), why=why[:MAX_REASON]))
+        self._inner.daemon.report(DataLeakNotice(part=self._part(check_step(step)), why=why[:MAX_REASON]))
 
     # -- restore ----------------------------------------------------------------------------------------------------
 
@@ -381,6 +381,6 @@ class Checkpointer:
             raised.add_note(f"closing the Checkpointer failed, too: {error}")
 
 
-def made_of(checkpointer: Checkpointer) -> Composition:
+def made_of(checkpointer: Checkpointer) -> CheckpointerParts:
     """Return what a `Checkpointer` is made of, for packages of tierd that save and restore through it."""
     return checkpointer._inner

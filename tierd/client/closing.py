@@ -18,9 +18,9 @@ from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of
+from tierd.core.planning.unflushed import Remaining, UnflushedParts, backlog_of
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Backlog as AskBacklog
+from tierd.ipc.messages import BacklogRequest as AskBacklog
 from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
@@ -79,7 +79,7 @@ class Closing:
             self._warn(backlog, waited=False)
             raise ConfigError(f"wait={tier!r}: the daemon has no tier of that name; it has {', '.join(backlog.tiers)}")
 
-        def is_sent(now: Unflushed) -> bool:
+        def is_sent(now: UnflushedParts) -> bool:
             unsent = [remainder for remainder in self._unsent(now) if tier in remainder.lacks]
             state = now.tiers.get(tier)
             if unsent and (state is None or state.refused):
@@ -120,7 +120,7 @@ class Closing:
         except (TierdError, TimeoutError, OSError) as error:
             self._report_unknown(error)
 
-    def _worth_waiting(self, backlog: Unflushed) -> bool:
+    def _worth_waiting(self, backlog: UnflushedParts) -> bool:
         """Whether some tier may still take a save: a tier that accepts, or for saves on no tier, one that only does not
         answer now.
         """
@@ -132,7 +132,9 @@ class Closing:
             for name in remainder.lacks
         )
 
-    def _poll(self, is_over: Callable[[Unflushed], bool], end_s: float | None, backlog: Unflushed) -> Unflushed:
+    def _poll(
+        self, is_over: Callable[[UnflushedParts], bool], end_s: float | None, backlog: UnflushedParts
+    ) -> UnflushedParts:
         """Return the first backlog for which `is_over` is true, or the last one before `end_s`."""
         start_s = logged = time.monotonic()
         first = backlog.left_bytes
@@ -157,7 +159,7 @@ class Closing:
                         raise
         return backlog
 
-    def _ask(self, end_s: float | None, *, hurry: bool = False) -> Unflushed:
+    def _ask(self, end_s: float | None, *, hurry: bool = False) -> UnflushedParts:
         """Ask for the backlog until `end_s` of the monotonic clock; with `hurry`, after a fresh listing of the tiers if
         they answer.
         """
@@ -173,19 +175,19 @@ class Closing:
                 raise
             return self._answer(AskBacklog(), _limit(end_s))  # a tier hangs: ask without it
 
-    def _answer(self, request: AskBacklog, limit_s: float) -> Unflushed:
+    def _answer(self, request: AskBacklog, limit_s: float) -> UnflushedParts:
         with Link(self._spool) as link:
             self._ends_with_us = self._node_ends or link.about_peer(ends_with_us)
             return backlog_of(link.ask(request, limit_s))
 
-    def _unsent(self, backlog: Unflushed) -> list[Remaining]:
+    def _unsent(self, backlog: UnflushedParts) -> list[Remaining]:
         return [remainder for remainder in backlog.left if self._has_saved(remainder.part)]
 
-    def _warn(self, backlog: Unflushed, *, waited: bool) -> None:
+    def _warn(self, backlog: UnflushedParts, *, waited: bool) -> None:
         if self._ends_with_us or backlog.trouble:
             self._report(backlog, waited=waited)
 
-    def _report(self, backlog: Unflushed, *, waited: bool) -> None:
+    def _report(self, backlog: UnflushedParts, *, waited: bool) -> None:
         nowhere = [remainder for remainder in self._unsent(backlog) if not remainder.on]
         if not nowhere:
             return

@@ -16,7 +16,7 @@ from tierd.client.attachment import Attachment
 from tierd.client.disk_space import SpaceCheck
 from tierd.client.ranks.attempts import report_failure
 from tierd.client.ranks.launch import Launch
-from tierd.client.ranks.other_launches import Beside
+from tierd.client.ranks.other_launches import ConcurrentLaunchWarning
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.state_restorer import StateRestorer
 from tierd.client.saving.arena_staging import Staging
@@ -26,7 +26,7 @@ from tierd.client.saving.pipeline import Pipeline
 from tierd.client.saving.save import Stats
 from tierd.client.saving.save_records import SaveRecords
 from tierd.client.saving.state_saver import StateSaver
-from tierd.client.saving.step_gate import Gate
+from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.schedule import Schedule
 from tierd.core.errors import ConfigError, TierdError
 from tierd.core.ids import PartId, check_attempt, check_run
@@ -40,7 +40,7 @@ _BUSY = ("wait", "skip", "fail")
 _MAX_SLOTS = 16
 
 
-class Composition:
+class CheckpointerParts:
     """The parts of one `Checkpointer`. The arguments and errors are those of `Checkpointer`.
 
     Args:
@@ -137,7 +137,7 @@ class Composition:
         except Exception as error:
             report_failure(self.ranks, run, error)
             raise
-        self.beside = Beside(self.spool, asks=self.daemon.tiers, ask_s=timings.given().launches_s)
+        self.beside = ConcurrentLaunchWarning(self.spool, asks=self.daemon.tiers, ask_s=timings.given().launches_s)
         list_attempts = functools.partial(self.daemon.attempts, run)
         options = {"when": repr(when), "to": self.daemon.to, "retention": repr(retention)}
         self.launch = Launch(self.spool, run, self.ranks, given_attempt, list_attempts, options, self._saving)
@@ -154,7 +154,7 @@ class Composition:
 
     def _make_savers(self, slots: int) -> None:
         """Make the parts that save and restore."""
-        self.gate = Gate(self._stats)
+        self.gate = OptimizerStepGate(self._stats)
         self.handoff = HandoffClient(self.spool, timings.given()) if self.daemon.tiers else None
         self.records = SaveRecords(self.launch, self.schedule, self.daemon, self.handoff, self._stats)
         self.pipeline = Pipeline(

@@ -20,11 +20,11 @@ from tierd.client.preemption.preemption import Preemption
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.save_policy import Saved, When, best_so_far, is_counted, is_due, length, steps_to_wait, value_of
+from tierd.core.save_policy import SaveHistory, When, best_so_far, is_counted, is_due, length, steps_to_wait, value_of
 from tierd.core.timeline.candidates import RestoreOrder
 
 
-class Word(msgspec.Struct, frozen=True):
+class DueDecision(msgspec.Struct, frozen=True):
     """Rank 0's decision: whether a checkpoint is due, and the next step at which its clock may decide; or what was
     given wrongly. Decisions of other ranks are ignored.
     """
@@ -36,7 +36,7 @@ class Word(msgspec.Struct, frozen=True):
 
 # The step, epoch and metric value at which a checkpoint was last found due.
 _NOTHING: tuple[int, int | None, float | None] = -1, None, None
-_START = 0, -1  # the step and epoch of `Saved` before the first save
+_START = 0, -1  # the step and epoch of `SaveHistory` before the first save
 
 
 class Schedule:
@@ -134,15 +134,15 @@ class Schedule:
     def _agreed(
         self, when: When, step: int, epoch: int | None, metrics: Mapping[str, float] | None
     ) -> tuple[float | None, bool]:
-        value, word = None, Word()
+        value, word = None, DueDecision()
         if self._ranks.rank == 0:
             try:
                 value = value_of(metrics, when.best or "") if metrics is not None else None
                 now = self._now()
                 decision = is_due(when, self._so_far(), step, epoch, value, now)
-                word = Word(decision, step + self._ahead(when, step, now), "")
+                word = DueDecision(decision, step + self._ahead(when, step, now), "")
             except ConfigError as error:
-                word = Word(error=str(error))
+                word = DueDecision(error=str(error))
         rank0_word = self._ranks.gather(word, first=True)[0]  # a rank may evaluate for long before it calls `due`
         if rank0_word.error:
             raise ConfigError(rank0_word.error if self._ranks.rank == 0 else f"rank 0: {rank0_word.error}")
@@ -157,12 +157,12 @@ class Schedule:
 
     # -- what was saved ---------------------------------------------------------------------------------------------
 
-    def _so_far(self) -> Saved:
+    def _so_far(self) -> SaveHistory:
         self._take_results()
         best = self._best
         for value in list(self._values.values()):
             best = self._better(best, value)
-        return Saved(self._saved_at, *self._counted, best)
+        return SaveHistory(self._saved_at, *self._counted, best)
 
     def _better(self, best: float | None, value: float) -> float | None:
         goal = self.when.goal if self.when else None

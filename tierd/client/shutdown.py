@@ -13,7 +13,7 @@ import time
 
 from tierd.client import timings
 from tierd.client.closing import Closing, check_failed, check_wait, lost
-from tierd.client.composition import Composition
+from tierd.client.composition import CheckpointerParts
 from tierd.core.errors import SaveFailed, TierdError
 from tierd.core.planning.place import SPOOL
 
@@ -26,7 +26,7 @@ _WAKING_S = 1.0  # how long `close` waits for a daemon that was silent, and may 
 class Shutdown:
     """The end of one `Checkpointer`; the arguments and errors are those of `Checkpointer.close`."""
 
-    def __init__(self, parts: Composition) -> None:
+    def __init__(self, parts: CheckpointerParts) -> None:
         self._parts = parts
         self._verified: set[str] = set()  # tiers that `close` has waited for with success
 

@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_forget_threads)  # because the threads that 
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedChunk:
     """A chunk as a tier stores it, and its entry for the manifest."""
 
     chunk: Chunk
@@ -63,7 +63,7 @@ class Encoded:
         return self.chunk.stored
 
 
-def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> Encoded:
+def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> EncodedChunk:
     """Encode one chunk of `part`. Equal input gives equal output.
 
     Args:
@@ -75,10 +75,12 @@ def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> Encode
     # The raw bytes were already compared with this digest.
     stored_digest = chunk.xxh3_128 if codec == RAW else digest(data)
     stored = Stored(codec=codec, size=len(data), xxh3_128=stored_digest, key=key)
-    return Encoded(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+    return EncodedChunk(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
 
 
-def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer, token: str) -> Encoded | None:
+def encode_patch(
+    part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer, token: str
+) -> EncodedChunk | None:
     """Encode one chunk of `part` as a patch of `base`, which is stored on the same tier.
 
     Returns None if too much differs, or the patch does not give the chunk back.
@@ -94,7 +96,7 @@ def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw:
     codec = PATCH + token
     key = chunk_key(part, chunk.xxh3_128, codec)
     stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key, base=base)
-    return Encoded(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+    return EncodedChunk(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
 
 
 def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:

@@ -27,7 +27,7 @@ class UnstableRead(StoreUnavailable, OSError):
     """
 
 
-class Verdict(Enum):
+class ReadVerdict(Enum):
     """The conclusion from all reads of one place so far."""
 
     RIGHT = auto()
@@ -51,7 +51,7 @@ class Reading:
     is_right: bool = False
 
 
-def judge(readings: Sequence[Reading], paths: int = 1) -> Verdict:
+def judge(readings: Sequence[Reading], paths: int = 1) -> ReadVerdict:
     """Judge a place by its reads.
 
     Args:
@@ -62,12 +62,12 @@ def judge(readings: Sequence[Reading], paths: int = 1) -> Verdict:
         `CORRUPT` if two reads, by `paths` different paths, gave the same wrong bytes and none gave the right ones.
     """
     if any(reading.is_right for reading in readings):
-        return Verdict.RIGHT
+        return ReadVerdict.RIGHT
     for digest in {reading.digest for reading in readings}:
         ways = [reading.path for reading in readings if reading.digest == digest]
         if len(ways) > 1 and len(set(ways)) >= paths:
-            return Verdict.CORRUPT
-    return Verdict.UNSTABLE if len(readings) >= MOST_READS else Verdict.READ_AGAIN
+            return ReadVerdict.CORRUPT
+    return ReadVerdict.UNSTABLE if len(readings) >= MOST_READS else ReadVerdict.READ_AGAIN
 
 
 def reading_of(error: CorruptChunk | ManifestError) -> Reading:
@@ -102,7 +102,7 @@ def proven(read: Callable[[], T], place: str) -> T:
         except (CorruptChunk, ManifestError) as error:
             readings.append(reading_of(error))
             verdict = judge(readings)
-            if verdict is Verdict.CORRUPT:
+            if verdict is ReadVerdict.CORRUPT:
                 raise
-            if verdict is Verdict.UNSTABLE:
+            if verdict is ReadVerdict.UNSTABLE:
                 raise unstable(place) from error

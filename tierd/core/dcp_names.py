@@ -6,7 +6,7 @@ each entry.
 
 from __future__ import annotations
 
-from tierd.core.pickled import DICT, Named
+from tierd.core.pickled import DICT, PickledGlobal
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -49,5 +49,5 @@ DTYPES = (
     *("quint2x4", "quint4x2", "quint8", "short", "uint1", "uint16", "uint2", "uint3", "uint32"),
     *("uint4", "uint5", "uint6", "uint64", "uint7", "uint8"),
 )
-NAMES = {(module, name): Named(kind, f"{module}.{name}") for module, name, kind in PLACES}
-NAMES |= {("torch", name): Named("dtype", name) for name in DTYPES}
+NAMES = {(module, name): PickledGlobal(kind, f"{module}.{name}") for module, name, kind in PLACES}
+NAMES |= {("torch", name): PickledGlobal("dtype", name) for name in DTYPES}

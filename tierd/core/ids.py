@@ -282,7 +282,7 @@ def note_key(run: str, launch: str, name: str) -> str:
     Args:
         run: the run.
         launch: 32 hex digits.
-        name: the note's name, as in `messages.Notes`.
+        name: the note's name, as in `messages.NotesRequest`.
     """
     return f"{rank_notes_prefix(run)}{launch}/{name}"
 

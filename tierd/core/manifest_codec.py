@@ -22,7 +22,7 @@ ENCRYPTED = 2  # the version of the object that an encrypted tier has in place o
 _CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
 
 
-class Wrapped(msgspec.Struct, frozen=True, kw_only=True):
+class EncryptedManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The object that an encrypted tier has in place of a manifest: the encrypted manifest, in unpadded base64."""
 
     version: int
@@ -46,10 +46,10 @@ def encode(manifest: Manifest) -> bytes:
 
 def wrap(key_id: str, encrypted: bytes) -> bytes:
     """The object that an encrypted tier has in place of a manifest: `encrypted`, in base64, with the same seal."""
-    return seal(Wrapped(version=ENCRYPTED, cipher="aes-256-gcm", key_id=key_id, encrypted=encrypted.decode()))
+    return seal(EncryptedManifest(version=ENCRYPTED, cipher="aes-256-gcm", key_id=key_id, encrypted=encrypted.decode()))
 
 
-def unwrap(data: bytes, where: str) -> Wrapped | None:
+def unwrap(data: bytes, where: str) -> EncryptedManifest | None:
     """Decode a result of `wrap`; None for an unencrypted object, which has version 1.
 
     Raises:
@@ -130,7 +130,7 @@ def _key_id(body: bytes) -> str:
 
 # Made once, on import, because msgspec inspects a type on first use, and crashes if two threads do so at once.
 _decoder = msgspec.json.Decoder(Manifest)
-_wrapped = msgspec.json.Decoder(Wrapped)
+_wrapped = msgspec.json.Decoder(EncryptedManifest)
 
 
 def _check_files(manifest: Manifest, where: str) -> None:

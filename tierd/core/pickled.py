@@ -1,8 +1,9 @@
 """An interpreter of pickles as plain data: only the opcodes that Python's pickler emits for DCP's metadata.
 
-Invariant: nothing is imported, called, hashed or compared, whatever the pickle contains. A class becomes a `Named`, an
-instance a `PickledInstance`, and a dict a `Pairs`, because a real dict would hash keys that the pickle made up. So time
-and memory are linear in the pickle's length: each byte makes at most one object, and every third byte a container.
+Invariant: nothing is imported, called, hashed or compared, whatever the pickle contains. A class becomes a
+`PickledGlobal`, an instance a `PickledInstance`, and a dict a `Pairs`, because a real dict would hash keys that the
+pickle made up. So time and memory are linear in the pickle's length: each byte makes at most one object, and every
+third byte a container.
 
 The result may refer to itself, so a small result may be endless for code that follows every reference. The caller has
 to limit how far it follows references.
@@ -29,7 +30,7 @@ _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _SHORT_TEXT, _STOP = 0x94, 0x68, 0x6A
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class PickledGlobal:
     """A class, or another global, that a pickle may name. Only the caller interprets `kind` and `name`."""
 
     kind: str
@@ -43,16 +44,16 @@ class Pairs(list[Any]):
 
 
 class PickledInstance:
-    """An instance of a `Named` as the pickle describes it: made from `arguments`, then given a `state`."""
+    """An instance of a `PickledGlobal` as the pickle describes it: made from `arguments`, then given a `state`."""
 
     __slots__ = ("arguments", "of", "state")
 
-    def __init__(self, of: Named, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, of: PickledGlobal, arguments: tuple[Any, ...]) -> None:
         self.of, self.arguments = of, arguments
         self.state: Any = None
 
 
-def interpret(data: bytes, names: Mapping[tuple[str, str], Named]) -> Any:
+def interpret(data: bytes, names: Mapping[tuple[str, str], PickledGlobal]) -> Any:
     """Interpret a pickle.
 
     Args:
@@ -60,7 +61,7 @@ def interpret(data: bytes, names: Mapping[tuple[str, str], Named]) -> Any:
         names: the globals that the pickle may name, by module and qualified name.
 
     Returns:
-        A None, bool, int, float, str, bytes, list, tuple, `Pairs`, `Named` or `PickledInstance`.
+        A None, bool, int, float, str, bytes, list, tuple, `Pairs`, `PickledGlobal` or `PickledInstance`.
 
     Raises:
         StateRefused: the pickle names another global, or would change an object that it only names, or makes too many
@@ -82,7 +83,7 @@ def _shorten(text: str) -> str:
 class _Machine:
     """The pickle's stack machine. `at` is the offset of the next opcode."""
 
-    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Named]) -> None:
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], PickledGlobal]) -> None:
         self.at = 0
         self._data, self._names = data, names
         self._stack: list[Any] = []
@@ -225,7 +226,7 @@ class _Machine:
 
     def _make(self) -> None:
         of, arguments = self._pop(2)
-        if type(of) is not Named or type(arguments) is not tuple:
+        if type(of) is not PickledGlobal or type(arguments) is not tuple:
             raise ManifestError(f"byte {self.at - 1}: it makes an instance of a {type(of).__name__}")
         self._hold(Pairs() if of.kind == DICT and not arguments else PickledInstance(of, arguments))
 
@@ -234,7 +235,7 @@ class _Machine:
         [state] = self._pop(1)
         target = self._stack[-1]
         if type(target) is not PickledInstance or target.state is not None:
-            target_name = target.name if type(target) is Named else f"a {type(target).__name__}"
+            target_name = target.name if type(target) is PickledGlobal else f"a {type(target).__name__}"
             raise StateRefused(f"it would change {target_name}, which DCP's own metadata does not do")
         target.state = state
 

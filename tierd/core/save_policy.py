@@ -133,7 +133,7 @@ def length(argument: str, value: object) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveHistory:
     """The last save and the best value of all saves.
 
     Attributes:
@@ -164,7 +164,7 @@ def check_epoch(epoch: object) -> int:
     return number
 
 
-def is_counted(when: When, saved: Saved, step: int, epoch: int | None) -> bool:
+def is_counted(when: When, saved: SaveHistory, step: int, epoch: int | None) -> bool:
     """Whether a checkpoint is due by `steps` or `epochs`, which are equal on every rank."""
     if when.steps is not None and step // when.steps > saved.step // when.steps:
         return True
@@ -176,7 +176,7 @@ def is_counted(when: When, saved: Saved, step: int, epoch: int | None) -> bool:
     return epochs_trained // when.epochs > (saved.epoch + 1) // when.epochs
 
 
-def is_due(when: When, saved: Saved, step: int, epoch: int | None, value: float | None, now: float) -> bool:
+def is_due(when: When, saved: SaveHistory, step: int, epoch: int | None, value: float | None, now: float) -> bool:
     """Whether a checkpoint is due.
 
     Args:

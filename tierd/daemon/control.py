@@ -132,7 +132,7 @@ class Control:
                     reply, line.greeted = self._peers.answer(pid, request), True
                 case _:
                     # Allowed to every version without a greeting.
-                    if not line.greeted and not isinstance(request, messages.Status):
+                    if not line.greeted and not isinstance(request, messages.StatusRequest):
                         self._peers.unnamed(pid)
                     reply = await self._answer(request, line.writer, line.held)
             line.writer.write(messages.encode_line(reply))

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 
-class Presence:
+class TrainerActivity:
     """The attached trainers, by run. `None` stands for a trainer that does not name its run, which may be any.
 
     Attributes:

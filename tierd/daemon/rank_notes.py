@@ -19,7 +19,7 @@ from typing import Any
 from tierd.core.errors import ConfigError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import note_key, rank_notes_prefix
 from tierd.daemon.transfer.concurrency import together
-from tierd.ipc.messages import Notes
+from tierd.ipc.messages import NotesRequest
 from tierd.stores.base import Store, clear
 
 _MAX_REQUESTS = 16  # notes put or read concurrently
@@ -30,7 +30,7 @@ _SINCE = re.compile(r"since\.([0-9a-f]{12})-[0-9a-f]{8}")
 
 
 class RankNotes:
-    """Answer `Notes` requests.
+    """Answer `NotesRequest` requests.
 
     Args:
         who: this node's id, 8 hex digits.
@@ -42,7 +42,7 @@ class RankNotes:
         # (tier, run, launch) -> monotonic seconds, key of the mark.
         self._marked: dict[tuple[str, str, str], tuple[float, str]] = {}
 
-    async def handle(self, request: Notes, stores: Mapping[str, Store]) -> dict[str, Any]:
+    async def handle(self, request: NotesRequest, stores: Mapping[str, Store]) -> dict[str, Any]:
         """Put, remove, read and list notes on the first of `stores` as a request demands.
 
         Args:
@@ -62,7 +62,7 @@ class RankNotes:
         except (StoreUnavailable, StoreRefused) as error:
             raise type(error)(f"node {socket.gethostname()}: {tier}: {error}") from error
 
-    async def _handle(self, request: Notes, tier: str, store: Store) -> dict[str, Any]:
+    async def _handle(self, request: NotesRequest, tier: str, store: Store) -> dict[str, Any]:
         run, launch = request.run, request.launch
         if request.put:
             await self._mark(tier, store, run, launch)

@@ -25,17 +25,17 @@ from tierd.core.planning.unflushed import Remaining
 from tierd.core.retention.policy import seconds
 from tierd.daemon import timings as daemon_timings
 from tierd.daemon.pause import TierPause
-from tierd.daemon.reconciling.agenda import Agenda
+from tierd.daemon.reconciling.agenda import NextAction
 from tierd.daemon.reconciling.backfill import Backfill
 from tierd.daemon.reconciling.backlog import Backlog
 from tierd.daemon.reconciling.flusher import Flusher
 from tierd.daemon.reconciling.live_inventory import LiveInventory
-from tierd.daemon.reconciling.phase import Phase
+from tierd.daemon.reconciling.phase import RunMode
 from tierd.daemon.reconciling.pruner import Pruner
 from tierd.daemon.reconciling.records import RunRecords
 from tierd.daemon.reconciling.repairs import Repairs
 from tierd.daemon.reconciling.requests import ClientRequests
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.reconciling.worker_loop import WORKER, WorkerLoop
 from tierd.daemon.reports.problems import Problem
 from tierd.daemon.reports.watches import WatchStatus
@@ -102,7 +102,7 @@ class Reconciler:
         self.requests = ClientRequests()
         self._budget = Budget()
         self._repairer = Repairer(spool, stores, self.journal, self._budget)
-        self._phase = Phase()
+        self._phase = RunMode()
         self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen, self.timings)
         self.room = SpoolSpace(
             spool,
@@ -148,7 +148,7 @@ class Reconciler:
             jitter=self._random,
         )
         self.workers = {name: TierWorker(name, self.timings) for name in (SPOOL, *stores)}
-        setup = Setup(
+        setup = ReconcilerContext(
             config=config,
             spool=self.spool,
             stores=stores,
@@ -171,7 +171,7 @@ class Reconciler:
         records = RunRecords(setup)
         self._flusher = Flusher(setup, self.backlog, records, self.repairs)
         self._pruner = Pruner(setup, self.observe)
-        agenda = Agenda(setup, self.backlog, records, self._pruner, self.observe)
+        agenda = NextAction(setup, self.backlog, records, self._pruner, self.observe)
         acts = self._flusher, self._pruner, self.repairs
         self._loop = WorkerLoop(setup, agenda, self.backlog, acts, self._moved, self._random)
 

@@ -78,12 +78,12 @@ class RequestHandler:
                 tiers = {tier.name: tier.url for tier in self._reconciler.config.tier}
                 answer = {"pid": os.getpid(), "tiers": tiers, "keep_last": await self._keep_last(run)}
                 return answer | ({"refused": refused} if refused else {})
-            case messages.Status():
+            case messages.StatusRequest():
                 return {"status": self._status()}
-            case messages.Report(run=run):
+            case messages.ReportRequest(run=run):
                 await self._observe(run)
                 return {"report": report(self._reconciler.reported(), self._reconciler.config, run)}
-            case messages.Runs():
+            case messages.RunsRequest():
                 return {"runs": await runs(self._reconciler)}
             case messages.Candidates(run=run, metrics=metrics):
                 await self._handoff.settled()  # to include snapshots that a dead trainer handed over
@@ -104,7 +104,7 @@ class RequestHandler:
             case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
                 with self._reconciler.requests.waiting(part, needed=needed):
                     return await self._wait(part, tier, timeout)
-            case messages.Backlog(hurry=hurry, run=run, newest=newest):
+            case messages.BacklogRequest(hurry=hurry, run=run, newest=newest):
                 if newest:
                     self._reconciler.send_newest_first()
                 if hurry:
@@ -114,26 +114,26 @@ class RequestHandler:
                 return {"backlog": self._reconciler.backlog.summary()}
             case messages.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
-            case messages.Failed(part=part, why=why):
+            case messages.SaveGivenUp(part=part, why=why):
                 self._reconciler.save_events.given_up(part, why)
                 return {}
-            case messages.Leaked(part=part, why=why):
+            case messages.DataLeakNotice(part=part, why=why):
                 self._reconciler.journal.record("samples leaked", SPOOL, part, why)
                 return {}
-            case messages.Preempted(part=part, why=why):
+            case messages.PreemptionNotice(part=part, why=why):
                 if self._reconciler.send_newest_first():  # the node's other ranks say the same
                     self._reconciler.journal.record("preempted", SPOOL, part, why)
                 return {}
             case messages.FellBack(checkpoint=checkpoint, skipped=skipped):
                 self._reconciler.save_events.fell_back(checkpoint, skipped)
                 return {}
-            case messages.Restored(part=part, place=place, seconds=took):
+            case messages.RestoreFinished(part=part, place=place, seconds=took):
                 source = place if place in self._reconciler.stores else SPOOL
                 self._reconciler.save_events.restored(part, source, took)
                 return {}
             case messages.Launches(run=run):
                 return {"launches": beside(self._reconciler.inventory(), run, time.time())}
-            case messages.Notes():
+            case messages.NotesRequest():
                 return await self._rank_notes.handle(request, self._reconciler.stores)
             case messages.MakeRoom(run=run, size_bytes=size, quota=quota):
                 return asdict(await self._reconciler.room.make(run, size, quota=quota))

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierd.core.errors import ManifestError, StateRefused
-from tierd.core.pickled import Named, Pairs, PickledInstance, interpret
+from tierd.core.pickled import Pairs, PickledGlobal, PickledInstance, interpret
 from tierd.dcp.names import NAMES, dtype, layout, memory_format, wrong
 
 NAME = ".metadata"  # in the coordinator's part; without collectives each part has its own `__<rank>.metadata`
@@ -269,7 +269,7 @@ class _Builder:
         if kind is Pairs:
             self._spend(len(pickled))
             return self._dict(pickled[::2], [self._plain(value, levels - 1) for value in pickled[1::2]])
-        if kind is Named and pickled.kind == "dtype":
+        if kind is PickledGlobal and pickled.kind == "dtype":
             return dtype(pickled)
         if kind is PickledInstance and pickled.of.kind == "Size":
             return self._size(pickled)

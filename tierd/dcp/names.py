@@ -11,7 +11,7 @@ import torch
 
 from tierd.core.dcp_names import PLACES
 from tierd.core.errors import ManifestError
-from tierd.core.pickled import Named, PickledInstance
+from tierd.core.pickled import PickledGlobal, PickledInstance
 
 _FORMATS = {
     "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
@@ -20,8 +20,8 @@ _FORMATS = {
 }
 _LAYOUTS = {str(member): member for member in vars(torch).values() if isinstance(member, torch.layout)}
 _DTYPES = {name: member for name, member in vars(torch).items() if isinstance(member, torch.dtype)}
-NAMES = {(module, name): Named(kind, f"{module}.{name}") for module, name, kind in PLACES}
-NAMES |= {("torch", name): Named("dtype", name) for name in _DTYPES}
+NAMES = {(module, name): PickledGlobal(kind, f"{module}.{name}") for module, name, kind in PLACES}
+NAMES |= {("torch", name): PickledGlobal("dtype", name) for name in _DTYPES}
 
 
 def wrong(pickled: Any, place: str) -> NoReturn:
@@ -30,14 +30,14 @@ def wrong(pickled: Any, place: str) -> NoReturn:
         pickled.of.name
         if type(pickled) is PickledInstance
         else pickled.name
-        if type(pickled) is Named
+        if type(pickled) is PickledGlobal
         else type(pickled).__name__
     )
     raise ManifestError(f"{actual} where {place} belongs")
 
 
 def dtype(pickled: Any) -> torch.dtype:
-    if type(pickled) is not Named or pickled.kind != "dtype":
+    if type(pickled) is not PickledGlobal or pickled.kind != "dtype":
         wrong(pickled, "a dtype")
     return _DTYPES[pickled.name]
 
@@ -59,6 +59,6 @@ def memory_format(pickled: Any) -> torch.memory_format:
             return list(_FORMATS.values())[value]
     elif type(pickled) is PickledInstance and pickled.of.kind == "getattr" and len(arguments) == 2:
         of, name = arguments
-        if type(of) is Named and of.kind == "memory format" and type(name) is str and name in _FORMATS:
+        if type(of) is PickledGlobal and of.kind == "memory format" and type(name) is str and name in _FORMATS:
             return _FORMATS[name]
     wrong(pickled, "a memory format")

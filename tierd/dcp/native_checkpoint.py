@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from tierd.client.restoring.entries import read_tensor
-from tierd.client.restoring.ranged_reader import Files, Span
+from tierd.client.restoring.ranged_reader import PartFiles, Span
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
@@ -64,10 +64,10 @@ class SavedState:
 
     Raises:
         StateMismatch: a part does not hold a state that `save` wrote.
-        Also as `Files.read`.
+        Also as `PartFiles.read`.
     """
 
-    def __init__(self, files: Files, rank: int, world: int) -> None:
+    def __init__(self, files: PartFiles, rank: int, world: int) -> None:
         self._files = files
         self.claims = RankClaims(files, rank, world)
         self._blocks: dict[MetadataIndex, _Block] = {}
@@ -117,7 +117,7 @@ class SavedState:
 
         Raises:
             StateMismatch: ranks saved different values under one name; the message names it.
-            Also as `Files.read`.
+            Also as `PartFiles.read`.
         """
         names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
         for name in names:
@@ -132,7 +132,7 @@ class SavedState:
     # -- bytes ------------------------------------------------------------------------------------------------------
 
     def load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Load the plan's items, each byte of them verified. Raises as `Files.read`."""
+        """Load the plan's items, each byte of them verified. Raises as `PartFiles.read`."""
         spans = self._spans(plan)
         for span, data in self._files.read(spans):
             for item in spans[span]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader as Reader
 from torch.futures import Future
 
 from tierd.client.checkpointer import Checkpointer, made_of
-from tierd.client.restoring.ranged_reader import Files, Span
+from tierd.client.restoring.ranged_reader import PartFiles, Span
 from tierd.client.restoring.search import Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import CheckpointId, PartId
@@ -80,7 +80,7 @@ class OpenReader(Reader):
         self.skipped: tuple[Skipped, ...] = ()
         self.unreached: tuple[str, ...] = ()
         self.check: Callable[[], None] = lambda: None
-        self._files: Files | None = None
+        self._files: PartFiles | None = None
         self._started_from: Ancestor | None = None
         self._metadata: Metadata | None = None
         self._saved: SavedState | None = None  # of a checkpoint that `Checkpointer.save` wrote
@@ -131,7 +131,7 @@ class OpenReader(Reader):
         self._ready.clear()
         self._saved = None
         self._launch.check_given(checkpoint, resume.attempts)
-        self._files = Files(self._spool, checkpoint, candidate.world, source.link, source.alone, resume.origins)
+        self._files = PartFiles(self._spool, checkpoint, candidate.world, source.link, source.alone, resume.origins)
         coordinator = self._files.part(0)
         manifest = self._files.manifest(coordinator)
         self._started_from = manifest.started_from

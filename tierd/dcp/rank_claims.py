@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from tierd.client.restoring.ranged_reader import Files
+from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.tensor_equality import ComparedPart, are_equal
 from tierd.core.shard_placement import REPLICATE
 from tierd.dcp.native_leaves import NativeLeaf, SavedArray, SavedTensor
@@ -29,7 +29,7 @@ class RankClaims:
         rank, world: this process's rank and the number of ranks that load together.
     """
 
-    def __init__(self, files: Files, rank: int, world: int) -> None:
+    def __init__(self, files: PartFiles, rank: int, world: int) -> None:
         self._files, self._rank, self._world = files, rank, world
         self._claims: dict[str, list[RankClaim]] = defaultdict(list)
         self._sides = {saved_rank: ComparedPart(files.part(saved_rank)) for saved_rank in range(files.world)}
@@ -80,7 +80,7 @@ class RankClaims:
         ]
 
     def contradiction(self, name: str) -> str | None:
-        """Return why what the ranks saved under a name is not one value; None if it is. Raises as `Files.read`."""
+        """Return why what the ranks saved under a name is not one value; None if it is. Raises as `PartFiles.read`."""
         claims = self._claims[name]
         placements = [
             leaf.placement for _, leaf in claims if isinstance(leaf, NativeLeaf) and leaf.placement is not None

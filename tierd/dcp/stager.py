@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierd.client.checkpointer import Checkpointer, made_of
-from tierd.client.saving.arena_staging import Staged
+from tierd.client.saving.arena_staging import ArenaCopy
 from tierd.client.saving.save import Save
 from tierd.core.errors import StateRefused
 from tierd.state.classify import IMMUTABLE
@@ -33,7 +33,7 @@ Other = Callable[[dict[str, Any]], dict[str, Any]]
 class StagedState(dict[str, Any]):
     """A state whose tensors may still be being copied."""
 
-    staged: Staged | None = None
+    staged: ArenaCopy | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.staged is not None:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tierd.client.checkpointer import Checkpointer, made_of
-from tierd.client.saving.arena_staging import Staged
+from tierd.client.saving.arena_staging import ArenaCopy
 from tierd.client.saving.save import checked_metrics
 from tierd.core.errors import ConfigError, SaveFailed, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_step
@@ -96,7 +96,7 @@ class StorageWriter(FileSystemWriter):
         self._saver: threading.Thread | None = None  # the thread that saves
         self._rank_and_world = made_of(checkpointer).launch.rank, made_of(checkpointer).launch.world
         self._coordinates = False
-        self._copies: Staged | None = None  # copies made by `stage`, kept until they are written
+        self._copies: ArenaCopy | None = None  # copies made by `stage`, kept until they are written
         self._stage: Stage | None = None
         self._sweep: weakref.finalize[Any, Any] | None = None
         self._draft = self._drafted(self._step or 0)

@@ -28,7 +28,7 @@ _MAX_CHECKPOINTS = 100  # checkpoints of a run whose sizes are added up
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateSize:
     """The largest state that the spool knows: of all of this node's ranks together, in bytes.
 
     Attributes:
@@ -41,7 +41,7 @@ class State:
     used: int
 
 
-def examine(root: Path, keep_last: int, state: State | None) -> Iterator[Finding]:
+def examine(root: Path, keep_last: int, state: StateSize | None) -> Iterator[Finding]:
     """Yield the findings about the spool in `root`, which may be absent."""
     try:
         home = nearest(root)
@@ -161,17 +161,17 @@ def _time_sync(room: Path) -> float:
     return time.monotonic() - began
 
 
-def largest_state(root: Path) -> State | None:
+def largest_state(root: Path) -> StateSize | None:
     """Return the largest state of which the spool has a checkpoint; None if it has none that can be read."""
     if not (root / ".tierd").is_dir():
         return None
-    states = list[State]()
+    states = list[StateSize]()
     with suppress(OSError, TierdError):
         spool = Spool(root, write=False)
         for run in spool.runs():
             sizes = [_size(spool, checkpoint) for checkpoint in spool.newest(run, _MAX_CHECKPOINTS)]
             if sizes and sizes[0]:
-                states.append(State(run, sizes[0], sum(sizes)))
+                states.append(StateSize(run, sizes[0], sum(sizes)))
     return max(states, key=lambda state: state.size, default=None)
 
 

@@ -15,12 +15,12 @@ from tierd.core.errors import TierdError
 from tierd.daemon.tiers.identity import TiersOverlap, check_identities
 from tierd.doctor import disk, machine, service, tier
 from tierd.doctor.bounded import in_thread
-from tierd.doctor.disk import State
+from tierd.doctor.disk import StateSize
 from tierd.doctor.tier import Subject
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class ExaminationScope:
     """What is to be examined.
 
     Attributes:
@@ -38,7 +38,7 @@ class Examined:
     group_s: float = 30.0
 
 
-async def examine(examined: Examined) -> list[Finding]:
+async def examine(examined: ExaminationScope) -> list[Finding]:
     """Try everything, and return the findings in the order of the places. Takes about 45 s if everything hangs."""
     state = await _state(examined.spool, examined.group_s)
     size = state.size if state else None
@@ -75,7 +75,7 @@ def _view(of: Subject, findings: Sequence[Finding], failures: Mapping[str, str])
     return []
 
 
-async def _state(root: Path | None, group_s: float) -> State | None:
+async def _state(root: Path | None, group_s: float) -> StateSize | None:
     """Find the largest state of a spool. None also if it cannot be read: the checks of the disk say what is wrong."""
     if root is None:
         return None
@@ -85,7 +85,7 @@ async def _state(root: Path | None, group_s: float) -> State | None:
         return None
 
 
-async def _node(examined: Examined, state: State | None) -> tuple[list[Finding], Mapping[str, str]]:
+async def _node(examined: ExaminationScope, state: StateSize | None) -> tuple[list[Finding], Mapping[str, str]]:
     """Examine the spool, then this machine, then the service manager; each may need an answer of the one before.
 
     Returns:
@@ -104,9 +104,9 @@ async def _node(examined: Examined, state: State | None) -> tuple[list[Finding],
         try:
             answer = await in_thread(lambda: service.daemon(root), group_s / 3)
         except TimeoutError:
-            answer = service.Asked(_hung_finding(NODE, "daemon", group_s / 3))
+            answer = service.DaemonAnswer(_hung_finding(NODE, "daemon", group_s / 3))
         except OSError as error:  # the spool's own checks say what is wrong
-            answer = service.Asked(finding(NODE, "not answered", str(error.strerror), "daemon"))
+            answer = service.DaemonAnswer(finding(NODE, "not answered", str(error.strerror), "daemon"))
         findings.append(answer.finding)
         failures = answer.failures
         findings += await _call_check(

@@ -25,7 +25,7 @@ GRACE = "TIERD_GRACE_PERIOD"  # what a pod's manifest may tell, because Kubernet
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DaemonAnswer:
     """How the spool's daemon answered.
 
     Attributes:
@@ -39,23 +39,23 @@ class Asked:
     failures: Mapping[str, str] = field(default_factory=dict)
 
 
-def daemon(root: Path) -> Asked:
+def daemon(root: Path) -> DaemonAnswer:
     """Ask the spool's daemon for its status."""
     if not (root / ".tierd").is_dir():
-        return Asked(finding(NODE, "no daemon", f"none has run: this is tierd {__version__}"))
+        return DaemonAnswer(finding(NODE, "no daemon", f"none has run: this is tierd {__version__}"))
     try:
         with Link(Spool(root, write=False)) as link:
-            status = replies.read_member(link.ask(messages.Status()), "status", dict[str, Any])
+            status = replies.read_member(link.ask(messages.StatusRequest()), "status", dict[str, Any])
     except DaemonAbsent:
-        return Asked(finding(NODE, "no daemon", f"none runs; this is tierd {__version__}"))
+        return DaemonAnswer(finding(NODE, "no daemon", f"none runs; this is tierd {__version__}"))
     except VersionMismatch as error:
-        return Asked(finding(NODE, "versions apart", str(error)))
+        return DaemonAnswer(finding(NODE, "versions apart", str(error)))
     except (TierdError, TimeoutError) as error:
-        return Asked(finding(NODE, "silent daemon", str(error)))
+        return DaemonAnswer(finding(NODE, "silent daemon", str(error)))
     version, pid = str(status.get("version", "of an unknown version")), int(status.get("pid", 0))
     name = "daemon answers" if version == __version__ else "other version"
     text = f"tierd {version} answers (pid {pid}); this is tierd {__version__}"
-    return Asked(finding(NODE, name, text), pid, _failures(status))
+    return DaemonAnswer(finding(NODE, name, text), pid, _failures(status))
 
 
 def _failures(status: dict[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from tierd.core.diagnosis.node import Mount
 from tierd.core.errors import TierdError
 from tierd.core.ids import CHECK_KEY, README_KEY
 from tierd.core.urls import StoreUrl
-from tierd.daemon.tiers.reach import Reach, reach
+from tierd.daemon.tiers.reach import TierAccess, reach
 from tierd.daemon.transfer.flush import introduction
 from tierd.doctor import endpoint
 from tierd.doctor.bounded import in_thread
@@ -106,7 +106,7 @@ async def operations(of: Subject) -> AsyncIterator[Finding]:
         yield finding(of.place, "not measured", "nothing may be put there that could not be deleted again")
 
 
-def _operations_finding(of: Subject, tried: Reach) -> Finding:
+def _operations_finding(of: Subject, tried: TierAccess) -> Finding:
     if tried.mode == "read-write":
         return finding(of.place, "read-write", "put, get, list and delete work")
     local, text = of.url.is_directory, f"{tried.mode or tried.failure}: {tried.why}"

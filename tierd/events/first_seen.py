@@ -15,7 +15,7 @@ from tierd.core.planning.copies import CheckpointCopy, differing
 from tierd.core.planning.place import Place
 
 
-class FirstSeen:
+class NewCheckpoints:
     """Remembers parts and checkpoints for as long as a place lists them."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.timeline.launches import beside, disowning, unvouched, warning
-from tierd.events.first_seen import FirstSeen
+from tierd.events.first_seen import NewCheckpoints
 from tierd.events.journal import SAVES, Journal
 from tierd.spool.commit import CommittedPart
 
@@ -29,7 +29,7 @@ class SaveEvents:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._first_seen = FirstSeen()
+        self._first_seen = NewCheckpoints()
         self._refused: set[PartId] = set()  # parts whose trainers learn from the daemon that the commit failed
         self._rolled_back: dict[tuple[str, str], str] = {}  # by tier and run, the reported reason
         self._append_only: set[str] = set()  # tiers

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from tierd.client.restoring.entries import check_written_by_save, read_tensor
-from tierd.client.restoring.ranged_reader import Files, PartRanges
+from tierd.client.restoring.ranged_reader import PartFiles, PartRanges
 from tierd.core.errors import ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
@@ -27,7 +27,7 @@ from tierd.dcp.native_checkpoint import SavedState
 from tierd.dcp.native_leaves import NativeLeaf, SavedArray
 from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
 from tierd.exporting.chunk_reader import ChunkReader, RangeStream
-from tierd.exporting.tensors import Piece, SavedTensor
+from tierd.exporting.tensors import Piece, StreamedTensor
 from tierd.state.containers import instances, replaced
 from tierd.state.kinds.generators import SavedGenerator
 
@@ -54,7 +54,7 @@ class Contents:
         unreadable: the names of values that are in no format, because only a restore makes them.
     """
 
-    tensors: dict[str, SavedTensor]
+    tensors: dict[str, StreamedTensor]
     values: dict[str, Value]
     paths: dict[str, Path]
     tree: Callable[[], tuple[Any, dict[int, str]]]
@@ -112,7 +112,7 @@ def nested(stand_ins: Mapping[str, Any], paths: Mapping[str, Path], only: str | 
 
 def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bool) -> Contents:
     # `SavedState` calls `manifest`, `span`, `fill` and `part`, which every reader of a checkpoint has.
-    saved = SavedState(cast(Files, files), 0, 1)
+    saved = SavedState(cast(PartFiles, files), 0, 1)
     paths = dict(saved.metadata.planner_data)
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, other_values = {}, {}
@@ -160,13 +160,13 @@ def below(path: Path, only: str | None) -> Path:
     return path if only is None else path[1:] or path
 
 
-def _native_tensor(saved: SavedState, name: str, exported: str, value: NativeLeaf) -> SavedTensor:
+def _native_tensor(saved: SavedState, name: str, exported: str, value: NativeLeaf) -> StreamedTensor:
     pieces, order = [], []
     for part, leaf, box in saved.blocks(name):
         place = part, TENSORS, leaf.entry.offset
         order.append(place)
         pieces.append(Piece(partial(at_place, place), leaf.shape, box.local, box.offset, box.size))
-    return SavedTensor(exported, value.dtype, tuple(value.whole), tuple(pieces), min(order, default=()))
+    return StreamedTensor(exported, value.dtype, tuple(value.whole), tuple(pieces), min(order, default=()))
 
 
 def at_place(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[PartId, str, int]:
@@ -243,7 +243,7 @@ def _dcp_value(data: Callable[[], bytes], where: str) -> Any:
 
 def _dcp_tensor(
     metadata: Metadata, first: PartId, name: str, exported: str, stored: TensorStorageMetadata, base: str
-) -> SavedTensor:
+) -> StreamedTensor:
     pieces, order = [], []
     dtype = stored.properties.dtype
     for chunk in stored.chunks:
@@ -252,7 +252,7 @@ def _dcp_tensor(
         order.append(place)
         locate = partial(_locate, place, dtype, shape, f"{first.checkpoint}: {printable(str(name))!r}")
         pieces.append(Piece(locate, shape, (0,) * len(shape), tuple(chunk.offsets), shape))
-    return SavedTensor(exported, dtype, tuple(stored.size), tuple(pieces), min(order, default=()))
+    return StreamedTensor(exported, dtype, tuple(stored.size), tuple(pieces), min(order, default=()))
 
 
 def _locate(

@@ -55,7 +55,7 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class ExportedFiles:
     """What an export wrote.
 
     Attributes:
@@ -75,7 +75,7 @@ class Files:
     overflowed: tuple[str, ...]
 
 
-def export(files: PartRanges, first: PartId, target: Path, options: ExportOptions) -> Files:
+def export(files: PartRanges, first: PartId, target: Path, options: ExportOptions) -> ExportedFiles:
     """Write a checkpoint into `target`, which appears by a rename when every file is whole and durable.
 
     Args:
@@ -129,7 +129,7 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         if home.exists():
             remove(home)
     left_out, converted = _omissions(work, options.format), tuple(work.converted)
-    return Files(work.written, len(contents.tensors), left_out, converted, stripped, tuple(work.overflowed))
+    return ExportedFiles(work.written, len(contents.tensors), left_out, converted, stripped, tuple(work.overflowed))
 
 
 def _omissions(work: Export, format: str) -> tuple[str, ...]:

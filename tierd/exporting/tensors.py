@@ -39,7 +39,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
+class StreamedTensor:
     """A tensor of a checkpoint.
 
     Attributes:

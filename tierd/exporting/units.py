@@ -25,8 +25,8 @@ from tierd.exporting.chunk_reader import ChunkReader, RangeStream
 from tierd.exporting.contents import Contents, Value, archived, at_place, below, chosen_names, nested, of_dcp
 from tierd.exporting.other_forms import other_form
 from tierd.exporting.tensor_dtypes import as_torch
-from tierd.exporting.tensors import Piece, SavedTensor
-from tierd.formats.byte_source import Damaged, Unchecked
+from tierd.exporting.tensors import Piece, StreamedTensor
+from tierd.formats.byte_source import DamagedFile, UncheckedFile
 from tierd.formats.safetensors import check_safetensors, looks_like_safetensors, read_header
 from tierd.state.containers import instances, members, replaced
 from tierd.watching.step_in_name import is_weights
@@ -93,14 +93,14 @@ class _File:
 
 
 def _of_tensors(reader: ChunkReader, first: PartId, files: list[str], only: str | None) -> Contents:
-    tensors: dict[str, SavedTensor] = {}
+    tensors: dict[str, StreamedTensor] = {}
     texts: dict[str, set[str]] = {}
     for path in files:
         source = _File(reader, first, path)
         try:
             check_safetensors(source)
             header = read_header(source)
-        except (Damaged, Unchecked) as error:
+        except (DamagedFile, UncheckedFile) as error:
             raise StateMismatch(f"{first.checkpoint}: {path}: {error}") from error
         for name, place in header.tensors.items():
             begin, end = place.data_offsets
@@ -116,7 +116,7 @@ def _of_tensors(reader: ChunkReader, first: PartId, files: list[str], only: str 
 
 def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str | None, entry: str | None) -> Contents:
     """Read archives of weights, which are the entry `entry`; or, without one, one archive of a mapping."""
-    tensors: dict[str, SavedTensor] = {}
+    tensors: dict[str, StreamedTensor] = {}
     values: dict[str, Value] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     full_state: Any = None
@@ -191,19 +191,19 @@ def _return_value(value: Any) -> Any:
     return value
 
 
-def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], place: tuple[PartId, str, int]) -> SavedTensor:
+def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], place: tuple[PartId, str, int]) -> StreamedTensor:
     piece = Piece(partial(at_place, place), shape, (0,) * len(shape), (0,) * len(shape), shape)
-    return SavedTensor(name, dtype, shape, (piece,), place)
+    return StreamedTensor(name, dtype, shape, (piece,), place)
 
 
-def _add(tensors: dict[str, SavedTensor], tensor: SavedTensor, first: PartId) -> None:
+def _add(tensors: dict[str, StreamedTensor], tensor: StreamedTensor, first: PartId) -> None:
     if tensor.name in tensors:
         raise StateMismatch(f"{first.checkpoint}: {printable(tensor.name)!r} is in two files")
     tensors[tensor.name] = tensor
 
 
 def _contents(
-    tensors: dict[str, SavedTensor],
+    tensors: dict[str, StreamedTensor],
     values: dict[str, Value],
     paths: dict[str, tuple[Any, ...]],
     only: str | None,
@@ -228,5 +228,5 @@ def _contents(
     )
 
 
-def _with_name(tensor: SavedTensor, name: str) -> SavedTensor:
+def _with_name(tensor: StreamedTensor, name: str) -> StreamedTensor:
     return replace(tensor, name=name)

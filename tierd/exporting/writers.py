@@ -35,7 +35,7 @@ from tierd.exporting.contents import Contents
 from tierd.exporting.loadable import LoadableState
 from tierd.exporting.new_file import NewFile
 from tierd.exporting.tensor_dtypes import as_safetensors
-from tierd.exporting.tensors import SavedTensor, ahead, converted
+from tierd.exporting.tensors import StreamedTensor, ahead, converted
 from tierd.spool.direct_io import LARGE, PAGE
 from tierd.state.tensor_file import MAX_HEADER, METADATA
 
@@ -67,21 +67,21 @@ class Export:
     converted: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
+    def dtype_of(self, tensor: StreamedTensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.dtype in FLOATS else tensor.dtype
 
-    def size_of(self, tensor: SavedTensor) -> int:
+    def size_of(self, tensor: StreamedTensor) -> int:
         """Return a tensor's bytes as they are written."""
         return tensor.nbytes // tensor.dtype.itemsize * self.dtype_of(tensor).itemsize
 
-    def stream(self, tensors: Sequence[SavedTensor]) -> Iterator[tuple[int, Iterator[memoryview]]]:
+    def stream(self, tensors: Sequence[StreamedTensor]) -> Iterator[tuple[int, Iterator[memoryview]]]:
         """Yield the index of each tensor that has bytes, and its slabs as they are written, reading one ahead."""
         slabs = ((number, slab) for number, tensor in enumerate(tensors) for slab in tensor.slabs(self.reader))
         for number, tensor_slabs in groupby(ahead(slabs), lambda numbered: numbered[0]):
             tensor = tensors[number]
             yield number, (self._convert_slab(tensor, slab) for _, slab in tensor_slabs)
 
-    def _convert_slab(self, tensor: SavedTensor, slab: memoryview) -> memoryview:
+    def _convert_slab(self, tensor: StreamedTensor, slab: memoryview) -> memoryview:
         self.count(slab.nbytes)
         new_slab, overflows = converted(slab, tensor.dtype, self.dtype_of(tensor))
         if overflows:
@@ -97,7 +97,7 @@ class Export:
             self.written[name] = file.tell()
 
 
-def in_file_order(export: Export) -> list[SavedTensor]:
+def in_file_order(export: Export) -> list[StreamedTensor]:
     """Sort the tensors by element size, so that each is aligned, then by the place of their bytes."""
     tensors = export.contents.tensors.values()
     return sorted(tensors, key=lambda tensor: (-export.dtype_of(tensor).itemsize, tensor.order, tensor.name))
@@ -113,7 +113,7 @@ def write_safetensors(export: Export) -> None:
 
 def write_hf(export: Export) -> None:
     """Write the files that `from_pretrained` loads: one, or shards with an index. Raises as `write_safetensors`."""
-    shards: list[list[SavedTensor]] = [[]]
+    shards: list[list[StreamedTensor]] = [[]]
     size = 0
     for tensor in in_file_order(export):
         nbytes = export.size_of(tensor)
@@ -136,7 +136,7 @@ def write_hf(export: Export) -> None:
     export.file("model.safetensors.index.json", lambda file: _write_all(file, text.encode()))
 
 
-def _write_tensors(export: Export, name: str, tensors: Sequence[SavedTensor]) -> None:
+def _write_tensors(export: Export, name: str, tensors: Sequence[StreamedTensor]) -> None:
     header: dict[str, object] = {METADATA: {"format": "pt", **export.contents.metadata}}
     at = 0
     for tensor in tensors:
@@ -220,7 +220,7 @@ def _check_dtypes(export: Export) -> None:
             raise StateMismatch(f"{printable(name)!r}: {kind}; the formats safetensors and hf hold it")
 
 
-def _write_records(export: Export, archive: ArchiveWriter, tensors: list[SavedTensor]) -> None:
+def _write_records(export: Export, archive: ArchiveWriter, tensors: list[StreamedTensor]) -> None:
     ordered = sorted(tensors, key=lambda tensor: (tensor.order, tensor.name))
     for number, slabs in export.stream(ordered):
         archive.write(ordered[number].name, export.size_of(ordered[number]), slabs)
@@ -239,7 +239,7 @@ def write_dcp(export: Export) -> None:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
 
-    def tensor_entry(file: IO[bytes], tensor: SavedTensor, slabs: Iterator[memoryview]) -> None:
+    def tensor_entry(file: IO[bytes], tensor: StreamedTensor, slabs: Iterator[memoryview]) -> None:
         begin, dtype = file.tell(), export.dtype_of(tensor)
         stand_in = torch.empty(tensor.shape, dtype=dtype, device="meta")
         archive = ArchiveWriter(file, stand_in, {id(stand_in): tensor.name}, {tensor.name: dtype})

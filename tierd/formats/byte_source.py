@@ -29,7 +29,7 @@ class DigestedSource:
 
     def __init__(self, source: ByteSource, digest: xxhash.xxh3_128) -> None:
         self._source, self._digest, self.size = source, digest, source.size
-        if isinstance(source, Cached):
+        if isinstance(source, CachedSource):
             source.drop_cached()
 
     def read(self, offset: int, length: int) -> bytes:
@@ -39,7 +39,7 @@ class DigestedSource:
 
 
 @runtime_checkable
-class Cached(Protocol):
+class CachedSource(Protocol):
     """A source with a cache between it and its device."""
 
     def drop_cached(self) -> None:
@@ -47,7 +47,7 @@ class Cached(Protocol):
         ...
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """The bytes are proven wrong: no writer of the format that has finished leaves such bytes.
 
     Attributes:
@@ -60,15 +60,15 @@ class Damaged(Exception):
         self.offset, self.reason = offset, reason
 
 
-class Unfinished(Exception):
+class UnfinishedFile(Exception):
     """The file itself says that its writer has not finished: it is being written, or its writer died."""
 
 
-class Unchecked(Exception):
+class UncheckedFile(Exception):
     """The check cannot decide whether the bytes are right. This is no evidence against them."""
 
 
-class NoFormat(Unchecked):
+class NoFormat(UncheckedFile):
     """Neither the name nor the first bytes indicate a format that can be checked."""
 
 
@@ -117,19 +117,19 @@ class SubSource:
         return self.whole.read(self.offset + offset, length)
 
 
-def shifted(error: Damaged, offset: int, label: str) -> Damaged:
+def shifted(error: DamagedFile, offset: int, label: str) -> DamagedFile:
     """Convert the error of a part that begins at `offset` to an error of the whole; `label` names the part."""
-    return Damaged(error.offset + offset, f"{label}: {error.reason}")
+    return DamagedFile(error.offset + offset, f"{label}: {error.reason}")
 
 
 def take(source: ByteSource, offset: int, length: int, label: str) -> bytes:
     """Return these bytes.
 
     Raises:
-        Damaged: the source ends before them; `label` names them in the message.
+        DamagedFile: the source ends before them; `label` names them in the message.
     """
     if offset + length > source.size:
-        raise Damaged(source.size, f"the file ends there, within {label} of {length} bytes at {offset}")
+        raise DamagedFile(source.size, f"the file ends there, within {label} of {length} bytes at {offset}")
     return source.read(offset, length)
 
 

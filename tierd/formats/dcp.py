@@ -22,7 +22,7 @@ from typing import Any
 from tierd.core.dcp_names import NAMES
 from tierd.core.errors import ManifestError, StateRefused
 from tierd.core.pickled import Pairs, PickledInstance, interpret
-from tierd.formats.byte_source import ByteSource, Damaged, Sound, SubSource, Unchecked, shifted
+from tierd.formats.byte_source import ByteSource, DamagedFile, Sound, SubSource, UncheckedFile, shifted
 from tierd.formats.zips import MAGIC, check_zip
 
 _MAX = 128 << 20
@@ -49,11 +49,11 @@ def read_extents(source: ByteSource) -> dict[str, list[Extent]]:
     """Read the ranges that the metadata names, by the name of the file that holds them.
 
     Raises:
-        Damaged: the file is not DCP's metadata.
-        Unchecked: the metadata is too large, or names classes that are not DCP's own.
+        DamagedFile: the file is not DCP's metadata.
+        UncheckedFile: the metadata is too large, or names classes that are not DCP's own.
     """
     if source.size > _MAX:
-        raise Unchecked(f"metadata of {source.size} bytes, more than {_MAX}")
+        raise UncheckedFile(f"metadata of {source.size} bytes, more than {_MAX}")
     try:
         pickled = interpret(source.read(0, source.size), NAMES)
         members = _members(pickled, "Metadata")
@@ -68,9 +68,9 @@ def read_extents(source: ByteSource) -> dict[str, list[Extent]]:
             path, extent = _extent(index, info, tensors)
             files.setdefault(path, []).append(extent)
     except StateRefused as error:
-        raise Unchecked(f"metadata of more than DCP's own classes: {error}") from None
+        raise UncheckedFile(f"metadata of more than DCP's own classes: {error}") from None
     except ManifestError as error:
-        raise Damaged(0, f"no metadata of DCP: {error}") from None
+        raise DamagedFile(0, f"no metadata of DCP: {error}") from None
     return files
 
 
@@ -102,8 +102,8 @@ def check_extents(source: ByteSource, extents: Iterable[Extent]) -> Sound:
     """Check a file against the ranges that the metadata names in it.
 
     Raises:
-        Damaged: the file ends before a range's end, two ranges overlap, or a range is not the expected archive.
-        Unchecked: a range without a tensor is no archive, because another planner wrote it or it was overwritten.
+        DamagedFile: the file ends before a range's end, two ranges overlap, or a range is not the expected archive.
+        UncheckedFile: a range without a tensor is no archive, because another planner wrote it or it was overwritten.
     """
     at = 0
     strange: Extent | None = None
@@ -111,11 +111,11 @@ def check_extents(source: ByteSource, extents: Iterable[Extent]) -> Sound:
     for extent in sorted(set(extents)):
         end = extent.offset + extent.length
         if end > source.size:
-            raise Damaged(
+            raise DamagedFile(
                 source.size, f"the file ends there, before an entry of {extent.length} bytes at {extent.offset}"
             )
         if extent.offset < at:
-            raise Damaged(extent.offset, f"two entries overlap: one ends at {at}, one begins at {extent.offset}")
+            raise DamagedFile(extent.offset, f"two entries overlap: one ends at {at}, one begins at {extent.offset}")
         at = end
         part = SubSource(source, extent.offset, extent.length)
         if extent.transformed:
@@ -123,12 +123,12 @@ def check_extents(source: ByteSource, extents: Iterable[Extent]) -> Sound:
         elif extent.tensor or _is_archive(part):
             try:
                 check_zip(part)
-            except Damaged as error:
+            except DamagedFile as error:
                 raise shifted(error, extent.offset, f"the entry of {extent.length} bytes at {extent.offset}") from None
         else:
             strange = strange or extent
     if strange is not None:
-        raise Unchecked(f"the entry of {strange.length} bytes at {strange.offset} is no archive of torch.save")
+        raise UncheckedFile(f"the entry of {strange.length} bytes at {strange.offset} is no archive of torch.save")
     return Sound("DCP entries", f"{opaque} entries were written through an extension" if opaque else None)
 
 

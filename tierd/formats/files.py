@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tierd.formats.byte_source import ByteSource, Damaged, NoFormat, Sound, Unchecked
+from tierd.formats.byte_source import ByteSource, DamagedFile, NoFormat, Sound, UncheckedFile
 from tierd.formats.hdf5 import MAGIC as HDF5
 from tierd.formats.hdf5 import check_hdf5
 from tierd.formats.ocdbt import check_manifest
@@ -32,7 +32,7 @@ def _check_archive_or_pickle(source: ByteSource) -> Sound:
     Either end of an archive identifies it.
     """
     if not source.size:
-        raise Damaged(0, "the file is empty")
+        raise DamagedFile(0, "the file is empty")
     head = source.read(0, min(_HEAD, source.size))
     tail = source.read(max(0, source.size - _TAIL), min(_TAIL, source.size))
     if head.startswith(ZIP) or tail.startswith(_ZIP_END):
@@ -42,8 +42,8 @@ def _check_archive_or_pickle(source: ByteSource) -> Sound:
     if is_tar(source):
         return check_tar(source)
     if not any(head) and not any(tail):
-        raise Damaged(0, "zeros where an archive of torch.save begins and ends: it was never written")
-    raise Unchecked("neither an archive of torch.save nor a pickle")
+        raise DamagedFile(0, "zeros where an archive of torch.save begins and ends: it was never written")
+    raise UncheckedFile("neither an archive of torch.save nor a pickle")
 
 
 def _check_table(source: ByteSource) -> Sound:
@@ -66,10 +66,10 @@ def check_file(name: str, source: ByteSource) -> Sound:
     """Check one file by itself.
 
     Raises:
-        Damaged: its bytes are proven wrong.
-        Unfinished: it says that its writer has not finished.
+        DamagedFile: its bytes are proven wrong.
+        UnfinishedFile: it says that its writer has not finished.
         NoFormat: its format is not known.
-        Unchecked: its format is known, but the check cannot decide.
+        UncheckedFile: its format is known, but the check cannot decide.
     """
     if name.startswith("._"):
         raise NoFormat("attributes of a file that macOS wrote on another file system")

@@ -13,7 +13,7 @@ Bound: the check reads a few hundred bytes.
 
 from __future__ import annotations
 
-from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked, Unfinished, take
+from tierd.formats.byte_source import ByteSource, DamagedFile, Sound, UncheckedFile, UnfinishedFile, take
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 _OBJECT_HEADER = 16  # bytes of a version 1 object header before its messages
@@ -24,28 +24,30 @@ def check_hdf5(source: ByteSource) -> Sound:
     """Check a file. Its superblock is at 0, or after a user block.
 
     Raises:
-        Damaged: the file is truncated, or the superblock has values that no writer writes.
-        Unfinished: its writer has not closed it.
-        Unchecked: this module does not know its version.
+        DamagedFile: the file is truncated, or the superblock has values that no writer writes.
+        UnfinishedFile: its writer has not closed it.
+        UncheckedFile: this module does not know its version.
     """
     places = (place for place in _USER_BLOCKS if place + 8 <= source.size and source.read(place, 8) == MAGIC)
     at = next(places, 0)
     if take(source, at, 8, "the signature") != MAGIC:
-        raise Damaged(at, "no HDF5 signature")
+        raise DamagedFile(at, "no HDF5 signature")
     version = take(source, at + 8, 1, "the superblock")[0]
     if version > 3:
-        raise Unchecked(f"HDF5 with a superblock of version {version}")
+        raise UncheckedFile(f"HDF5 with a superblock of version {version}")
     flags, end, root = (_read_old if version < 2 else _read_new)(source, at, version)
     if at + end == source.size:  # some writers count it from the superblock, h5py from the file's beginning
         end += at
     if end > source.size:
-        raise Damaged(source.size, f"the file ends there; its end address is {end}: it is cut off")
+        raise DamagedFile(source.size, f"the file ends there; its end address is {end}: it is cut off")
     if flags:
-        raise Unfinished("its writer has not closed it: it is being written, or its writer died")
+        raise UnfinishedFile("its writer has not closed it: it is being written, or its writer died")
     if end < source.size:
-        raise Unfinished(f"it goes on for {source.size - end} bytes after its end address, as where its writer died")
+        raise UnfinishedFile(
+            f"it goes on for {source.size - end} bytes after its end address, as where its writer died"
+        )
     if not at < root <= end - _OBJECT_HEADER or not _is_object(source.read(root, _OBJECT_HEADER)):
-        raise Damaged(at, f"no root group at {root}, where the superblock says")
+        raise DamagedFile(at, f"no root group at {root}, where the superblock says")
     return Sound("HDF5", "below the root group, the default format holds no digest")
 
 
@@ -59,7 +61,7 @@ def _sizes(source: ByteSource, at: int, offset: int) -> tuple[int, int]:
     """Return the width in bytes of an address, and of a length."""
     address, length = take(source, at + offset, 2, "the superblock")
     if address not in (2, 4, 8, 16, 32) or length not in (2, 4, 8, 16, 32):
-        raise Damaged(at + offset, f"addresses of {address} bytes and lengths of {length}")
+        raise DamagedFile(at + offset, f"addresses of {address} bytes and lengths of {length}")
     return address, length
 
 
@@ -68,23 +70,23 @@ def _read_old(source: ByteSource, at: int, version: int) -> tuple[int, int, int]
     width, _ = _sizes(source, at, 13)
     zeros = take(source, at + 9, 4, "the superblock") + take(source, at + 15, 1, "the superblock")
     if any(zeros):
-        raise Damaged(at + 9, "the superblock names versions that no HDF5 has")
+        raise DamagedFile(at + 9, "the superblock names versions that no HDF5 has")
     first = at + (24 if version == 0 else 28)
     base, free, end, driver, _, root = _addresses(source, first, width, 6)
     nowhere = (1 << 8 * width) - 1
     if base != at:
-        raise Damaged(first, f"a base address of {base} in a superblock at {at}")
+        raise DamagedFile(first, f"a base address of {base} in a superblock at {at}")
     if (free, driver) != (nowhere, nowhere):
-        raise Unchecked("HDF5 with a driver or free space of its own")
+        raise UncheckedFile("HDF5 with a driver or free space of its own")
     place = first + 6 * width
     cached = int.from_bytes(take(source, place, 4, "the root group"), "little")
     if cached > 2:
-        raise Damaged(place, "the root group's entry is of no kind that HDF5 has")
+        raise DamagedFile(place, "the root group's entry is of no kind that HDF5 has")
     flags = int.from_bytes(take(source, at + 20, 4, "the superblock"), "little")
     if cached == 1 and max(end, root) <= source.size and not flags:
         for address, magic in zip(_addresses(source, place + 8, width, 2), (b"TREE", b"HEAP"), strict=True):
             if base + address + 4 > source.size or source.read(base + address, 4) != magic:
-                raise Damaged(place + 8, f"no {magic.decode()} of the root group at {base + address}")
+                raise DamagedFile(place + 8, f"no {magic.decode()} of the root group at {base + address}")
     return flags, end, base + root
 
 
@@ -94,7 +96,7 @@ def _read_new(source: ByteSource, at: int, version: int) -> tuple[int, int, int]
     size = 12 + 4 * width
     data = take(source, at, size + 4, "the superblock")
     if lookup3(data[:size]) != int.from_bytes(data[size:], "little"):
-        raise Damaged(at, "the superblock does not have its checksum")
+        raise DamagedFile(at, "the superblock does not have its checksum")
     base, _, end, root = _addresses(source, at + 12, width, 4)
     return data[11], end, base + root
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickletools
 import struct
 
-from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked
+from tierd.formats.byte_source import ByteSource, DamagedFile, Sound, UncheckedFile
 from tierd.formats.torch_legacy import check_legacy, is_legacy
 
 _MAX = 16 << 20
@@ -42,19 +42,19 @@ def check_pickle(source: ByteSource) -> Sound:
     """Check a pickle, or a file of `torch.save` before 1.6.
 
     Raises:
-        Damaged: it is truncated, or holds an invalid opcode.
-        Unchecked: it is too large, or continues after its end.
+        DamagedFile: it is truncated, or holds an invalid opcode.
+        UncheckedFile: it is too large, or continues after its end.
     """
     if is_legacy(source.read(0, min(source.size, 40))):
         return check_legacy(source)
     if source.size > _MAX:
-        raise Unchecked(f"a pickle of {source.size} bytes, more than {_MAX}")
+        raise UncheckedFile(f"a pickle of {source.size} bytes, more than {_MAX}")
     at = 0
     try:
         for _, _, position in pickletools.genops(source.read(0, source.size)):
             at = position or 0
     except (ValueError, IndexError, struct.error, OverflowError) as error:
-        raise Damaged(at, f"the pickle is cut off or damaged behind there: {str(error)[:200]}") from None
+        raise DamagedFile(at, f"the pickle is cut off or damaged behind there: {str(error)[:200]}") from None
     if at + 1 != source.size:
-        raise Unchecked(f"a pickle that ends at byte {at + 1}, in a file of {source.size}")
+        raise UncheckedFile(f"a pickle that ends at byte {at + 1}, in a file of {source.size}")
     return Sound("pickle", "a pickle holds no digest")

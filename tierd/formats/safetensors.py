@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked, take
+from tierd.formats.byte_source import ByteSource, DamagedFile, Sound, UncheckedFile, take
 
 _MAX_HEADER = 100_000_000
 _BITS = {
@@ -69,8 +69,8 @@ def check_safetensors(source: ByteSource, expected: Collection[str] = (), by: st
         by: the index's name.
 
     Raises:
-        Damaged: the file is truncated, its header is wrong, or it lacks a tensor of `expected`.
-        Unchecked: a tensor has a dtype that this module does not know.
+        DamagedFile: the file is truncated, its header is wrong, or it lacks a tensor of `expected`.
+        UncheckedFile: a tensor has a dtype that this module does not know.
     """
     header = read_header(source)
     begin = header.begin
@@ -80,30 +80,30 @@ def check_safetensors(source: ByteSource, expected: Collection[str] = (), by: st
         where, (first, last) = f"tensor {name[:200]!a}", tensor.data_offsets
         if first != at or last < first:
             how = "overlaps the one before it" if first < at else "leaves a hole before it"
-            raise Damaged(begin + min(first, at), f"{where} {how}: bytes {first} to {last} of the data, after {at}")
+            raise DamagedFile(begin + min(first, at), f"{where} {how}: bytes {first} to {last} of the data, after {at}")
         bits = _BITS.get(tensor.dtype)
         if any(dimension < 0 for dimension in tensor.shape) or (
             bits is not None and math.prod(tensor.shape) * bits != 8 * (last - first)
         ):
-            raise Damaged(8, f"{where}: {last - first} bytes for {tensor.dtype} of shape {list(tensor.shape)[:16]}")
+            raise DamagedFile(8, f"{where}: {last - first} bytes for {tensor.dtype} of shape {list(tensor.shape)[:16]}")
         at = last
     if begin + at != source.size:
         place = f"its tensors end at byte {begin + at}, and the file at {source.size}"
-        raise Damaged(
+        raise DamagedFile(
             min(begin + at, source.size), f"{place}: {'it is cut off' if begin + at > source.size else 'it goes on'}"
         )
     if lacking := set(expected).difference(name for name, _ in tensors):
-        raise Damaged(8, f"it lacks tensor {min(lacking)[:200]!a}, which {by[:200]!a} places in it")
+        raise DamagedFile(8, f"it lacks tensor {min(lacking)[:200]!a}, which {by[:200]!a} places in it")
     if unknown := {tensor.dtype for _, tensor in tensors} - _BITS.keys():
-        raise Unchecked(f"a tensor of dtype {min(unknown)[:100]!a}")
+        raise UncheckedFile(f"a tensor of dtype {min(unknown)[:100]!a}")
     return Sound("safetensors", "the format holds no digest of the tensors")
 
 
 def read_header(source: ByteSource) -> Header:
-    """Read the header of a file. Raises `Damaged`."""
+    """Read the header of a file. Raises `DamagedFile`."""
     length = int.from_bytes(take(source, 0, 8, "the header's length"), "little")
     if length > min(_MAX_HEADER, source.size - 8):
-        raise Damaged(
+        raise DamagedFile(
             0, f"a header of {length} bytes in a file of {source.size}; it is cut off, or never was safetensors"
         )
     return _parse_header(source.read(8, length))
@@ -120,7 +120,7 @@ def _parse_header(header: bytes) -> Header:
         tensors = {name: msgspec.json.decode(raw, type=TensorPlace) for name, raw in members.items()}
         return Header(8 + len(header), tensors, texts or {})
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Damaged(8, f"the header is no JSON of tensors: {str(error)[:300]}") from None
+        raise DamagedFile(8, f"the header is no JSON of tensors: {str(error)[:300]}") from None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:

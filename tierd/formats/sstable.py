@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tierd.formats.byte_source import ByteSource, Damaged, Unchecked
+from tierd.formats.byte_source import ByteSource, DamagedFile, UncheckedFile
 from tierd.formats.crc32c import fast_crc32c, masked, slow_crc32c
 
 MAGIC = 0xDB4775248B80FB57.to_bytes(8, "little")
@@ -24,33 +24,33 @@ def read_table(source: ByteSource) -> Iterator[tuple[bytes, bytes]]:
     """Yield the keys and values of a table, in order. When the iterator ends, the whole table was checked.
 
     Raises:
-        Damaged: the table is truncated, or a block's CRC does not match.
-        Unchecked: the table is too large, or compressed.
+        DamagedFile: the table is truncated, or a block's CRC does not match.
+        UncheckedFile: the table is too large, or compressed.
     """
     if source.size > _MAX:
-        raise Unchecked(f"a table of {source.size} bytes, more than {_MAX}")
+        raise UncheckedFile(f"a table of {source.size} bytes, more than {_MAX}")
     footer_at = source.size - _FOOTER
     footer = source.read(footer_at, _FOOTER) if footer_at >= 0 else b""
     if footer[-8:] != MAGIC:
-        raise Damaged(source.size, "the table has no footer: it is cut off, or its end was overwritten")
+        raise DamagedFile(source.size, "the table has no footer: it is cut off, or its end was overwritten")
     meta, at = _handle(footer, 0, footer_at)
     index, at = _handle(footer, at, footer_at)
     if any(footer[at:-8]):
-        raise Damaged(footer_at + at, "the table's footer holds more than two handles")
+        raise DamagedFile(footer_at + at, "the table's footer holds more than two handles")
     end = 0
     for _, value in _entries(_block(source, *index), index[0]):
         handle, used = _handle(value, 0, index[0])
         if handle[0] != end or used != len(value):
-            raise Damaged(index[0], f"a block of the table at {handle[0]}, where the one before ends at {end}")
+            raise DamagedFile(index[0], f"a block of the table at {handle[0]}, where the one before ends at {end}")
         yield from _entries(_block(source, *handle), handle[0])
         end = handle[0] + handle[1] + _TRAILER
     for handle in (meta, index):
         if handle[0] != end:
-            raise Damaged(footer_at, f"the table's footer names a block at {handle[0]}, where one ends at {end}")
+            raise DamagedFile(footer_at, f"the table's footer names a block at {handle[0]}, where one ends at {end}")
         end = handle[0] + handle[1] + _TRAILER
     list(_entries(_block(source, *meta), meta[0]))
     if end != footer_at:
-        raise Damaged(end, "the table holds bytes of no block")
+        raise DamagedFile(end, "the table holds bytes of no block")
 
 
 def _handle(data: bytes, at: int, place: int) -> tuple[tuple[int, int], int]:
@@ -68,20 +68,20 @@ def varint(data: bytes, at: int, place: int) -> tuple[int, int]:
         value |= (data[at + index] & 0x7F) << 7 * index
         if data[at + index] < 0x80 and value < 1 << 64:
             return value, at + index + 1
-    raise Damaged(place, "a number is cut off, or has more than 64 bits")
+    raise DamagedFile(place, "a number is cut off, or has more than 64 bits")
 
 
 def _block(source: ByteSource, offset: int, size: int) -> bytes:
     if offset + size + _TRAILER > source.size - _FOOTER:
-        raise Damaged(
+        raise DamagedFile(
             min(offset, source.size), f"a block of the table, of {size} bytes at {offset}, reaches over its end"
         )
     data = source.read(offset, size + _TRAILER)
     crc: Callable[[bytes, int], int] = fast_crc32c() or slow_crc32c
     if masked(crc(data[:-4], 0)) != int.from_bytes(data[-4:], "little"):
-        raise Damaged(offset, f"the table's block of {size} bytes does not have its CRC-32C")
+        raise DamagedFile(offset, f"the table's block of {size} bytes does not have its CRC-32C")
     if data[size]:
-        raise Unchecked("a compressed table")
+        raise UncheckedFile("a compressed table")
     return data[:size]
 
 
@@ -89,14 +89,14 @@ def _entries(block: bytes, place: int) -> Iterator[tuple[bytes, bytes]]:
     restarts = int.from_bytes(block[-4:], "little")
     end = len(block) - 4 - 4 * restarts
     if len(block) < 4 or end < 0:
-        raise Damaged(place, "a block of the table is too short for its restart points")
+        raise DamagedFile(place, "a block of the table is too short for its restart points")
     at, key = 0, b""
     while at < end:
         shared, at = varint(block, at, place)
         suffix_size, at = varint(block, at, place)
         size, at = varint(block, at, place)
         if shared > len(key) or at + suffix_size + size > end:
-            raise Damaged(place, "a block of the table holds an entry that reaches over its end")
+            raise DamagedFile(place, "a block of the table holds an entry that reaches over its end")
         key = key[:shared] + block[at : at + suffix_size]
         at += suffix_size + size
         yield key, block[at - size : at]

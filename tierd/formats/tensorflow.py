@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from tierd.formats.byte_source import ByteSource, Damaged, Sound, pieces
+from tierd.formats.byte_source import ByteSource, DamagedFile, Sound, pieces
 from tierd.formats.crc32c import fast_crc32c, masked
 from tierd.formats.sstable import read_table, varint
 
@@ -41,8 +41,8 @@ def read_index(source: ByteSource) -> dict[int, list[BundleEntry]]:
     """Read the entries of each shard, by its number. The result names all shards.
 
     Raises:
-        Damaged: the index is damaged.
-        Unchecked: the index is too large, or compressed.
+        DamagedFile: the index is damaged.
+        UncheckedFile: the index is too large, or compressed.
     """
     shards: dict[int, list[BundleEntry]] | None = None
     for key, value in read_table(source):
@@ -50,34 +50,36 @@ def read_index(source: ByteSource) -> dict[int, list[BundleEntry]]:
         if shards is None:
             count = _number(fields, 1)
             if key or not 0 < count <= _MAX_SHARDS:
-                raise Damaged(0, f"the index begins with no header, or one of {count} shards")
+                raise DamagedFile(0, f"the index begins with no header, or one of {count} shards")
             shards = {shard: [] for shard in range(count)}
         elif not any(field == 7 for field, _ in fields):  # each slice of a sliced tensor has its own entry
             shard = _number(fields, 3)
             if shard not in shards:
-                raise Damaged(0, f"the index names shard {shard} of {len(shards)}")
+                raise DamagedFile(0, f"the index names shard {shard} of {len(shards)}")
             name = key[:200].decode("utf-8", "backslashreplace")
             numbers = (_number(fields, 4), _number(fields, 5), _number(fields, 6), _number(fields, 1))
             shards[shard].append(BundleEntry(*numbers, _elements(fields), name))
     if shards is None:
-        raise Damaged(0, "the index is empty")
+        raise DamagedFile(0, "the index is empty")
     return shards
 
 
 def check_shard(source: ByteSource, entries: Iterable[BundleEntry]) -> Sound:
-    """Check a shard against the index. Raises `Damaged`."""
+    """Check a shard against the index. Raises `DamagedFile`."""
     crc, at, plain = fast_crc32c(), 0, False
     for entry in sorted(entries):
         where, end = f"tensor {entry.name!a}", entry.offset + entry.size
         if end > source.size:
-            raise Damaged(source.size, f"the file ends there, before {where} of {entry.size} bytes at {entry.offset}")
+            raise DamagedFile(
+                source.size, f"the file ends there, before {where} of {entry.size} bytes at {entry.offset}"
+            )
         if entry.offset < at and entry.size:
-            raise Damaged(entry.offset, f"{where} overlaps the one before it")
+            raise DamagedFile(entry.offset, f"{where} overlaps the one before it")
         at = max(at, end)
         if crc is None or entry.dtype == _VARIANT or (entry.dtype == _STRING and not _has_strings(entry)):
             plain = True
         elif masked(_crc_of(source, entry, crc)) != entry.crc:
-            raise Damaged(entry.offset, f"{where}: its {entry.size} bytes do not have their CRC-32C")
+            raise DamagedFile(entry.offset, f"{where}: its {entry.size} bytes do not have their CRC-32C")
     reason = "the tensors' CRC-32C is checked only with awscrt (tierd[s3])" if crc is None else "tensors of variants"
     return Sound("TensorFlow shard", reason if plain else None)
 
@@ -129,6 +131,6 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             yield tag >> 3, int.from_bytes(data[at : at + width], "little")
             at += width
         else:
-            raise Damaged(0, "an entry of the index is no message of protobuf")
+            raise DamagedFile(0, "an entry of the index is no message of protobuf")
     if at != len(data):
-        raise Damaged(0, "an entry of the index is cut off")
+        raise DamagedFile(0, "an entry of the index is cut off")

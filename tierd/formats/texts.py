@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked
+from tierd.formats.byte_source import ByteSource, DamagedFile, Sound, UncheckedFile
 
 _MAX = 64 << 20
 CUT = "JSON that ends early"
@@ -17,25 +17,25 @@ def read_json(source: ByteSource) -> Any:
     """Read the value in a file. NaN and infinities, which Python's `json` writes, become None.
 
     Raises:
-        Damaged: the file is empty, truncated, or not JSON.
-        Unchecked: the file is too large or nested too deep.
+        DamagedFile: the file is empty, truncated, or not JSON.
+        UncheckedFile: the file is too large or nested too deep.
     """
     if source.size > _MAX:
-        raise Unchecked(f"JSON of {source.size} bytes, more than {_MAX}")
+        raise UncheckedFile(f"JSON of {source.size} bytes, more than {_MAX}")
     data = source.read(0, source.size)
     try:
         return msgspec.json.decode(data)
     except RecursionError:
-        raise Unchecked("JSON that is nested too deep") from None
+        raise UncheckedFile("JSON that is nested too deep") from None
     except (msgspec.DecodeError, ValueError) as error:
         if b"NaN" in data or b"Infinity" in data:
             return _read_with_constants(data)
         text = data.strip()
         if not text:
-            raise Damaged(source.size, EMPTY) from None
+            raise DamagedFile(source.size, EMPTY) from None
         if text[:1] in (b"{", b"[") and text[-1:] not in (b"}", b"]"):
-            raise Damaged(source.size, f"{CUT}: {error}") from None
-        raise Damaged(0, f"no JSON: {error}") from None
+            raise DamagedFile(source.size, f"{CUT}: {error}") from None
+        raise DamagedFile(0, f"no JSON: {error}") from None
 
 
 def _read_with_constants(data: bytes) -> Any:
@@ -44,9 +44,9 @@ def _read_with_constants(data: bytes) -> Any:
     try:
         return json.loads(data, parse_constant=lambda _: None)
     except RecursionError:
-        raise Unchecked("JSON that is nested too deep") from None
+        raise UncheckedFile("JSON that is nested too deep") from None
     except ValueError as error:
-        raise Damaged(getattr(error, "pos", 0), f"no JSON: {error}") from None
+        raise DamagedFile(getattr(error, "pos", 0), f"no JSON: {error}") from None
 
 
 def check_json(source: ByteSource) -> Sound:

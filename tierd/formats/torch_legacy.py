@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
-from tierd.formats.byte_source import ByteSource, Damaged, NoFormat, Sound, take
+from tierd.formats.byte_source import ByteSource, DamagedFile, NoFormat, Sound, take
 
 _MAX = 16 << 20
 _BUFFER = 1 << 16
@@ -53,7 +53,7 @@ def check_legacy(source: ByteSource) -> Sound:
     """Check a file of `torch.save` before 1.6.
 
     Raises:
-        Damaged: it is cut off, or its pickles and the tensors behind them contradict each other.
+        DamagedFile: it is cut off, or its pickles and the tensors behind them contradict each other.
     """
     note = f"a file of torch.save from before torch 1.6, a pickle with the tensors behind it: {_RESAVE_HINT}"
     stream = _Stream(source)
@@ -65,18 +65,18 @@ def check_legacy(source: ByteSource) -> Sound:
     except _TooLargeError:
         return Sound("torch.save before 1.6", f"pickles of more than {_MAX} bytes are not read", note)
     except (ValueError, IndexError, struct.error, OverflowError) as error:
-        raise Damaged(stream.tell(), f"the pickle is cut off or damaged before there: {str(error)[:200]}") from None
+        raise DamagedFile(stream.tell(), f"the pickle is cut off or damaged before there: {str(error)[:200]}") from None
     at = stream.tell()
     for key in keys:
         count = int.from_bytes(take(source, at, 8, f"the size of tensor {key[:100]!a}"), "little")
         elements, size = storages.get(key, (count, None))
         if count != elements:
-            raise Damaged(at, f"tensor {key[:100]!a}: {count} elements, and the pickle says {elements}")
+            raise DamagedFile(at, f"tensor {key[:100]!a}: {count} elements, and the pickle says {elements}")
         if size is None:
             return Sound("torch.save before 1.6", "a tensor of a type whose size is not known", note)
         at += 8 + count * size
         if at > source.size:
-            raise Damaged(source.size, f"the file ends there, within tensor {key[:100]!a}, which ends at {at}")
+            raise DamagedFile(source.size, f"the file ends there, within tensor {key[:100]!a}, which ends at {at}")
     return Sound("torch.save before 1.6", "the format holds no digest", note)
 
 
@@ -161,7 +161,7 @@ def check_tar(source: ByteSource) -> Sound:
     """Check a tar archive of `torch.save` before 0.2.
 
     Raises:
-        Damaged: it is cut off, or a header does not have its checksum.
+        DamagedFile: it is cut off, or a header does not have its checksum.
         NoFormat: another program's tar archive.
     """
     at, names = 0, set[str]()
@@ -171,7 +171,7 @@ def check_tar(source: ByteSource) -> Sound:
             break
         blank = header[:148] + b" " * 8 + header[156:]
         if sum(blank) != _octal(header[148:156], at):
-            raise Damaged(at, "a header of the tar archive does not have its checksum")
+            raise DamagedFile(at, "a header of the tar archive does not have its checksum")
         names.add(header[:100].rstrip(b"\0").decode("utf-8", "replace"))
         at += _BLOCK + -(-_octal(header[124:136], at) // _BLOCK) * _BLOCK
     if not names >= _MEMBERS:
@@ -186,4 +186,4 @@ def _octal(field: bytes, at: int) -> int:
     try:
         return int(field.strip(b" \0") or b"0", 8)
     except ValueError:
-        raise Damaged(at, "a header of the tar archive has no number where one belongs") from None
+        raise DamagedFile(at, "a header of the tar archive has no number where one belongs") from None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
 
-from tierd.formats.byte_source import PIECE, ByteSource, Damaged, Sound, Unchecked, pieces
+from tierd.formats.byte_source import PIECE, ByteSource, DamagedFile, Sound, UncheckedFile, pieces
 
 MAGIC = b"PK\x03\x04"
 _CENTRAL, _DESCRIPTOR, _END = b"PK\x01\x02", b"PK\x07\x08", b"PK\x05\x06"
@@ -70,12 +70,12 @@ def check_zip(source: ByteSource) -> Sound:
     """Check an archive, including each record's content.
 
     Raises:
-        Damaged: the archive is truncated, or its parts contradict each other.
-        Unchecked: it is encrypted, uses an unknown compression, or exceeds this module's bounds.
+        DamagedFile: the archive is truncated, or its parts contradict each other.
+        UncheckedFile: it is encrypted, uses an unknown compression, or exceeds this module's bounds.
     """
     directory = _find_directory(source)
     if directory.records > _MAX_RECORDS:
-        raise Unchecked(f"a zip archive of more than {_MAX_RECORDS} records")
+        raise UncheckedFile(f"a zip archive of more than {_MAX_RECORDS} records")
     spans: list[tuple[int, int]] = []
     budget = _MAX_EXPANSION * source.size
     bare = 0
@@ -83,7 +83,7 @@ def check_zip(source: ByteSource) -> Sound:
         begin, end = _check_header(source, record, directory.offset)
         budget -= record.size
         if budget < 0:
-            raise Unchecked(f"its records expand to more than {_MAX_EXPANSION} times its size")
+            raise UncheckedFile(f"its records expand to more than {_MAX_EXPANSION} times its size")
         if record.crc or not record.size:
             _check_content(source, record, begin)
         else:
@@ -93,7 +93,7 @@ def check_zip(source: ByteSource) -> Sound:
     spans.sort()
     for (_, end), (begin, _) in pairwise(spans):
         if begin < end:
-            raise Damaged(begin, "two records of the zip archive overlap")
+            raise DamagedFile(begin, "two records of the zip archive overlap")
     return Sound("zip", f"{bare} of {len(spans)} records have no CRC" if bare else None)
 
 
@@ -125,7 +125,7 @@ def _find_directory(source: ByteSource) -> _Directory:
             if at + _END_RECORD.size + comment == source.size:
                 return _directory(source, at, (*disks, disk_records, records, size, offset))
         candidate = tail.rfind(_END, 0, candidate)
-    raise Damaged(source.size, "the zip archive has no end record: it is cut off, or its end was overwritten")
+    raise DamagedFile(source.size, "the zip archive has no end record: it is cut off, or its end was overwritten")
 
 
 def _directory(source: ByteSource, at: int, end: tuple[int, ...]) -> _Directory:
@@ -136,11 +136,11 @@ def _directory(source: ByteSource, at: int, end: tuple[int, ...]) -> _Directory:
     if locator_at >= 0 and source.read(locator_at, 4) == _LOCATOR:
         _, disk, ends_at, total = _LOCATOR_RECORD.unpack(source.read(locator_at, _LOCATOR_RECORD.size))
         if disk or total > 1 or ends_at + _END64_RECORD.size > locator_at:
-            raise Damaged(locator_at, "the zip64 locator points nowhere")
+            raise DamagedFile(locator_at, "the zip64 locator points nowhere")
         wide = _END64_RECORD.unpack(source.read(ends_at, _END64_RECORD.size))
         magic, length, _, _, *disks64, disk_records64, records64, size64, offset64 = wide
         if magic != _END64 or ends_at + 12 + length != locator_at:
-            raise Damaged(ends_at, "no zip64 end record where the locator says")
+            raise DamagedFile(ends_at, "no zip64 end record where the locator says")
         narrow = (
             (disk_records, disk_records64, _FULL16),
             (records, records64, _FULL16),
@@ -148,12 +148,12 @@ def _directory(source: ByteSource, at: int, end: tuple[int, ...]) -> _Directory:
             (offset, offset64, _FULL),
         )
         if any(narrow_value not in (full, wide_value) for narrow_value, wide_value, full in narrow):
-            raise Damaged(at, "the two end records of the zip archive contradict each other")
+            raise DamagedFile(at, "the two end records of the zip archive contradict each other")
         disks, disk_records, records, size, offset = [*disks, *disks64], disk_records64, records64, size64, offset64
     if any(disks) or disk_records != records:
-        raise Damaged(at, "the end record names several volumes")
+        raise DamagedFile(at, "the end record names several volumes")
     if offset + size != ends_at:
-        raise Damaged(at, f"the zip directory ends at {offset + size} by its end record, which begins at {ends_at}")
+        raise DamagedFile(at, f"the zip directory ends at {offset + size} by its end record, which begins at {ends_at}")
     return _Directory(offset, size, records)
 
 
@@ -168,27 +168,27 @@ def _records(source: ByteSource, directory: _Directory) -> Iterator[_Record]:
         at += size
         yield record
     if at != end:
-        raise Damaged(at, f"the zip directory goes on after its {directory.records} records")
+        raise DamagedFile(at, f"the zip directory goes on after its {directory.records} records")
 
 
 def _record(data: bytes, at: int) -> tuple[_Record, int]:
     if len(data) < _CENTRAL_HEADER.size or data[:4] != _CENTRAL:
-        raise Damaged(at, "no record of the zip directory where one belongs")
+        raise DamagedFile(at, "no record of the zip directory where one belongs")
     _, _, version, flags, method, time, date, crc, packed, size, name, extra, comment, disk, _, _, offset = (
         _CENTRAL_HEADER.unpack_from(data)
     )
     if version & 0xFF > _NEWEST:
-        raise Unchecked(f"a zip archive of version {version & 0xFF}")
+        raise UncheckedFile(f"a zip archive of version {version & 0xFF}")
     begin = _CENTRAL_HEADER.size
     length = begin + name + extra + comment
     if disk or length > len(data):
-        raise Damaged(at, "a record of the zip directory is longer than the directory")
+        raise DamagedFile(at, "a record of the zip directory is longer than the directory")
     wide = _zip64(data[begin + name : begin + name + extra], at)
     values = []
     for value in (size, packed, offset):
         if value == _FULL:
             if len(wide) < 8:
-                raise Damaged(at, "a record of the zip directory lacks a zip64 number")
+                raise DamagedFile(at, "a record of the zip directory lacks a zip64 number")
             value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
         values.append(value)
     size, packed, offset = values
@@ -201,7 +201,7 @@ def _zip64(extra: bytes, at: int) -> bytes:
     while extra:
         length = int.from_bytes(extra[2:4], "little")
         if len(extra) < 4 + length:
-            raise Damaged(at, "an extra field of a zip record is cut off")
+            raise DamagedFile(at, "an extra field of a zip record is cut off")
         if extra[:2] == b"\x01\x00":
             return extra[4 : 4 + length]
         extra = extra[4 + length :]
@@ -211,29 +211,31 @@ def _zip64(extra: bytes, at: int) -> bytes:
 def _check_header(source: ByteSource, record: _Record, limit: int) -> tuple[int, int]:
     """Compare the local header with the directory, and return the begin and end of the content."""
     if record.flags & _ENCRYPTED or record.method not in (_STORED, _DEFLATED):
-        raise Unchecked(f"{record.label} is encrypted, or compressed by method {record.method}")
+        raise UncheckedFile(f"{record.label} is encrypted, or compressed by method {record.method}")
     if record.method == _STORED and record.packed != record.size:
-        raise Damaged(record.at, f"{record.label}: stored in {record.packed} bytes, and has {record.size}")
+        raise DamagedFile(record.at, f"{record.label}: stored in {record.packed} bytes, and has {record.size}")
     where = f"{record.label}: no local header where the zip directory says"
     if record.offset + _LOCAL_HEADER.size > limit:
-        raise Damaged(record.at, where)
+        raise DamagedFile(record.at, where)
     magic, _, flags, method, time, date, crc, packed, size, name, extra = _LOCAL_HEADER.unpack(
         source.read(record.offset, _LOCAL_HEADER.size)
     )
     if magic != MAGIC:
-        raise Damaged(record.offset, where)
+        raise DamagedFile(record.offset, where)
     begin = record.offset + _LOCAL_HEADER.size
     data = begin + name + extra
     if data + record.packed > limit:
-        raise Damaged(record.offset, f"{record.label}: it reaches into the zip directory")
+        raise DamagedFile(record.offset, f"{record.label}: it reaches into the zip directory")
     described = bool(flags & _DESCRIBED)
     sizes = (packed in (record.packed, _FULL) and size in (record.size, _FULL)) or (described and not packed | size)
     same = (flags, method, (time, date)) == (record.flags, record.method, record.moment)
     if not (same and sizes and (crc == record.crc or (described and not crc))):
-        raise Damaged(record.offset, f"{record.label}: its local header and the zip directory contradict each other")
+        raise DamagedFile(
+            record.offset, f"{record.label}: its local header and the zip directory contradict each other"
+        )
     head = source.read(begin, name + extra)
     if head[:name] != record.name:
-        raise Damaged(begin, f"{record.label}: another name in its local header")
+        raise DamagedFile(begin, f"{record.label}: another name in its local header")
     _zip64(head[name:], begin + name)
     return data, data + record.packed
 
@@ -252,11 +254,11 @@ def _check_content(source: ByteSource, record: _Record, begin: int) -> None:
                     expanded = inflater.decompress(piece, PIECE)
                     crc, size, piece = zlib.crc32(expanded, crc), size + len(expanded), inflater.unconsumed_tail
         except zlib.error as error:
-            raise Damaged(begin, f"{record.label}: its content cannot be inflated: {error}") from None
+            raise DamagedFile(begin, f"{record.label}: its content cannot be inflated: {error}") from None
         if not inflater.eof or inflater.unused_data:
-            raise Damaged(begin, f"{record.label}: its deflated content does not end where it should")
+            raise DamagedFile(begin, f"{record.label}: its deflated content does not end where it should")
     if size != record.size or crc != record.crc:
-        raise Damaged(begin, f"{record.label}: its {record.packed} bytes of content do not have their CRC-32")
+        raise DamagedFile(begin, f"{record.label}: its {record.packed} bytes of content do not have their CRC-32")
 
 
 def _check_descriptor(source: ByteSource, record: _Record, end: int, limit: int) -> int:
@@ -275,4 +277,4 @@ def _check_descriptor(source: ByteSource, record: _Record, end: int, limit: int)
             )
             if source.read(end, size) == _DESCRIPTOR + b"".join(numbers):
                 return end + size
-    raise Damaged(end, f"{record.label}: its data descriptor and the zip directory contradict each other")
+    raise DamagedFile(end, f"{record.label}: its data descriptor and the zip directory contradict each other")

@@ -20,7 +20,7 @@ import msgspec
 
 from tierd import __version__
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
-from tierd.ipc.messages import HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line
+from tierd.ipc.messages import HEARTBEAT, MAX_REPLY, Hello, Request, StatusRequest, encode_line
 from tierd.ipc.protocol import BEATS, PROTOCOL, Peer, explain
 from tierd.ipc.replies import greeted, raise_error
 from tierd.ipc.starting import ways_to_start
@@ -34,7 +34,7 @@ HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
 GREETING_S = 5.0  # the same for the greeting, which a daemon sends at once even if it is busy
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
-_PROBE = 5.0  # seconds in which a daemon that closed the connection at the greeting may answer `Status`
+_PROBE = 5.0  # seconds in which a daemon that closed the connection at the greeting may answer `StatusRequest`
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
 _open: weakref.WeakSet[Link] = weakref.WeakSet()
 
@@ -266,7 +266,7 @@ def _is_older_than_numbers(spool: Spool) -> bool:
     """Whether the daemon answers requests and has no greeting. A daemon that is about to end answers neither."""
     try:
         with Link(spool, greet=False) as link:
-            return "protocol" not in link.ask(Status(), _PROBE)["status"]
+            return "protocol" not in link.ask(StatusRequest(), _PROBE)["status"]
     except (TierdError, TimeoutError):
         return False
 

@@ -17,23 +17,23 @@ from tierd.ipc.handoff_messages import AnyHanded, Persist, Recall
 from tierd.ipc.messages import (
     AnyRequest,
     Attach,
-    Backlog,
+    BacklogRequest,
     Candidates,
-    Failed,
+    DataLeakNotice,
     FellBack,
     Fetch,
     Hello,
     Launches,
-    Leaked,
     MakeRoom,
-    Notes,
+    NotesRequest,
     Pin,
-    Preempted,
+    PreemptionNotice,
     Ranges,
     Remove,
-    Report,
+    ReportRequest,
     Request,
-    Restored,
+    RestoreFinished,
+    SaveGivenUp,
     Wait,
 )
 
@@ -68,12 +68,12 @@ def decode_request(line: bytes) -> Hello | AnyRequest:
     try:
         match request:
             case (
-                Report(run=str(run))
-                | Backlog(run=str(run))
+                ReportRequest(run=str(run))
+                | BacklogRequest(run=str(run))
                 | Attach(run=str(run))
                 | Candidates(run=run)
                 | Launches(run=run)
-                | Notes(run=run)
+                | NotesRequest(run=run)
                 | MakeRoom(run=run)
                 | Remove(run=run)
             ):
@@ -83,10 +83,10 @@ def decode_request(line: bytes) -> Hello | AnyRequest:
             case (
                 Fetch(part=part)
                 | Wait(part=part)
-                | Failed(part=part)
-                | Leaked(part=part)
-                | Preempted(part=part)
-                | Restored(part=part)
+                | SaveGivenUp(part=part)
+                | DataLeakNotice(part=part)
+                | PreemptionNotice(part=part)
+                | RestoreFinished(part=part)
             ):
                 _check_checkpoint(part.checkpoint)
                 check_rank(part.rank, part.world)

@@ -87,17 +87,17 @@ class Attach(Request, frozen=True, kw_only=True, tag="attach"):
     to: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=64)] = ()
 
 
-class Status(Request, frozen=True, kw_only=True, tag="status"):
+class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
     """The daemon's state. Answer: `status`."""
 
 
-class Report(Request, frozen=True, kw_only=True, tag="report"):
+class ReportRequest(Request, frozen=True, kw_only=True, tag="report"):
     """Every checkpoint of one run (or of all runs), its places, and retention's verdicts. Answer: `report`."""
 
     run: str | None = None
 
 
-class Runs(Request, frozen=True, kw_only=True, tag="runs"):
+class RunsRequest(Request, frozen=True, kw_only=True, tag="runs"):
     """Every checkpoint that the daemon knows, without a new observation. Answer: `runs`, as HTTP's `/runs` has it."""
 
 
@@ -154,7 +154,7 @@ class Wait(Request, frozen=True, kw_only=True, tag="wait"):
     needed: bool = False
 
 
-class Backlog(Request, frozen=True, kw_only=True, tag="backlog", omit_defaults=True):
+class BacklogRequest(Request, frozen=True, kw_only=True, tag="backlog", omit_defaults=True):
     """The parts that some tier still lacks, and whether the tiers accept them.
 
     Answer: `backlog`, in the form of `core/planning/unflushed.Backlog`.
@@ -163,7 +163,8 @@ class Backlog(Request, frozen=True, kw_only=True, tag="backlog", omit_defaults=T
         hurry: first wait for the snapshots that dead trainers had handed over, observe every place again, and end every
             backoff.
         run: also observe this run, of which the spool may hold nothing yet.
-        newest: the node ends soon: send the newest checkpoints first for the next ten minutes, as for `Preempted`.
+        newest: the node ends soon: send the newest checkpoints first for the next ten minutes, as for
+            `PreemptionNotice`.
     """
 
     hurry: bool = False
@@ -178,14 +179,14 @@ class Pin(Request, frozen=True, kw_only=True, tag="pin"):
     pinned: bool
 
 
-class Failed(Request, frozen=True, kw_only=True, tag="failed"):
+class SaveGivenUp(Request, frozen=True, kw_only=True, tag="failed"):
     """A trainer gave a save up. The daemon reports the failure, unless the daemon caused it. Answer: `ok` only."""
 
     part: PartId
     why: Reason
 
 
-class Leaked(Request, frozen=True, kw_only=True, tag="leaked"):
+class DataLeakNotice(Request, frozen=True, kw_only=True, tag="leaked"):
     """A trainer found samples that repeat or belong to the validation split, at the step of `part`.
 
     Answer: `ok` only.
@@ -195,7 +196,7 @@ class Leaked(Request, frozen=True, kw_only=True, tag="leaked"):
     why: Reason
 
 
-class Preempted(Request, frozen=True, kw_only=True, tag="preempted"):
+class PreemptionNotice(Request, frozen=True, kw_only=True, tag="preempted"):
     """A trainer got notice that its node or job ends, and saves at the step of `part`. For the next ten minutes the
     daemon sends the newest checkpoints first, and an older one that is under way gives way. Answer: `ok` only.
     """
@@ -216,7 +217,7 @@ class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
     skipped: Annotated[tuple[Reason, ...], Meta(min_length=1, max_length=MOST_REASONS)]
 
 
-class Restored(Request, frozen=True, kw_only=True, tag="restored"):
+class RestoreFinished(Request, frozen=True, kw_only=True, tag="restored"):
     """A rank read and verified its part, and every rank loads this checkpoint. Answer: `ok` only.
 
     Attributes:
@@ -245,7 +246,7 @@ class Launches(Request, frozen=True, kw_only=True, tag="launches"):
 NoteName = Annotated[str, Meta(pattern=r"^[a-z0-9]{1,32}(\.[a-z0-9]{1,32}){0,4}\Z")]
 
 
-class Notes(Request, frozen=True, kw_only=True, tag="notes"):
+class NotesRequest(Request, frozen=True, kw_only=True, tag="notes"):
     """Put and remove notes of a launch's ranks on the daemon's first tier, then read and list notes, in this order.
 
     Answer: `notes`, the existing notes of `read` by name, in base64; `names`, the names that begin with `under`.
@@ -295,21 +296,21 @@ def encode_line(message: object) -> bytes:
 
 AnyRequest = (
     Attach
-    | Status
-    | Report
-    | Runs
+    | StatusRequest
+    | ReportRequest
+    | RunsRequest
     | Candidates
     | Fetch
     | Wait
-    | Backlog
+    | BacklogRequest
     | Pin
-    | Failed
+    | SaveGivenUp
     | FellBack
-    | Restored
-    | Leaked
-    | Preempted
+    | RestoreFinished
+    | DataLeakNotice
+    | PreemptionNotice
     | Launches
-    | Notes
+    | NotesRequest
     | Pause
     | Resume
     | MakeRoom

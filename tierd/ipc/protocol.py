@@ -8,7 +8,8 @@ absence. A release that changes the meaning of an existing message raises the ma
 (`messages.Hello` and its answer) never changes its form.
 
 1.1: while training may wait for a request, the daemon sends a sign of life every `messages.BEAT` seconds, so that its
-silence is found soon. `messages.Notes` is added, by which ranks on several nodes communicate, and `messages.Runs`.
+silence is found soon. `messages.NotesRequest` is added, by which ranks on several nodes communicate, and
+`messages.RunsRequest`.
 """
 
 from __future__ import annotations

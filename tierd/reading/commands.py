@@ -24,7 +24,7 @@ from tierd.core.ids import CheckpointId
 from tierd.core.timeline.candidates import Candidate
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export_one
-from tierd.reading.delivered import Delivered
+from tierd.reading.delivered import DeliveryLog
 from tierd.reading.follow import UNFIT, check_manifests, name_of, rounds
 from tierd.reading.gone import corrupt_or_gone
 from tierd.reading.listing import Listed
@@ -129,7 +129,7 @@ class CommandFollower:
         except OSError as error:
             raise ConfigError(f"--to {self.home}: {error.strerror}") from error
         all_delivered = True
-        with Delivered(self.home / STATE, self.tiers.run, self._wait) as delivered:
+        with DeliveryLog(self.home / STATE, self.tiers.run, self._wait) as delivered:
             self._settle(delivered)
             due_rounds = rounds(
                 self.tiers, delivered, latest=latest, period_s=period_s, once=once, pruned=lambda: self._pruned
@@ -151,7 +151,7 @@ class CommandFollower:
     def _wait(self) -> None:
         log.info("waiting for the follower of %s to end, or for the command that it started", self.home)
 
-    def _settle(self, delivered: Delivered) -> tuple[CheckpointId, int] | None:
+    def _settle(self, delivered: DeliveryLog) -> tuple[CheckpointId, int] | None:
         """Record how the last command ended, if that is written down and not recorded yet."""
         path = self.home / _STATUS_FILE
         try:
@@ -177,7 +177,7 @@ class CommandFollower:
             if checkpoint is not None and not (hidden and (checkpoint in due_checkpoints or self.tiers.unreached)):
                 remove(path)
 
-    def _deliver(self, listed: Listed, delivered: Delivered) -> bool:
+    def _deliver(self, listed: Listed, delivered: DeliveryLog) -> bool:
         checkpoint = name_of(self.tiers.run, listed)
         directory = self.home.absolute() / checkpoint.name
         try:

@@ -31,7 +31,7 @@ class _StateFile(msgspec.Struct, frozen=True, kw_only=True):
     delivered: dict[Attempt, list[Step]]
 
 
-class Delivered:
+class DeliveryLog:
     """The delivered checkpoints of one run; a context manager that holds the file's lock.
 
     Args:

@@ -17,7 +17,7 @@ from tierd.core.errors import (
 )
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate
-from tierd.exporting.export import ExportOptions, Files, export
+from tierd.exporting.export import ExportedFiles, ExportOptions, export
 from tierd.reading.gone import corrupt_or_gone, none_there
 from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
 
@@ -86,7 +86,7 @@ def export_state(
 
 def _try(
     tiers: RunOnTiers, candidate: Candidate, files: TierFiles, target: Path, options: ExportOptions
-) -> tuple[Files | None, Exception | None]:
+) -> tuple[ExportedFiles | None, Exception | None]:
     try:
         while True:
             try:

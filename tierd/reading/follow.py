@@ -16,7 +16,7 @@ from tierd.core.timeline.candidates import Candidate
 from tierd.core.timeline.chain import check_origin
 from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.reading.delivered import Delivered
+from tierd.reading.delivered import DeliveryLog
 from tierd.reading.gone import corrupt_or_gone
 from tierd.reading.listing import Listed, list_checkpoints
 from tierd.reading.tiers import RunOnTiers
@@ -31,7 +31,7 @@ UNFIT = (CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, StoreRef
 
 def rounds(
     tiers: RunOnTiers,
-    delivered: Delivered,
+    delivered: DeliveryLog,
     *,
     latest: bool,
     period_s: float,
@@ -69,7 +69,7 @@ def rounds(
         time.sleep(max(0.0, started_s + period_s - time.monotonic()))
 
 
-def follow(tiers: RunOnTiers, delivered: Delivered, *, latest: bool, period_s: float, once: bool) -> Iterator[Listed]:
+def follow(tiers: RunOnTiers, delivered: DeliveryLog, *, latest: bool, period_s: float, once: bool) -> Iterator[Listed]:
     """Yield each checkpoint, and record it once the caller asks for the next. Arguments and errors as for `rounds`."""
     pruned = False
     due_rounds = rounds(tiers, delivered, latest=latest, period_s=period_s, once=once, pruned=lambda: pruned)
@@ -118,7 +118,7 @@ def check_manifests(tiers: RunOnTiers, listed: Listed) -> None:
         raise corrupt_or_gone(tiers, Candidate(name_of(tiers.run, listed), listed.world_size), error) from None
 
 
-def _select_due(run: str, listed: tuple[Listed, ...], delivered: Delivered, latest: bool) -> list[Listed]:
+def _select_due(run: str, listed: tuple[Listed, ...], delivered: DeliveryLog, latest: bool) -> list[Listed]:
     complete = sorted(
         (checkpoint for checkpoint in listed if checkpoint.complete), key=lambda checkpoint: name_of(run, checkpoint)
     )

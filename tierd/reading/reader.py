@@ -19,9 +19,9 @@ from tierd.core.ids import check_attempt, check_run, check_step
 from tierd.core.save_policy import Goal, check_goal
 from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import Exported, export
+from tierd.daemon.transfer.export import RestoredDirectory, export
 from tierd.daemon.transfer.gathering import usable
-from tierd.reading.delivered import Delivered
+from tierd.reading.delivered import DeliveryLog
 from tierd.reading.follow import follow
 from tierd.reading.gone import none_there
 from tierd.reading.listing import Listed, list_checkpoints
@@ -163,7 +163,7 @@ class Reader:
             StoreUnavailable: with `once`, no tier answered. Otherwise the next listing tries again.
         """
         path = Path(_path(state, "follow(state): a path")) if state is not None else None
-        with Delivered(path, self.run) as delivered:
+        with DeliveryLog(path, self.run) as delivered:
             yield from follow(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
 
     # -- downloading ------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Reader:
         mode: Literal["min", "max"] = "min",
         rank: int | None = None,
         on_progress: Callable[[int, int], None] = lambda done_bytes, total: None,
-    ) -> Exported:
+    ) -> RestoredDirectory:
         """Copy the files of the newest verified checkpoint, or the best, into `directory`, as `tierd restore` does.
 
         Each rank's files are in their own directory. A call after an interrupted one continues the copy.

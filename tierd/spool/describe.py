@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from tierd.core.chunking import cut
-from tierd.core.corruption import Reading, Verdict, judge, proven, unstable
+from tierd.core.corruption import Reading, ReadVerdict, judge, proven, unstable
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
 from tierd.spool.direct_io import LARGE, memory_for, set_direct
@@ -113,9 +113,9 @@ def agreed_digest(fd: int, memory: memoryview, size: int, offset: int, path: Pat
         finally:
             set_direct(fd, False)
         verdict = judge(readings, paths=2)
-        if verdict is Verdict.CORRUPT:  # the same bytes twice
+        if verdict is ReadVerdict.CORRUPT:  # the same bytes twice
             return readings[-1].digest
-        if verdict is Verdict.UNSTABLE:
+        if verdict is ReadVerdict.UNSTABLE:
             raise unstable(f"{path}: bytes {offset}..{offset + size}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from tierd.core.corruption import Reading, Verdict, judge, unstable
+from tierd.core.corruption import Reading, ReadVerdict, judge, unstable
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import Chunk, File
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, ahead, memory_for, read_cached, read_into, set_direct, settle
@@ -224,11 +224,11 @@ def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, off
     memory = memory_for(max(LARGE, chunk.size + 2 * PAGE))  # `data` may be the cause, and is not aligned
     while True:
         verdict = judge(readings, paths=2)
-        if verdict is Verdict.RIGHT:
+        if verdict is ReadVerdict.RIGHT:
             return None
-        if verdict is Verdict.CORRUPT:
+        if verdict is ReadVerdict.CORRUPT:
             raise wrong
-        if verdict is Verdict.UNSTABLE:
+        if verdict is ReadVerdict.UNSTABLE:
             raise unstable(str(wrong)) from wrong
         access = "cached" if access == "direct" else "direct"
         fd = open_plain(path)

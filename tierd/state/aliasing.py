@@ -102,7 +102,7 @@ class Write:
         return canvas.as_strided(image.shape, steps, self.start - low), image
 
 
-class Aliased:
+class AliasedTargets:
     """Collects the targets that a load would fill, and reports those that cannot all receive their saved values."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ class Capture:
     """A state at one moment. Its tensors are live, so training may change them; its other values cannot change.
 
     Attributes:
-        tensors: as `Flattened.tensors`.
+        tensors: as `FlatState.tensors`.
         dtensors: the DTensors whose local shards are in `tensors`, each with its shard's name.
         layout: of the tensor file; the same object as in the previous capture while the tensors stay the same.
         places: a token; the same object as in the previous capture while every tensor keeps its name and address.

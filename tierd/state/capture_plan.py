@@ -26,7 +26,7 @@ from tierd.state.encode import Answers, Encoder
 from tierd.state.json_tree import MAX_DEPTH
 from tierd.state.nodes import Form, Node, name_of, pieces
 from tierd.state.stored_dtypes import STORED_AS
-from tierd.state.structure import MOST_ADDED, Doubt, Level, picker
+from tierd.state.structure import MOST_ADDED, Level, StructureInDoubt, picker
 from tierd.state.tensor_file import METADATA, TensorFileLayout
 from tierd.state.tensor_forms import Extents, Forms
 from tierd.state.values import TensorForm, form_of, is_name, is_storable, plain
@@ -123,7 +123,7 @@ class CapturePlan:
                 returned.
         """
         if not isinstance(state, Mapping):
-            raise Doubt
+            raise StructureInDoubt
         values: list[Any] = [dict(state)]
         alive = []  # keeps the values alive, because their addresses are compared below
         holes: list[object] = []
@@ -142,7 +142,7 @@ class CapturePlan:
             values = level.children(values, answers, new)
             added += [(self._nodes[depth][level.dicts_at[at]], key, value) for at, key, value in new]
         if values:
-            raise Doubt
+            raise StructureInDoubt
         self._check_tensors(tensors)
         captured = [*tensors, *stored]
         for index in self._odd:
@@ -156,7 +156,7 @@ class CapturePlan:
         """Append plain tensors to mappings of names in the structure, and add them to `by_name`.
 
         Raises:
-            Doubt: only a full walk can encode the additions; nothing has changed.
+            StructureInDoubt: only a full walk can encode the additions; nothing has changed.
         """
         addresses, names = {*self._addresses}, {*by_name, METADATA}
         depths = {id(node): depth for depth, nodes in enumerate(self._nodes) for node in nodes if node.end >= 0}
@@ -164,10 +164,10 @@ class CapturePlan:
             path = (*parent.path, key)
             simple = parent.end >= 0 and is_name(key) and isinstance(tensor, torch.Tensor) and is_storable(tensor)
             if not simple or not tensor.nbytes or len(added) > MOST_ADDED or len(path) >= MAX_DEPTH:
-                raise Doubt
+                raise StructureInDoubt
             is_plain = tensor.dtype not in STORED_AS and not tensor.is_conj() and not tensor.is_neg()
             if not is_plain or name_of(path) in names or tensor.data_ptr() in addresses:
-                raise Doubt
+                raise StructureInDoubt
             addresses.add(tensor.data_ptr())
             names.add(name_of(path))
         items = list(by_name.items())
@@ -235,19 +235,19 @@ class CapturePlan:
         """Check that the tensors have the expected forms, and that the same tensors among them share memory.
 
         Raises:
-            Doubt: they differ from the structure.
+            StructureInDoubt: they differ from the structure.
         """
         if not self._forms.fit(tensors):
-            raise Doubt
+            raise StructureInDoubt
         # Both lists have the same length, because the forms fit.
         if all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses)):
             if not self._extents.fit(tensors):
-                raise Doubt
+                raise StructureInDoubt
             return
         addresses = list(map(torch.Tensor.data_ptr, tensors))
         changed = list(compress(count(), map(operator.ne, addresses, self._addresses)))
         if not self._extents.fit(tensors, changed):
-            raise Doubt
+            raise StructureInDoubt
         for index in self._restless_at:
             self._addresses[index] = addresses[index]
         moved = {addresses[index] for index in self._restless_at}
@@ -255,12 +255,12 @@ class CapturePlan:
         if addresses == self._addresses and len(moved) == len(self._restless_at) and self._resting.isdisjoint(moved):
             return  # only restless tensors moved, each to an address of its own
         if any(addresses[index] != addresses[first] for index, first in self._tied):
-            raise Doubt
+            raise StructureInDoubt
         first_addresses = self._pick_firsts(addresses)
         if len(set(first_addresses)) != len(first_addresses) and len(
             set(zip(first_addresses, self._first_forms, strict=True))
         ) != len(first_addresses):
-            raise Doubt
+            raise StructureInDoubt
         restless = {*self._restless_at, *changed}
         self._addresses, self._steady = addresses, object()
         self._restless_at = sorted(restless)

@@ -19,7 +19,7 @@ from tierd.state.capture import Capture
 from tierd.state.capture_plan import CapturePlan
 from tierd.state.encode import Answers, Encoder
 from tierd.state.kinds.optimizers import moving, optimizers_in, trained
-from tierd.state.tensor_file import Planner, TensorFileLayout
+from tierd.state.tensor_file import TensorFileLayout, TensorFilePlanner
 from tierd.state.uncollected import uncollected
 
 
@@ -34,7 +34,7 @@ class Capturer:
     def __init__(self, kept_nodes: int = 200_000) -> None:
         self._kept_nodes = kept_nodes
         self._plan: CapturePlan | None = None
-        self._planner: Planner | None = None
+        self._planner: TensorFilePlanner | None = None
         self._layout: TensorFileLayout | None = None
         self._moving: frozenset[str] = frozenset()
         self._training_modes: list[bool] = []
@@ -94,7 +94,7 @@ class Capturer:
             for name, tensor in tensors.items()
         )
         if self._layout is None or not same or moved != self._moving:
-            self._planner = Planner(tensors, moved)
+            self._planner = TensorFilePlanner(tensors, moved)
             self._layout, self._moving = self._planner.layout(), moved
         return self._layout
 

@@ -30,7 +30,7 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     )
 
 
-class Kind(enum.Enum):
+class LoadKind(enum.Enum):
     """How a saved value is loaded into a live one."""
 
     TENSOR = enum.auto()  # filled in place; also a DTensor
@@ -42,27 +42,27 @@ class Kind(enum.Enum):
     OTHER = enum.auto()  # replaced
 
 
-_EXACT: dict[type, Kind] = {
-    **dict.fromkeys(IMMUTABLE, Kind.OTHER),
-    **dict.fromkeys(PLAIN, Kind.TENSOR),
-    **dict.fromkeys(SEQUENCES, Kind.SEQUENCE),
-    dict: Kind.MAPPING,
+_EXACT: dict[type, LoadKind] = {
+    **dict.fromkeys(IMMUTABLE, LoadKind.OTHER),
+    **dict.fromkeys(PLAIN, LoadKind.TENSOR),
+    **dict.fromkeys(SEQUENCES, LoadKind.SEQUENCE),
+    dict: LoadKind.MAPPING,
 }
 
 
-def kind_of(value: object) -> Kind:
+def kind_of(value: object) -> LoadKind:
     """Return the kind of a live value. A subclass has the kind of its base."""
     kind = _EXACT.get(type(value))
     if kind is not None:
         return kind
     if isinstance(value, torch.Tensor):
-        return Kind.TENSOR
+        return LoadKind.TENSOR
     if isinstance(value, torch.Generator) or random_states.kind_of(value) is not None:
-        return Kind.GENERATOR
+        return LoadKind.GENERATOR
     if numpy_arrays.is_array(value):
-        return Kind.ARRAY
+        return LoadKind.ARRAY
     if is_stateful(value):
-        return Kind.STATEFUL
+        return LoadKind.STATEFUL
     if isinstance(value, dict):
-        return Kind.MAPPING
-    return Kind.SEQUENCE if isinstance(value, SEQUENCES) else Kind.OTHER
+        return LoadKind.MAPPING
+    return LoadKind.SEQUENCE if isinstance(value, SEQUENCES) else LoadKind.OTHER

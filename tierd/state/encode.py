@@ -23,7 +23,7 @@ from tierd.state.containers import Path
 from tierd.state.json_tree import FACTORIES, MAX_DEPTH
 from tierd.state.kinds import loader_fingerprint, numpy_arrays, plain_objects, random_states, ways_out, wrapper_tensors
 from tierd.state.kinds.dtensors import is_dtensor, placement_of
-from tierd.state.kinds.packed_tensors import Named, Packed, pack, pack_run, run_form
+from tierd.state.kinds.packed_tensors import PackedReference, PackedRun, pack, pack_run, run_form
 from tierd.state.nodes import Form, Node, name_of, pieces
 from tierd.state.stored_dtypes import STORED_AS
 from tierd.state.tensor_file import METADATA
@@ -300,14 +300,14 @@ class Encoder:
         self._text.append(after)
         return node
 
-    def _packed(self, value: object, runs: list[Packed], path: Path, extra: object) -> Node:
+    def _packed(self, value: object, runs: list[PackedRun], path: Path, extra: object) -> Node:
         children, names = [], []
         for number, run in enumerate(runs):
             if number:
                 self._text.append(",")
             index = self._store(path if len(runs) == 1 else (*path, ("keys", "values")[number]), run.tensor)
             names.append(self._names[index])
-            children.append(self._hole(Form.SCALAR, Named, run.named(names[-1])))
+            children.append(self._hole(Form.SCALAR, PackedReference, run.named(names[-1])))
             children.append(Node(Form.ARRAY, torch.Tensor, index, run_form(run.tensor)))
         return Node(Form.PACKED, type(value), detail=(tuple(names), extra), children=children)
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from tierd.core.errors import ConfigError, StateMismatch, as_both
-from tierd.state.aliasing import Aliased, expanded
-from tierd.state.classify import IMMUTABLE, PLAIN, Kind, Stateful, kind_of
+from tierd.state.aliasing import AliasedTargets, expanded
+from tierd.state.classify import IMMUTABLE, PLAIN, LoadKind, Stateful, kind_of
 from tierd.state.containers import SEQUENCES, Path, instances, leaves
 from tierd.state.kinds import loader_fingerprint, numpy_arrays, optimizer_states, wrapper_tensors
 from tierd.state.kinds.device_meshes import meshless, shards_in
@@ -84,7 +84,7 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> Fi
     """
     mismatches: list[str] = []
     stateful: list[tuple[Path, Stateful, Any]] = []
-    shared = Aliased()
+    shared = AliasedTargets()
     missing, extra = [k for k in state if k not in restored], [k for k in restored if k not in state]
     if missing:
         mismatches.append(f"state: {few(map(show_part, missing))} not in the checkpoint")
@@ -129,10 +129,10 @@ def _error_class(mismatches: list[str], stateful: list[tuple[Path, Stateful, Any
 
 
 def _misfits(
-    target: Any, saved: Any, path: Path, stateful: list[tuple[Path, Stateful, Any]], shared: Aliased
+    target: Any, saved: Any, path: Path, stateful: list[tuple[Path, Stateful, Any]], shared: AliasedTargets
 ) -> Iterator[str]:
     kind = kind_of(target)
-    if kind is Kind.MAPPING:
+    if kind is LoadKind.MAPPING:
         if stays(target, saved):
             yield from shared.differing(path, target, saved)
         if is_simple(target) and is_simple(saved):
@@ -148,7 +148,7 @@ def _misfits(
             yield from _misfits(inner, saved_inner, (*path, key), stateful, shared)
         extra = {key: v for key, v in saved.items() if key not in target} if isinstance(saved, dict) else saved
         yield from _homeless(target, extra, path)
-    elif kind is Kind.SEQUENCE:
+    elif kind is LoadKind.SEQUENCE:
         if not isinstance(target, tuple) and stays(target, saved):
             yield from shared.differing(path, target, saved)
         if is_simple(target) and is_simple(saved):
@@ -159,11 +159,11 @@ def _misfits(
             yield from _misfits(inner, saved_inner, (*path, index), stateful, shared)
         extra = dict(enumerate(saved_items[len(target) :], len(target))) if is_sequence_of(target, saved) else saved
         yield from _homeless(target, extra, path)
-    elif kind is Kind.OTHER:
+    elif kind is LoadKind.OTHER:
         yield from _homeless(target, saved, path)
     elif saved is _MISSING:
         yield f"{show(path)}: not in the checkpoint"
-    elif kind is Kind.STATEFUL:
+    elif kind is LoadKind.STATEFUL:
         stateful.append((path, target, saved))
         yield from (f"{show(path)}: {reason}" for reason in _stateful_misfits(target, saved, path, shared))
         loader_misfits = [
@@ -174,7 +174,7 @@ def _misfits(
             yield f"{loader_misfits[-1]} (None in place of {show(path)} takes what was saved)"
     elif reasons := list(_MISFITS_BY_KIND[kind](target, saved)):
         yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in reasons)
-    elif kind is not Kind.GENERATOR and stays(target, saved):
+    elif kind is not LoadKind.GENERATOR and stays(target, saved):
         _share(shared, (path, None), target, saved)
 
 
@@ -230,14 +230,14 @@ def _generator_misfits(target: Any, saved: Any) -> Iterator[str]:
         yield reason
 
 
-_MISFITS_BY_KIND: dict[Kind, Callable[[Any, Any], Iterator[str]]] = {
-    Kind.TENSOR: _tensor_misfits,
-    Kind.ARRAY: _array_misfits,
-    Kind.GENERATOR: _generator_misfits,
+_MISFITS_BY_KIND: dict[LoadKind, Callable[[Any, Any], Iterator[str]]] = {
+    LoadKind.TENSOR: _tensor_misfits,
+    LoadKind.ARRAY: _array_misfits,
+    LoadKind.GENERATOR: _generator_misfits,
 }
 
 
-def _stateful_misfits(target: Stateful, saved: Any, path: Path, shared: Aliased) -> Iterator[str]:
+def _stateful_misfits(target: Stateful, saved: Any, path: Path, shared: AliasedTargets) -> Iterator[str]:
     if isinstance(target, RngState):
         if (reason := target.misfit(saved)) is not None:
             yield reason
@@ -245,7 +245,7 @@ def _stateful_misfits(target: Stateful, saved: Any, path: Path, shared: Aliased)
         yield from _module_misfits(target, saved, path, shared)
 
 
-def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: Aliased) -> Iterator[str]:
+def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: AliasedTargets) -> Iterator[str]:
     if not isinstance(saved, dict):
         yield f"{type_name(saved)} in the checkpoint, a module here"
         return
@@ -279,7 +279,7 @@ def _is_checked(value: object) -> bool:
     return type(value) in PLAIN or (isinstance(value, torch.Tensor) and wrapper_tensors.name_of(value) is not None)
 
 
-def _share(shared: Aliased, place: tuple[Path, str | None], target: torch.Tensor, saved: Any) -> None:
+def _share(shared: AliasedTargets, place: tuple[Path, str | None], target: torch.Tensor, saved: Any) -> None:
     for inner, stored in filled_pairs(target, saved):
         shared.add(place, inner, stored)
 
@@ -299,17 +299,17 @@ def stays(target: Any, saved: Any) -> bool:
     Expanded and inference tensors and read-only arrays are replaced, because they cannot be written.
     """
     kind = kind_of(target)
-    if kind is Kind.TENSOR:
+    if kind is LoadKind.TENSOR:
         target = local_of(target)
         if wrapper_tensors.name_of(target):
             return True
         return not expanded(target.shape, target.stride()) and not target.is_inference()
-    if kind is Kind.ARRAY:
+    if kind is LoadKind.ARRAY:
         return target.flags.writeable and not expanded(target.shape, target.strides)
-    if kind is Kind.MAPPING:
+    if kind is LoadKind.MAPPING:
         return isinstance(saved, dict)
-    if kind is not Kind.SEQUENCE:
-        return kind is not Kind.OTHER
+    if kind is not LoadKind.SEQUENCE:
+        return kind is not LoadKind.OTHER
     if not is_sequence_of(target, saved):
         return False
     if isinstance(target, tuple):

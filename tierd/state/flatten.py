@@ -27,7 +27,7 @@ from tierd.state.values import encode
 
 
 @dataclass(frozen=True)
-class Flattened:
+class FlatState:
     """A state in two parts: typed JSON, and the tensors that the JSON names.
 
     The tensors are live, because `flatten` does not copy them. A caller that needs a snapshot must copy them before
@@ -43,7 +43,7 @@ class Flattened:
     tensors: dict[str, torch.Tensor]
 
 
-def flatten(state: Mapping[str, object]) -> Flattened:
+def flatten(state: Mapping[str, object]) -> FlatState:
     """Take a state apart. Calls every `state_dict()`; has no other effect.
 
     Raises:
@@ -53,7 +53,7 @@ def flatten(state: Mapping[str, object]) -> Flattened:
     with uncollected():
         walk = Encoder()
         walk.begin(state)
-        return Flattened(encode(walk.pieces(), walk.holes), walk.tensors)
+        return FlatState(encode(walk.pieces(), walk.holes), walk.tensors)
 
 
 def unflatten(tree: bytes | bytearray | memoryview, file: Buffer, *, is_read: bool = True) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from tierd.core.errors import as_both
 from tierd.spool.direct_io import PAGE
-from tierd.state.classify import IMMUTABLE, Kind, Stateful, kind_of
+from tierd.state.classify import IMMUTABLE, LoadKind, Stateful, kind_of
 from tierd.state.containers import paired, walk
 from tierd.state.fit import Fitting, check_fit, few, filled_pairs, is_sequence_of, is_simple, stays
 from tierd.state.kinds import loader_arguments, loader_fingerprint
@@ -150,18 +150,18 @@ def _spare(saved: object, memo: dict[int, object]) -> None:
 def _place(target: Any, saved: Any, memo: dict[int, object]) -> Any:
     """Restore `saved` into `target`. Returns `target` with new content, or the value that replaces it."""
     kind = kind_of(target)
-    if kind is Kind.STATEFUL:
+    if kind is LoadKind.STATEFUL:
         return target
-    if kind is Kind.GENERATOR:
+    if kind is LoadKind.GENERATOR:
         saved.set(target)
         return target
-    if kind is Kind.MAPPING and isinstance(saved, dict):
+    if kind is LoadKind.MAPPING and isinstance(saved, dict):
         return _place_dict(target, saved, memo)
-    if kind is Kind.SEQUENCE and is_sequence_of(target, saved):
+    if kind is LoadKind.SEQUENCE and is_sequence_of(target, saved):
         return _place_sequence(target, saved, memo)
     if not stays(target, saved):
         return _copy(saved, memo)
-    if kind is Kind.ARRAY:
+    if kind is LoadKind.ARRAY:
         target[...] = saved
         return target
     for inner, stored in filled_pairs(target, saved):

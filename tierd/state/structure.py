@@ -1,8 +1,8 @@
 """Check level by level, in few calls, whether a state has a known structure.
 
-Invariant: any difference that the JSON or the names could show raises `Doubt`; `tensor_forms` has those of the layout.
-Values are compared in lists, by calls that loop in C, because a Python loop would take longer than copying a small
-model.
+Invariant: any difference that the JSON or the names could show raises `StructureInDoubt`; `tensor_forms` has those of
+the layout. Values are compared in lists, by calls that loop in C, because a Python loop would take longer than copying
+a small model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_ADDED = 8  # tensors in one dict at once; for more, a full walk takes no lo
 _COMPARABLE = frozenset((str, int, bool, bytes, type(None)))
 
 
-class Doubt(Exception):
+class StructureInDoubt(Exception):
     """The state may not have the structure that it had."""
 
 
@@ -76,15 +76,15 @@ class Level:
     def check_kinds(self, values: list[Any]) -> None:
         kinds = list(map(type, values))
         if len(kinds) != len(self._kinds):
-            raise Doubt
+            raise StructureInDoubt
         changed: list[int] = []
         if kinds != self._kinds:
             changed = list(compress(count(), map(operator.is_not, kinds, self._kinds)))
             if any(index not in self._loose or kinds[index] not in IMMUTABLE for index in changed):
-                raise Doubt
+                raise StructureInDoubt
         scalars = (*self._bytes_at, *changed)
         if any(kinds[index] is bytes and len(values[index]) >= packed_tensors.FEWEST_BYTES for index in scalars):
-            raise Doubt
+            raise StructureInDoubt
 
     def holes(self, values: list[Any]) -> list[object]:
         """Return the current values of the level's holes."""
@@ -109,9 +109,9 @@ class Level:
                 self._part_with_new(dicts, added)
             keys = list(chain.from_iterable(dicts))
             if not _same(keys, self._keys, self._key_kinds):
-                raise Doubt
+                raise StructureInDoubt
             if any(pack(dicts[at]) for at in self._long_dicts):
-                raise Doubt
+                raise StructureInDoubt
             inner_values.extend(chain.from_iterable(map(dict.values, dicts)))
         for index, opened in self._others:
             inner_values += opened(values[index], answers)
@@ -120,7 +120,7 @@ class Level:
     def _part_with_new(self, dicts: list[dict[Any, Any]], added: list[tuple[int, str, Any]]) -> None:
         for at, length in enumerate(self._lengths):
             if len(dicts[at]) < length or len(dicts[at]) > length + MOST_ADDED:
-                raise Doubt
+                raise StructureInDoubt
             if len(dicts[at]) > length:
                 pairs = list(dicts[at].items())
                 added += [(at, key, value) for key, value in pairs[length:]]
@@ -132,15 +132,15 @@ def _run_copier(node: Node) -> Callable[[Any], object]:
 
 
 def _copy_members(value: dict[Any, object]) -> object:
-    """Return a copy of a dict of immutable values, or raise `Doubt`."""
+    """Return a copy of a dict of immutable values, or raise `StructureInDoubt`."""
     members = value.copy()
     if not is_run_of_members(members) or pack(members):
-        raise Doubt
+        raise StructureInDoubt
     return members
 
 
 class _Run:
-    """Return a sequence of immutable values as a tuple, or raise `Doubt`."""
+    """Return a sequence of immutable values as a tuple, or raise `StructureInDoubt`."""
 
     def __init__(self, maxlen: int | None) -> None:
         self._maxlen = maxlen
@@ -148,19 +148,19 @@ class _Run:
     def __call__(self, value: Any) -> object:
         parts = tuple(value)
         if pack_run(parts) or not is_run(parts) or (type(value) is deque and value.maxlen != self._maxlen):
-            raise Doubt
+            raise StructureInDoubt
         return parts
 
 
 class _ValueEncoder:
-    """Encode a value at this depth or above; raise `Doubt` if it must be packed or is nested too deeply."""
+    """Encode a value at this depth or above; raise `StructureInDoubt` if it must be packed or is nested too deeply."""
 
     def __init__(self, depth: int) -> None:
         self._path = (None,) * depth
 
     def __call__(self, value: Any) -> object:
         if type(value) is bytearray and len(value) >= packed_tensors.FEWEST_BYTES:
-            raise Doubt
+            raise StructureInDoubt
         return made(value, self._path)
 
 
@@ -168,21 +168,21 @@ def _array(value: Any, form: tuple[str, tuple[int, ...]]) -> torch.Tensor:
     if type(value) is torch.Generator:
         state = value.get_state()
         if (str(value.device), state.shape) != form:
-            raise Doubt
+            raise StructureInDoubt
         return state
     if type(value) is torch.Tensor:  # a packed run
         if run_form(value) != form:
-            raise Doubt
+            raise StructureInDoubt
         return value
     if (value.dtype.str, value.shape) != form or why_array_refused(value):
-        raise Doubt
+        raise StructureInDoubt
     return numpy_arrays.tensor_of(value)
 
 
 def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
     """Return a function that yields the values inside one value.
 
-    The function raises `Doubt` if the value is not built like the node.
+    The function raises `StructureInDoubt` if the value is not built like the node.
     """
     if node.form is Form.STATEFUL:
         return _ask_state
@@ -198,7 +198,7 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
         def parts(value: Any, answers: Answers) -> Iterable[Any]:
             items = tuple(value)
             if len(items) != length or (type(value) is deque and value.maxlen != maxlen):
-                raise Doubt
+                raise StructureInDoubt
             return items
 
         return parts
@@ -212,23 +212,23 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
         same = _same(value_keys, keys, kinds) if text is None else _key_text(value_keys) == text
         attributes = dict(vars(value)) if type(value) in (OrderedDict, Counter) else {}
         if not same or tuple(attributes) != (extra if type(value) is OrderedDict else ()):
-            raise Doubt
+            raise StructureInDoubt
         if type(value) is defaultdict and value.default_factory is not extra:
-            raise Doubt
+            raise StructureInDoubt
         if len(pairs) >= packed_tensors.FEWEST and not attributes and pack(value):
-            raise Doubt
+            raise StructureInDoubt
         return [*(value for _, value in pairs), *attributes.values()]
 
     return inner
 
 
 def _packer(names: tuple[str, ...], extra: object) -> Callable[[Any, Answers], Iterable[Any]]:
-    """Return a function that packs a value as before, or raises `Doubt` if it cannot."""
+    """Return a function that packs a value as before, or raises `StructureInDoubt` if it cannot."""
 
     def parts(value: Any, answers: Answers) -> Iterable[Any]:
         runs = pack(value)
         if runs is None or len(runs) != len(names) or _extra(value) != extra:
-            raise Doubt
+            raise StructureInDoubt
         if len(runs) > 1 and runs[0].kind != "str":
             check_alike(list(value), ())
         return [part for name, run in zip(names, runs, strict=True) for part in (run.named(name), run.tensor)]
@@ -251,12 +251,12 @@ def _extra(value: Any) -> object:
 
 
 def _unwrapper(names: list[str], context: list[object]) -> Callable[[Any, Answers], Iterable[Any]]:
-    """Return a function that returns the inner tensors of a wrapper, or raises `Doubt` if its context differs."""
+    """Return a function that returns a wrapper's inner tensors. It raises `StructureInDoubt` for another context."""
 
     def tensors(value: Any, answers: Answers) -> Iterable[Any]:
         inner = wrapper_tensors.inner_tensors(value)
         if list(inner) != names or wrapper_tensors.context_of(value) != context:
-            raise Doubt
+            raise StructureInDoubt
         return inner.values()
 
     return tensors
@@ -275,14 +275,14 @@ class _Shard:
         spec = value._spec
         if spec is not self._spec:
             if not is_placed_alike(spec, self._spec):
-                raise Doubt
+                raise StructureInDoubt
             self._spec = spec
         return (value._local_tensor,)
 
 
 def _ask_state(value: Any, answers: Answers) -> Iterable[Any]:
     if not is_stateful(value):
-        raise Doubt
+        raise StructureInDoubt
     recorded = answers.setdefault(id(value), [])
     try:
         recorded.append((value, loader_fingerprint.ask(value), None))

@@ -94,7 +94,7 @@ _place_of = operator.itemgetter(0)
 _entry_of = functools.partial(tuple.__new__, TensorEntry)
 
 
-class Planner:
+class TensorFilePlanner:
     """Plan the layouts of one state, save after save, without describing known tensors again when one is added.
 
     Invariant: a layout equals the result of `plan_layout` for all tensors so far.
@@ -133,7 +133,7 @@ def plan_layout(tensors: Mapping[str, torch.Tensor], moving: Collection[str] = (
     Raises:
         StateRefused: a dtype that safetensors does not hold, or so many tensors that the header exceeds 100 MB.
     """
-    return Planner(tensors, moving).layout()
+    return TensorFilePlanner(tensors, moving).layout()
 
 
 def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _TensorRow:

@@ -22,7 +22,7 @@ from tierd.state.classify import IMMUTABLE, PLAIN
 from tierd.state.containers import Path
 from tierd.state.json_tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS
 from tierd.state.kinds import numpy_arrays, packed_tensors, plain_objects, random_states, ways_out
-from tierd.state.kinds.packed_tensors import Named
+from tierd.state.kinds.packed_tensors import PackedReference
 from tierd.state.paths import fullest, heaviest, places
 from tierd.state.stored_dtypes import SHELLS, STORED_AS
 from tierd.state.tensor_file import DTYPE_NAMES, MAX_DIMS
@@ -306,7 +306,7 @@ def encode(
     Args:
         pieces: text before, between and after the holes.
         holes: immutable values, tuples of immutable values, dicts as `is_run_of_members` accepts them, `JsonText` and
-            `Named`.
+            `PackedReference`.
         pause: called about every millisecond while a long tuple is encoded.
         window: values of a long tuple that are encoded at once.
 
@@ -315,7 +315,7 @@ def encode(
     """
     parts = [""] * (len(pieces) + len(holes))
     parts[::2] = pieces
-    counts = [hole.values if type(hole) is Named else 0 for hole in holes]
+    counts = [hole.values if type(hole) is PackedReference else 0 for hole in holes]
     if reason := tree_budget.excess_of_runs(sum(counts)):
         path, largest = heaviest(places(pieces), counts)
         raise StateRefused(
@@ -345,7 +345,7 @@ def encode(
 
 def _encode_hole(value: Any) -> str:
     kind = type(value)
-    if kind is JsonText or kind is Named:
+    if kind is JsonText or kind is PackedReference:
         return value  # type: ignore[no-any-return]
     if (kind is int and -EXACT <= value <= EXACT) or (kind is float and math.isfinite(value)):
         return repr(value)

@@ -12,7 +12,7 @@ from tierd.stores.base import ObjectInfo, is_key
 from tierd.stores.descriptors import descend
 
 
-class Listed(NamedTuple):
+class DirectoryEntries(NamedTuple):
     """The entries of one directory that a scan may show.
 
     Attributes:
@@ -43,7 +43,7 @@ class Walk:
     def __post_init__(self) -> None:
         self.pending = [self.top]
 
-    def is_stale(self, directory: str, listed: Listed | None) -> bool:
+    def is_stale(self, directory: str, listed: DirectoryEntries | None) -> bool:
         """Whether to list the directory above `directory` again: this one was removed since, and others may be new.
 
         An empty one is about to be removed. But a delete that was cut off leaves it, so it counts once in each.
@@ -62,7 +62,7 @@ class Walk:
             self.pending.pop()
 
 
-def list_directory(root: int, directory: str, prefix: str, after: str, limit: int = 0) -> Listed | None:
+def list_directory(root: int, directory: str, prefix: str, after: str, limit: int = 0) -> DirectoryEntries | None:
     """List the entries of `directory` (empty, or ending in '/') that a scan may show.
 
     Args:
@@ -77,7 +77,7 @@ def list_directory(root: int, directory: str, prefix: str, after: str, limit: in
     """
     keys, is_empty = [], True
     if directory and not is_key(directory[:-1]):
-        return Listed([], [])
+        return DirectoryEntries([], [])
     try:
         with descend(root, directory.split("/")[:-1]) as fd:
             with os.scandir(fd) as entries:
@@ -92,7 +92,7 @@ def list_directory(root: int, directory: str, prefix: str, after: str, limit: in
                         keys.append(key)
             keys.sort()  # as strings: "a-b" < "a.b" < "a/", which is the order of the keys below
             first = list(itertools.takewhile(lambda key: not key.endswith("/"), keys[:limit]))
-            return Listed(_stat_keys(fd, first), keys[len(first) :], is_empty)
+            return DirectoryEntries(_stat_keys(fd, first), keys[len(first) :], is_empty)
     except (FileNotFoundError, NotADirectoryError):
         return None
 

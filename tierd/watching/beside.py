@@ -14,7 +14,7 @@ from tierd.watching.settle import Shape
 from tierd.watching.unit import Unit
 
 
-class Beside:
+class ListedUnits:
     """The units of a listing.
 
     Args:

@@ -15,11 +15,11 @@ from typing import Any
 
 from tierd.core.ids import MAX_STEP
 from tierd.core.manifest import MAX_METRICS, is_metric_name
-from tierd.formats.byte_source import Damaged, Unchecked
+from tierd.formats.byte_source import DamagedFile, UncheckedFile
 from tierd.formats.pickles import find_int
 from tierd.formats.texts import read_json
 from tierd.formats.zips import read_record
-from tierd.watching.inspect import Changed, Opener
+from tierd.watching.inspect import ChangedFile, Opener
 from tierd.watching.programs import LIGHTNING, OWN
 from tierd.watching.unit import Unit
 
@@ -33,7 +33,7 @@ _METRIC = re.compile(r"([A-Za-z][\w/.]*?)=(-?\d+\.\d+(?:e[+-]?\d+)?)(?=[-_.]|$)"
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class UnitDescription:
     """What a unit's files say about it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Described:
     ranks: int = 1
 
 
-def describe(unit: Unit, opener: Opener) -> Described:
+def describe(unit: Unit, opener: Opener) -> UnitDescription:
     """Describe a unit."""
     step, metrics = unit.step, _metrics_in_name(basename(unit.path))
     state = next((path for path in unit.files if basename(path) == _TRAINER_STATE), None)
@@ -60,14 +60,14 @@ def describe(unit: Unit, opener: Opener) -> Described:
     matches = (_RANK_FILE.fullmatch(basename(path)) for path in unit.files)
     ranks = max((int(match[1]) + 1 for match in matches if match), default=1)
     kept_metrics = dict(list(metrics.items())[:MAX_METRICS])
-    return Described(_valid_step(step, None), kept_metrics, ranks)
+    return UnitDescription(_valid_step(step, None), kept_metrics, ranks)
 
 
 def _read_file(opener: Opener, path: str, read: Any) -> Any:
     try:
         with opener(path) as source:
             return read(source)
-    except (Changed, OSError, Damaged, Unchecked):
+    except (ChangedFile, OSError, DamagedFile, UncheckedFile):
         return None
 
 

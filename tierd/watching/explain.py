@@ -49,7 +49,7 @@ class ExplainedUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class WatchExplanation:
     """The answer of `tierd watch --explain`.
 
     Attributes:
@@ -75,7 +75,7 @@ def explain(
     opened: Callable[[str, ListedEntry], AbstractContextManager[ByteSource]],
     unreadable: tuple[str, ...] = (),
     unnamed: tuple[str, ...] = (),
-) -> Explained:
+) -> WatchExplanation:
     """Explain a listing.
 
     Args:
@@ -87,7 +87,7 @@ def explain(
     entries, listed_units = listing.entries, units(listing)
     steps = {unit.path: describe(unit, lambda path: opened(path, entries[path])).step for unit in listed_units}
     explained = tuple(_explain_unit(unit, steps[unit.path], entries, listed_units, unnamed) for unit in listed_units)
-    return Explained(directory, explained, *passed_over(listing, listed_units), unreadable, unnamed)
+    return WatchExplanation(directory, explained, *passed_over(listing, listed_units), unreadable, unnamed)
 
 
 def _explain_unit(

@@ -16,7 +16,7 @@ from typing import Self
 
 from tierd.core.errors import ConfigError, StoreRefused
 from tierd.watching.entries import Describe, entry_of, kind, printable, status
-from tierd.watching.inspect import Changed, Status
+from tierd.watching.inspect import ChangedFile, Status
 from tierd.watching.layouts import names_of_units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
 from tierd.watching.own_layout import OwnLayout
@@ -291,8 +291,8 @@ class Tree:
         """Open a listed file for reading.
 
         Raises:
-            Changed: the file is not the listed one, or it changed before the block ended. An error from the block is
-                then meaningless.
+            ChangedFile: the file is not the listed one, or it changed before the block ended. An error from the block
+                is then meaningless.
             OSError: the file cannot be read.
         """
         try:
@@ -305,7 +305,7 @@ class Tree:
                     self._check_name(path, listed)
         except OSError as error:
             if error.errno in _REPLACED_ERRORS:
-                raise Changed("it was deleted or replaced meanwhile") from None
+                raise ChangedFile("it was deleted or replaced meanwhile") from None
             raise
 
     def _check_name(self, path: str, listed: ListedEntry) -> None:
@@ -313,7 +313,7 @@ class Tree:
         directory, _, name = path.rpartition("/")
         with opened_below(root, directory, DIRECTORY) as descriptor:
             if status(name, descriptor) != listed:
-                raise Changed("another file is there by its name")
+                raise ChangedFile("another file is there by its name")
 
 
 @contextmanager
@@ -338,11 +338,11 @@ def opened_below(root: int, path: str, flags: int) -> Iterator[int]:
 def _check_unchanged(listed: ListedEntry, descriptor: int) -> None:
     current = entry_of(os.fstat(descriptor))
     if current.kind != "file" or current.inode != listed.inode:
-        raise Changed("another file is there by its name")
+        raise ChangedFile("another file is there by its name")
     if current.size != listed.size:
-        raise Changed(f"it had {listed.size} bytes, and has {current.size}")
+        raise ChangedFile(f"it had {listed.size} bytes, and has {current.size}")
     if current != listed:
-        raise Changed("it was written to meanwhile")
+        raise ChangedFile("it was written to meanwhile")
 
 
 class OpenFile:
@@ -361,6 +361,6 @@ class OpenFile:
         while len(data) < length:
             tail = os.pread(self.descriptor, length - len(data), offset + len(data))
             if not tail:
-                raise Changed(f"it had {self.size} bytes, and ends at {offset + len(data)}")
+                raise ChangedFile(f"it had {self.size} bytes, and ends at {offset + len(data)}")
             data += tail
         return data

@@ -17,8 +17,16 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import xxhash
 
-from tierd.core.corruption import Reading, Verdict, judge, unstable
-from tierd.formats.byte_source import ByteSource, Damaged, DigestedSource, NoFormat, Sound, Unchecked, Unfinished
+from tierd.core.corruption import Reading, ReadVerdict, judge, unstable
+from tierd.formats.byte_source import (
+    ByteSource,
+    DamagedFile,
+    DigestedSource,
+    NoFormat,
+    Sound,
+    UncheckedFile,
+    UnfinishedFile,
+)
 from tierd.formats.dcp import Extent, check_extents, read_extents
 from tierd.formats.files import check_file
 from tierd.formats.safetensors import check_safetensors
@@ -38,21 +46,21 @@ _STRANGE_REASON = "a link or a special file, which is neither followed nor opene
 _ORBAX_COMMIT = "_CHECKPOINT_METADATA"
 
 
-class Changed(Exception):
+class ChangedFile(Exception):
     """The file differs from the listed or opened one; the message says how."""
 
 
 Opener: TypeAlias = Callable[[str], AbstractContextManager[ByteSource]]
-"""Opens a file of the unit by its path. It raises `Changed`, also at its end, and `OSError`."""
+"""Opens a file of the unit by its path. It raises `ChangedFile`, also at its end, and `OSError`."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class UnitProblem(msgspec.Struct, frozen=True):
     """A reason why a unit is not sound, or why nothing is known about it.
 
     Attributes:
         file: the file's path from the listing's directory; the unit's own path if the finding is about the whole unit.
         offset: the offset at which it shows; None if it has none.
-        status: the unit's status, unless another finding's status comes earlier in the order of `Inspected.status`.
+        status: the unit's status, unless another finding's status comes earlier in the order of `InspectedUnit.status`.
         reason: the description, for people.
     """
 
@@ -62,7 +70,7 @@ class Finding(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Uncovered(msgspec.Struct, frozen=True):
+class UndigestedContent(msgspec.Struct, frozen=True):
     """A file with content that no digest covers, so that a flipped bit in it cannot be found.
 
     Attributes:
@@ -86,7 +94,7 @@ class Note(msgspec.Struct, frozen=True):
     note: str
 
 
-class Inspected(msgspec.Struct, frozen=True):
+class InspectedUnit(msgspec.Struct, frozen=True):
     """A unit, and the results of its checks.
 
     Attributes:
@@ -105,14 +113,14 @@ class Inspected(msgspec.Struct, frozen=True):
     status: Status
     files: int
     bytes: int
-    findings: tuple[Finding, ...]
-    uncovered: tuple[Uncovered, ...]
+    findings: tuple[UnitProblem, ...]
+    uncovered: tuple[UndigestedContent, ...]
     notes: tuple[Note, ...] = ()
 
 
 def inspect_unit(
     unit: Unit, sizes: Mapping[str, int], opener: Opener, unfollowed: Mapping[str, tuple[Status, str]] = {}
-) -> Inspected:
+) -> InspectedUnit:
     """Check a unit.
 
     Args:
@@ -123,10 +131,10 @@ def inspect_unit(
     readings: list[Reading] = []
     while inspected.status in ("damaged", "incomplete", "unknown") and not unit.missing:
         verdict = judge(readings)
-        if verdict is Verdict.CORRUPT:
+        if verdict is ReadVerdict.CORRUPT:
             break
-        if verdict is Verdict.UNSTABLE:
-            finding = Finding(unit.path, None, "unreadable", str(unstable(unit.path)))
+        if verdict is ReadVerdict.UNSTABLE:
+            finding = UnitProblem(unit.path, None, "unreadable", str(unstable(unit.path)))
             return msgspec.structs.replace(inspected, status="unreadable", findings=(finding,))
         digest = xxhash.xxh3_128()
         inspected = _inspect_once(unit, sizes, _digesting_opener(opener, digest), unfollowed)
@@ -147,15 +155,15 @@ def _digesting_opener(opener: Opener, digest: xxhash.xxh3_128) -> Opener:
 
 def _inspect_once(
     unit: Unit, sizes: Mapping[str, int], opener: Opener, unfollowed: Mapping[str, tuple[Status, str]]
-) -> Inspected:
+) -> InspectedUnit:
     inspection = _Inspection(unit, opener, unfollowed)
     inspection.run()
     if unit.missing:
-        inspection.findings.insert(0, Finding(unit.path, None, "incomplete", unit.missing))
+        inspection.findings.insert(0, UnitProblem(unit.path, None, "incomplete", unit.missing))
     status: Status = min((finding.status for finding in inspection.findings), key=_STATUS_ORDER.index, default="sound")
     if status == "sound" and not inspection.sound:
         status = "unknown"
-    return Inspected(
+    return InspectedUnit(
         path=unit.path,
         program=unit.layout.program,
         step=unit.step,
@@ -174,7 +182,7 @@ def _check_alone(name: str, source: ByteSource) -> Sound:
         return check_file(name, source)
     except NoFormat:
         if not source.size and name.endswith(WEIGHT_ENDINGS):
-            raise Damaged(0, _EMPTY_WEIGHTS) from None
+            raise DamagedFile(0, _EMPTY_WEIGHTS) from None
         raise
 
 
@@ -186,8 +194,8 @@ class _Inspection:
         self._unit, self._open, self._unfollowed = unit, opener, unfollowed
         self._unit_files = frozenset(unit.files)
         self._examined: set[str] = set()
-        self.findings: list[Finding] = []
-        self.uncovered: list[Uncovered] = []
+        self.findings: list[UnitProblem] = []
+        self.uncovered: list[UndigestedContent] = []
         self.notes: list[Note] = []
         self.sound = 0  # number of files that were checked and found sound
 
@@ -258,35 +266,35 @@ class _Inspection:
         try:
             with self._open(path) as source:
                 result = check(source)
-        except Changed as error:
+        except ChangedFile as error:
             self._add_finding(path, "changing", f"still being written: {error}")
         except OSError as error:
             self._add_finding(path, "unreadable", error.strerror or str(error))
-        except Damaged as error:
+        except DamagedFile as error:
             # A JSON file of no known program may be lines of JSON, or a dialect, but not the beginning of a value.
             is_cut = error.reason.startswith(CUT)
             is_unknown = self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json")
             if error.reason == _EMPTY_WEIGHTS or (is_unknown and error.reason == EMPTY):  # a program may write it so
                 self._add_finding(path, "unknown", error.reason, error.offset)
             elif is_unknown and not is_cut:
-                self.uncovered.append(Uncovered(path, str(error)))
+                self.uncovered.append(UndigestedContent(path, str(error)))
             else:
                 self._add_finding(path, "damaged", error.reason, error.offset)
-        except Unfinished as error:
+        except UnfinishedFile as error:
             self._add_finding(path, "incomplete", str(error))
-        except Unchecked as error:
+        except UncheckedFile as error:
             if isinstance(error, NoFormat) or self._unit.layout in (DIRECTORY, OWN):
-                self.uncovered.append(Uncovered(path, str(error)))
+                self.uncovered.append(UndigestedContent(path, str(error)))
             else:
                 self._add_finding(path, "unknown", str(error))
         else:
             self.sound += 1
             if isinstance(result, Sound) and result.uncovered:
-                self.uncovered.append(Uncovered(path, result.uncovered))
+                self.uncovered.append(UndigestedContent(path, result.uncovered))
             if isinstance(result, Sound) and result.note:
                 self.notes.append(Note(path, result.note))
             return result
         return None
 
     def _add_finding(self, path: str, status: Status, reason: str, offset: int | None = None) -> None:
-        self.findings.append(Finding(path, offset, status, reason))
+        self.findings.append(UnitProblem(path, offset, status, reason))

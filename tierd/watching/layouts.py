@@ -27,7 +27,7 @@ from tierd.watching.completeness import (
     temporary_name,
     unfinished,
 )
-from tierd.watching.directory_layouts import Claim, claim
+from tierd.watching.directory_layouts import DirectoryLayout, claim
 from tierd.watching.listing import Listing, below, joined
 from tierd.watching.loose_files import LISTS_OF_PARTS, file_units, is_config, lone_file
 from tierd.watching.own_layout import own_units
@@ -94,7 +94,7 @@ def _units_in(directory: Directory) -> list[Unit]:
         child = directory.at(joined(directory.path, name))
         claimed = claim(child)
         if claimed is None and is_checkpoint(child):
-            claimed = Claim(DIRECTORY, None)
+            claimed = DirectoryLayout(DIRECTORY, None)
         if claimed is not None:
             direct.append(_unit_in(child, claimed))
             continue
@@ -102,7 +102,7 @@ def _units_in(directory: Directory) -> list[Unit]:
         if step is None and (counted := counted_step(name)) is not None and not holds_saves(child):
             step = counted
         if name in parts or (step is not None and has_weights(child)):
-            direct.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
+            direct.append(replace(_unit_in(child, DirectoryLayout(DIRECTORY, None)), step=step))
             continue
         child_units = _units_in(child)
         is_all = len(child_units) == 1 and _is_all_below(child, child_units[0]) and child_units[0].step is None
@@ -112,7 +112,7 @@ def _units_in(directory: Directory) -> list[Unit]:
             or _is_one_checkpoint(child, child_units)
             or (not child_units and _is_of_step_beside(child, direct))
         ):
-            direct.append(_unit_in(child, Claim(DIRECTORY, None)))
+            direct.append(_unit_in(child, DirectoryLayout(DIRECTORY, None)))
         elif is_all:
             direct += child_units
         else:
@@ -200,7 +200,7 @@ def _is_all_below(directory: Directory, unit: Unit) -> bool:
     return sorted((*unit.files, *unit.strange)) == [path for path, _ in below(directory.tree, directory.path)]
 
 
-def _unit_in(directory: Directory, claimed: Claim) -> Unit:
+def _unit_in(directory: Directory, claimed: DirectoryLayout) -> Unit:
     inside = list(below(directory.tree, directory.path))
     files = tuple(path for path, entry in inside if entry.kind == "file")
     strange = tuple(path for path, entry in inside if entry.kind != "file")

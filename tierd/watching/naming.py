@@ -27,7 +27,7 @@ import xxhash
 
 from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
-from tierd.watching.describe import Described
+from tierd.watching.describe import UnitDescription
 from tierd.watching.step_in_name import (
     are_ends_of_run,
     counted_step,
@@ -44,7 +44,7 @@ _LATEST_NS = 3_155_760_000 * 10**9  # 2070
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class KnownCheckpoints:
     """The checkpoints of a run that any place has.
 
     Attributes:
@@ -57,13 +57,17 @@ class History:
     origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
     unread: frozenset[CheckpointId] = frozenset()
 
-    def with_one(self, checkpoint: CheckpointId, created: datetime, origin: CheckpointId | None) -> History:
+    def with_one(self, checkpoint: CheckpointId, created: datetime, origin: CheckpointId | None) -> KnownCheckpoints:
         """Return this history with one more checkpoint."""
-        return History({**self.made, checkpoint: created}, {**self.origins, checkpoint.attempt: origin}, self.unread)
+        return KnownCheckpoints(
+            {**self.made, checkpoint: created}, {**self.origins, checkpoint.attempt: origin}, self.unread
+        )
 
-    def merged(self, newer: History) -> History:
+    def merged(self, newer: KnownCheckpoints) -> KnownCheckpoints:
         """Return both histories; `newer` was observed later."""
-        return History({**self.made, **newer.made}, {**self.origins, **newer.origins}, newer.unread - self.made.keys())
+        return KnownCheckpoints(
+            {**self.made, **newer.made}, {**self.origins, **newer.origins}, newer.unread - self.made.keys()
+        )
 
     def find(self, step: int, created: datetime) -> list[CheckpointId]:
         """Return the checkpoints that have this step and were finished at this time."""
@@ -71,7 +75,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class UnitName:
     """The name of a unit's checkpoint, and the origin of its attempt.
 
     Attributes:
@@ -84,7 +88,7 @@ class Named:
     below: bool = False
 
 
-def history(inventory: Inventory, run: str) -> History:
+def history(inventory: Inventory, run: str) -> KnownCheckpoints:
     """Return the history of a run, as observed in all places."""
     created: dict[CheckpointId, datetime] = {}
     names: set[CheckpointId] = set()
@@ -93,7 +97,7 @@ def history(inventory: Inventory, run: str) -> History:
             names.add(copy.id)
             if facts := copy.spoken:
                 created[copy.id] = facts.created
-    return History(created, inventory.origins(run), frozenset(names - created.keys()))
+    return KnownCheckpoints(created, inventory.origins(run), frozenset(names - created.keys()))
 
 
 def made_at(modified_ns: int) -> datetime:
@@ -110,7 +114,7 @@ def is_in_range(modified_ns: int) -> bool:
     return 0 <= modified_ns < _LATEST_NS
 
 
-def step_of(described: Described, created: datetime) -> int:
+def step_of(described: UnitDescription, created: datetime) -> int:
     """Return a unit's step; of a unit that has none, its order."""
     return order_of(created) if described.step is None else described.step
 
@@ -171,10 +175,10 @@ def name_unit(
     path: str,
     step: int,
     created: datetime,
-    history: History,
+    history: KnownCheckpoints,
     after: CheckpointId | None = None,
     series: Mapping[CheckpointId, datetime] = MappingProxyType({}),
-) -> Named:
+) -> UnitName:
     """Name the checkpoint of a unit that `history` does not have.
 
     Args:
@@ -197,7 +201,7 @@ def name_unit(
         checkpoint = CheckpointId(run, attempt, step)
         is_between = (lower_bound is None or checkpoint > lower_bound) and (newer is None or checkpoint < newer)
         if is_between and _keeps_order(checkpoint, created, history, peers):
-            return Named(checkpoint, history.origins.get(attempt))
+            return UnitName(checkpoint, history.origins.get(attempt))
     token = xxhash.xxh3_64_hexdigest(f"{run}\0{path}\0{step}\0{created.isoformat()}".encode())[:8]
     at_ms = (created - _UNIX_EPOCH) // timedelta(milliseconds=1)
     if newer is not None or any(at > created for at in peers.values()):  # by a launch from before the newest one
@@ -207,9 +211,9 @@ def name_unit(
             attempt = f"{max(0, min(max(at_ms, from_ms), limit_ms - 1)):012x}-{token}"
             assert is_attempt(attempt)
             checkpoint = CheckpointId(run, attempt, step)
-            return Named(checkpoint, None, below=lower_bound is not None and checkpoint < lower_bound)
+            return UnitName(checkpoint, None, below=lower_bound is not None and checkpoint < lower_bound)
     origin = _find_origin(step, attempts, history)
-    return Named(CheckpointId(run, next_attempt(at_ms, attempts, token), step), origin)
+    return UnitName(CheckpointId(run, next_attempt(at_ms, attempts, token), step), origin)
 
 
 def _launch_ms(attempt: str) -> int:
@@ -236,7 +240,7 @@ def _neighbours(
 
 
 def _keeps_order(
-    checkpoint: CheckpointId, created: datetime, history: History, peers: Mapping[CheckpointId, datetime]
+    checkpoint: CheckpointId, created: datetime, history: KnownCheckpoints, peers: Mapping[CheckpointId, datetime]
 ) -> bool:
     """Whether an attempt stays in order with a checkpoint: later steps were made later, and each step once."""
     same_attempt = [recorded for recorded in history.made if recorded.attempt == checkpoint.attempt]
@@ -254,7 +258,7 @@ def _keeps_order(
     )
 
 
-def _find_origin(step: int, attempts: list[str], history: History) -> CheckpointId | None:
+def _find_origin(step: int, attempts: list[str], history: KnownCheckpoints) -> CheckpointId | None:
     """Return the newest checkpoint of the timeline below a step: that is where a program that went back began."""
     attempt, below = next(iter(attempts), None), step
     while attempt is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.seeds import examples
 
-from tierd.client.preemption.agreement import LATE_S, Agreement, Notice
+from tierd.client.preemption.agreement import LATE_S, Notice, StepAgreement
 from tierd.core.advice.notice import KNOWN_S, fit
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.inventory import Sent
@@ -56,7 +56,7 @@ class Board:
         return {key: value for key, (seen, value) in found.items() if seen <= self._clock.now}
 
 
-def settle(ranks: Collection[Agreement], board: Board, clock: Clock) -> None:
+def settle(ranks: Collection[StepAgreement], board: Board, clock: Clock) -> None:
     """Let all ranks read and write notes until there is no more to say."""
     for _ in range(20):
         clock.now += 1.0
@@ -69,7 +69,7 @@ class Rank:
 
     def __init__(self, job: Job, number: int) -> None:
         self.job, self.number = job, number
-        self.agreement = Agreement(number, job.world, "m/", POLL_S)
+        self.agreement = StepAgreement(number, job.world, "m/", POLL_S)
         self.step, self.ended, self.due_at = 0, False, None
         if job.world > 1:
             job.clock.after(job.noise.uniform(0, POLL_S), self._talk)
@@ -189,7 +189,7 @@ def test_rank_that_asked_further_than_the_rank_with_the_notice_decides_the_step(
     clock = Clock()
     board = Board(clock, random.Random(3))
     board.noise = random.Random(0)
-    first, second = Agreement(0, 2, "m/"), Agreement(1, 2, "m/")
+    first, second = StepAgreement(0, 2, "m/"), StepAgreement(1, 2, "m/")
     assert not first.due(4) and not second.due(4) and not second.due(5)
     first.offer(Notice("SIGTERM", "SIGTERM", 0.0))
     settle([first, second], board, clock)
@@ -200,7 +200,7 @@ def test_rank_that_asked_further_than_the_rank_with_the_notice_decides_the_step(
 def test_a_notice_before_a_restore_is_due_at_the_first_step_after_it() -> None:
     clock = Clock()
     board = Board(clock, random.Random(2))
-    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    ranks = [StepAgreement(number, 2, "m/") for number in range(2)]
     for one in ranks:
         assert not one.due(500)
     ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
@@ -214,7 +214,7 @@ def test_after_a_restore_that_failed_on_one_rank_and_one_more_all_ranks_are_due(
     """An interrupt ended it on rank 1 after all had loaded, then all restored again."""
     clock = Clock()
     board = Board(clock, random.Random(2))
-    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    ranks = [StepAgreement(number, 2, "m/") for number in range(2)]
     ranks[0].restored(2)
     for one in ranks:
         one.restored(5)
@@ -227,7 +227,7 @@ def test_after_a_restore_that_failed_on_one_rank_and_one_more_all_ranks_are_due(
 def test_same_notice_counts_once_and_a_different_notice_counts_again() -> None:
     clock = Clock()
     board = Board(clock, random.Random(1))
-    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    ranks = [StepAgreement(number, 2, "m/") for number in range(2)]
 
     ranks[0].offer(Notice("SIGUSR1", "SIGUSR1", 0.0))
     settle(ranks, board, clock)
@@ -244,7 +244,7 @@ def test_second_notice_does_not_replace_the_notice_that_another_rank_has_met() -
     """Rank 0 has asked at step 11 when the next notice comes, and rank 1 has not."""
     clock = Clock(now=100.0)
     board = Board(clock, random.Random(1))
-    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    ranks = [StepAgreement(number, 2, "m/") for number in range(2)]
 
     assert [one.due(10) for one in ranks] == [False, False]
     ranks[0].offer(Notice("ec2 terminate", "ec2 terminate", 100.0))
@@ -260,7 +260,7 @@ def test_second_notice_does_not_replace_the_notice_that_another_rank_has_met() -
 def test_of_two_notices_that_are_due_at_one_step_the_earlier_counts() -> None:
     clock = Clock()
     board = Board(clock, random.Random(1))
-    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    ranks = [StepAgreement(number, 2, "m/") for number in range(2)]
     for key in ("ec2 terminate", "SIGTERM"):
         ranks[0].offer(Notice(key, key, clock.now))
         settle(ranks, board, clock)
@@ -269,7 +269,7 @@ def test_of_two_notices_that_are_due_at_one_step_the_earlier_counts() -> None:
 
 
 def test_lone_rank_is_due_until_a_save_counts() -> None:
-    alone = Agreement(0, 1)
+    alone = StepAgreement(0, 1)
     assert not alone.due(1)
     alone.offer(Notice("SIGTERM", "SIGTERM", 7.0))
     assert alone.due(2) and alone.due(3) and (alone.why, alone.since_s) == ("SIGTERM", 7.0)
@@ -280,7 +280,7 @@ def test_lone_rank_is_due_until_a_save_counts() -> None:
 def test_a_rank_that_is_gone_holds_the_others_up_for_seconds_and_is_named(caplog) -> None:
     clock = Clock()
     board = Board(clock, random.Random(1))
-    ranks = [Agreement(number, 3, "m/") for number in range(3)]
+    ranks = [StepAgreement(number, 3, "m/") for number in range(3)]
     ranks[1].offer(Notice("SIGTERM", "SIGTERM to rank 1", 0.0))
     with caplog.at_level(logging.ERROR, "tierd"):
         while clock.now < LATE_S + 5:
@@ -296,7 +296,7 @@ def test_a_rank_that_is_gone_holds_the_others_up_for_seconds_and_is_named(caplog
 def test_rank_without_rank_0_continues_after_a_while(caplog) -> None:
     clock = Clock()
     board = Board(clock, random.Random(1))
-    alone = Agreement(1, 2, "m/")
+    alone = StepAgreement(1, 2, "m/")
     alone.offer(Notice("SIGTERM", "SIGTERM", 0.0))
     while clock.now < 2 * LATE_S + 5:
         clock.now += 0.5

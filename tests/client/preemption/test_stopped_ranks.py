@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tierd.client.preemption import agreement
-from tierd.client.preemption.agreement import LATE_S, Agreement, Notice
+from tierd.client.preemption.agreement import LATE_S, Notice, StepAgreement
 
 LATER_S = 4.0 + 3 * LATE_S  # when the process continues
 
@@ -28,9 +28,9 @@ class Board:
         return {key: self._notes[key] for key in keys if key in self._notes}
 
 
-def stopped_behind_its_note(board: Board) -> list[Agreement]:
+def stopped_behind_its_note(board: Board) -> list[StepAgreement]:
     """Two ranks that asked at step 10, and a word of rank 0 that rank 1 has not read."""
-    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    ranks = [StepAgreement(number, 2, "m/") for number in range(2)]
     assert [one.due(10) for one in ranks] == [False, False]
     ranks[0].offer(Notice("SIGTERM", "SIGTERM", 0.0))
     for rank, now_s in ((0, 1.0), (1, 2.0), (1, 3.0), (0, 4.0)):
@@ -61,7 +61,7 @@ def test_a_rank_that_cannot_read_gives_up_as_well(caplog) -> None:
 
 def test_training_that_was_stopped_in_due_leaves_the_other_thread_time_to_read(monkeypatch) -> None:
     """The whole process was stopped in the first wait, and the other thread reads the word in the second."""
-    board, ranks = Board(), list[Agreement]()
+    board, ranks = Board(), list[StepAgreement]()
     waits: list[float] = []
 
     class Stopped(threading.Condition):
@@ -83,7 +83,7 @@ def test_training_that_was_stopped_in_due_leaves_the_other_thread_time_to_read(m
     assert len(waits) == 2
 
 
-def advance_until_it_gives_up(rank: Agreement, board: Board, now_s: float) -> float:
+def advance_until_it_gives_up(rank: StepAgreement, board: Board, now_s: float) -> float:
     """Return the time at which `rank`, which polls twice a second, gave the turn up."""
     rank.advance(board, now_s)
     while rank.frozen_s is not None:
@@ -92,13 +92,13 @@ def advance_until_it_gives_up(rank: Agreement, board: Board, now_s: float) -> fl
     return now_s
 
 
-def answers(ranks: list[Agreement]) -> list[list[bool]]:
+def answers(ranks: list[StepAgreement]) -> list[list[bool]]:
     """Each rank's answers at the next two steps."""
     return [[one.due(step) for step in (11, 12)] for one in ranks]
 
 
-def noticed_by_rank_1() -> list[Agreement]:
-    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+def noticed_by_rank_1() -> list[StepAgreement]:
+    ranks = [StepAgreement(number, 2, "m/") for number in range(2)]
     assert [one.due(10) for one in ranks] == [False, False]
     ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
     return ranks
@@ -150,7 +150,7 @@ def test_the_time_in_which_all_ranks_were_stopped_is_no_time_that_a_rank_waited(
     assert answers(ranks) == [[True, False], [True, False]]
 
 
-def hanging(rank: Agreement, board: Board, monkeypatch) -> None:
+def hanging(rank: StepAgreement, board: Board, monkeypatch) -> None:
     """Let the thread of `rank` that talks hang in a read until training has waited for it in vain."""
     read = board.read
 
@@ -194,7 +194,7 @@ def reading_takes(seconds: float, board: Board, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("world", "agree"), [(2, False), (900, True)])
 def test_many_ranks_may_take_longer_to_read(world, agree, monkeypatch) -> None:
-    board, ranks = Board(), [Agreement(rank, world) for rank in range(2)]
+    board, ranks = Board(), [StepAgreement(rank, world) for rank in range(2)]
     for rank in ranks:
         rank.due(10)
     ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
@@ -208,7 +208,7 @@ def test_many_ranks_may_take_longer_to_read(world, agree, monkeypatch) -> None:
 
 
 def test_a_slow_board_keeps_no_rank_from_the_word_that_there_is_no_step(monkeypatch) -> None:
-    board, rank = Board(), Agreement(0, 2)
+    board, rank = Board(), StepAgreement(0, 2)
     rank.due(10)
     rank.offer(Notice("SIGTERM", "SIGTERM", 0.0))
     reading_takes(5.0, board, monkeypatch)

@@ -21,7 +21,7 @@ from support.threads import together
 from support.waiting import BOUND_S
 from support.world import Daemon
 
-from tierd.client.preemption.agreement import Agreement, Notice
+from tierd.client.preemption.agreement import Notice, StepAgreement
 from tierd.client.ranks.board import DirectoryBoard, StoreBoard
 from tierd.client.ranks.note_exchange import NoteExchange
 from tierd.client.ranks.tier_board import TierBoard
@@ -71,7 +71,7 @@ def test_every_rank_gets_every_ranks_note(boards):
 def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
     """A notice of preemption is agreed on while the ranks exchange something else."""
     made = exchanges(boards, 2)
-    sides = [Agreement(rank, 2, exchange.notes()[1]) for rank, exchange in enumerate(made)]
+    sides = [StepAgreement(rank, 2, exchange.notes()[1]) for rank, exchange in enumerate(made)]
     notes = [exchange.notes()[0] for exchange in made]
     sides[1].offer(Notice("SIGTERM", "SIGTERM", time.monotonic()))
 

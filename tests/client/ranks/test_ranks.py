@@ -14,7 +14,7 @@ from support.world import Daemon, attempt, commit, part
 
 import tierd
 from tierd.client.checkpointer import made_of
-from tierd.client.ranks.attempts import Beginning, Clock
+from tierd.client.ranks.attempts import Beginning, RankClock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import source
 from tierd.client.restoring.restorer import Restorer
@@ -446,14 +446,14 @@ def test_notes_of_ranks_are_small_and_have_a_schema(monkeypatch):
     """No pickle: what is no such value is refused, and ranks that are at different calls are told so."""
     made = Group(2)
     made.install(monkeypatch)
-    said = Beginning(run="run", world=2, clock=Clock(7, "0" * 8, None))
+    said = Beginning(run="run", world=2, clock=RankClock(7, "0" * 8, None))
 
     def say(number: int) -> list:
         with torch.device("meta"):  # as `set_default_device` leaves it
             return Ranks().gather(said)
 
     assert made.run(say) == [[said, said]] * 2
-    mixed = made.run(lambda number: Ranks().gather((said, Clock(1, "", None))[number]))
+    mixed = made.run(lambda number: Ranks().gather((said, RankClock(1, "", None))[number]))
     assert all(isinstance(error, StoreUnavailable) for error in mixed)
     assert "this rank is at Beginning, and rank 1 is at Clock" in str(mixed[0])
 

@@ -214,7 +214,7 @@ def test_without_a_daemon_the_wait_ends(tmp_path):
 
 def test_an_older_daemon_is_named_as_the_side_to_upgrade(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        decoding, "_decoder", decoding.msgspec.json.Decoder(messages.Hello | messages.Attach | messages.Status)
+        decoding, "_decoder", decoding.msgspec.json.Decoder(messages.Hello | messages.Attach | messages.StatusRequest)
     )
     monkeypatch.delitem(decoding.REQUESTS, "notes")
     with (

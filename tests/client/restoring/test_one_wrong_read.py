@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.world import RUN, commit, content, corrupt, part
 
-from tierd.client.restoring.ranged_reader import Files
+from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.source import NodeSource
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import MANIFEST_NAME
@@ -35,7 +35,7 @@ class WrongReads:
 
 
 def ranges(spool: Spool) -> bytes:
-    files = Files(spool, PART.checkpoint, PART.world, None, "")
+    files = PartFiles(spool, PART.checkpoint, PART.world, None, "")
     return b"".join(bytes(data) for _, data in files.read([files.span(PART, "weights.bin")]))
 
 

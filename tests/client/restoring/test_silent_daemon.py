@@ -27,7 +27,7 @@ from tierd.client.restoring import source
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, StoreUnavailable, TierdError
 from tierd.ipc import daemon_start
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 
 HELLO_S = 1.0  # that a greeting is waited for here; five seconds otherwise
 MOST_S = 12.0  # about five seconds are promised, once, and the machine may be busy; it was thirty, again and again
@@ -57,7 +57,7 @@ def status(spool) -> dict:
     """As the daemon says; empty where none answers."""
     try:
         with Link(spool) as asked:
-            return asked.ask(Status(), 60)["status"]
+            return asked.ask(StatusRequest(), 60)["status"]
     except DaemonUnavailable:
         return {}
 
@@ -212,6 +212,6 @@ def test_closing_waits_for_it_for_seconds(spool, tmp_path, stopped, caplog):
 
 def test_a_question_to_it_names_it_after_seconds(spool, stopped):
     with within(MOST_S), pytest.raises(DaemonSilent) as raised, Link(spool, greeting_s=HELLO_S) as asked:
-        asked.ask(Status())
+        asked.ask(StatusRequest())
     assert names_it(raised.value, stopped.pid)
     assert isinstance(raised.value, TierdError)

@@ -21,7 +21,7 @@ from tierd.core.manifest import DRAFT_NAME
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
@@ -49,7 +49,7 @@ def spool(tmp_path) -> Spool:
 def store(tmp_path) -> Double:
     home, store = Spool(tmp_path / "home"), Double()
     commit(home, PART, FILES)
-    asyncio.run(flush(home, PART, Route(store)))
+    asyncio.run(flush(home, PART, TierUploadContext(store)))
     return store
 
 

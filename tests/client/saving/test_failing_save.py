@@ -18,7 +18,7 @@ from tierd.client import attachment
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable, StoreUnavailable
-from tierd.ipc.messages import Failed
+from tierd.ipc.messages import SaveGivenUp
 
 
 class Disk:
@@ -136,7 +136,7 @@ def test_failures_are_reported_in_their_order_though_the_first_report_takes_long
     monkeypatch.setattr(attachment, "Link", slow)
     tie = attachment.Attachment(spool, None, "run")
     for step in (1, 2, 3, 4):
-        tie.report(Failed(part=part(step), why="no room"))
+        tie.report(SaveGivenUp(part=part(step), why="no room"))
     tie.close()
     assert [event.step for event in daemon.reconciler.journal.events if event.what == "persist failed"] == [1, 2, 3, 4]
 

@@ -470,7 +470,7 @@ def test_a_client_keeps_no_descriptor_that_it_did_not_ask_for(packet):
 def test_a_recall_that_brings_the_wrong_memory_leaves_no_descriptor(spool, monkeypatch):
     ours, daemons = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line, before = client.HandoffClient(spool), len(os.listdir("/proc/self/fd"))
-    line.line = client.Connection(ours, {}, 5.0)
+    line.line = client.HandoffConnection(ours, {}, 5.0)
     socket.send_fds(daemons, [b'{"ok":true,"tensors":1,"manifest":1,"tree":1}'], [daemons.fileno()] * 2)
     assert line.recall(PartId(CheckpointId("run", "000000000001-00000001", 1), 0, 1)) is None
     assert len(os.listdir("/proc/self/fd")) == before

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tierd.client.saving.sampling import _WHOLE, Late, TensorSample
+from tierd.client.saving.sampling import _WHOLE, DeferredTensors, TensorSample
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.float8_e5m2, torch.int64]
 
@@ -20,7 +20,7 @@ def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def noted(live: dict[str, torch.Tensor]) -> TensorSample:
-    return TensorSample(Late(live), live)
+    return TensorSample(DeferredTensors(live), live)
 
 
 def compare(sample: TensorSample, live: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> list[str]:

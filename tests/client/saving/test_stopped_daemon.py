@@ -403,7 +403,7 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
         handed_over = [slot.arena for slot in made_of(ckpt).pipeline.slots]
         assert all(handed_over) and ckpt.stats.handed_over == 2
         working.go.clear()
-        made_of(ckpt).handoff.line = client.Connection(
+        made_of(ckpt).handoff.line = client.HandoffConnection(
             made_of(ckpt).handoff.line.connection, made_of(ckpt).handoff.line.handed_over, 0.2
         )
         ckpt.save(3, state).wait(timeout=60)

@@ -6,7 +6,7 @@ from support.inventories import checkpoint, part, solo
 
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.planning.unflushed import TierTrouble, Unflushed, by_tier, describe, remaining
+from tierd.core.planning.unflushed import TierTrouble, UnflushedParts, by_tier, describe, remaining
 
 STEPS = {step: part(checkpoint(1, step)) for step in range(1, 5)}
 
@@ -55,9 +55,9 @@ def test_a_sentence_names_a_few_parts_and_counts_the_rest() -> None:
 
 def test_trouble_is_reported_only_when_no_tier_accepts_anything() -> None:
     down, fine = TierTrouble(reached=False, error="no such directory"), TierTrouble(reached=True)
-    assert Unflushed(tiers={"a": down}).trouble == "a: no such directory"
-    assert Unflushed(tiers={"a": down, "b": down}).trouble == "a: no such directory; b: no such directory"
-    assert Unflushed(tiers={"a": down, "b": fine}).trouble is None
-    assert Unflushed(tiers={"a": TierTrouble(reached=False)}).trouble is None  # nobody has looked yet
-    assert Unflushed(tiers={"a": fine}, paused="until resumed").trouble == "paused: until resumed"
+    assert UnflushedParts(tiers={"a": down}).trouble == "a: no such directory"
+    assert UnflushedParts(tiers={"a": down, "b": down}).trouble == "a: no such directory; b: no such directory"
+    assert UnflushedParts(tiers={"a": down, "b": fine}).trouble is None
+    assert UnflushedParts(tiers={"a": TierTrouble(reached=False)}).trouble is None  # nobody has looked yet
+    assert UnflushedParts(tiers={"a": fine}, paused="until resumed").trouble == "paused: until resumed"
     assert fine.accepts and not down.accepts and not TierTrouble(reached=False).accepts

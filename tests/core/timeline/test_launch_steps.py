@@ -6,7 +6,7 @@ import pytest
 from support.world import RUN, attempt
 
 from tierd.core.report import Checkpoint
-from tierd.core.timeline.head import Known
+from tierd.core.timeline.head import LaunchRecord
 from tierd.core.timeline.launch_steps import launch_steps
 
 FIRST, SECOND = attempt(1), attempt(2)
@@ -29,7 +29,7 @@ def checkpoint(step: int, of: str, origin: str | None = None) -> Checkpoint:
     ],
 )
 def test_a_rollback_keeps_its_length(left: tuple[int, ...], newest: int | None, lost: int) -> None:
-    heads = {FIRST: Known(resumed_from=None, newest=newest), SECOND: Known(resumed_from=None, newest=80)}
+    heads = {FIRST: LaunchRecord(resumed_from=None, newest=newest), SECOND: LaunchRecord(resumed_from=None, newest=80)}
     saved = [checkpoint(step, FIRST) for step in left] + [checkpoint(80, SECOND, f"{50:012}.{FIRST}")]
     found = launch_steps(saved, lambda run: heads if run == RUN else {})
     assert [(one.attempt, one.from_step, one.lost_steps) for one in found][-1] == (SECOND, 50, lost)

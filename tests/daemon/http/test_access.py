@@ -15,7 +15,7 @@ from support.web import get, sent, serving
 from tierd.core.config import HttpConfig, from_toml
 from tierd.core.errors import ConfigError
 from tierd.daemon.http.access import Access, access_of, tls_of
-from tierd.daemon.http.views import Shared
+from tierd.daemon.http.views import SharedAnswer
 
 CONNECTIONS = 32  # that the server has at a time
 TOKEN = "0123456789abcdef" * 4
@@ -248,7 +248,7 @@ async def _end(reader: asyncio.StreamReader) -> bytes:
 
 async def test_no_more_connections_are_served_than_there_are_slots(spool, tmp_path, monkeypatch) -> None:
     answering, most = 0, 0
-    real = Shared.get
+    real = SharedAnswer.get
 
     async def counted(self) -> bytes:
         nonlocal answering, most
@@ -260,7 +260,7 @@ async def test_no_more_connections_are_served_than_there_are_slots(spool, tmp_pa
         finally:
             answering -= 1
 
-    monkeypatch.setattr(Shared, "get", counted)
+    monkeypatch.setattr(SharedAnswer, "get", counted)
 
     async with serving(spool, tmp_path / "tier") as http:
         found = await asyncio.gather(*(get(http.address, "/status") for _ in range(3 * CONNECTIONS)))
@@ -287,13 +287,13 @@ async def test_silent_clients_give_way_to_a_probe(spool, tmp_path, monkeypatch) 
 async def test_a_slow_answer_does_not_give_way(spool, tmp_path, monkeypatch) -> None:
     """The client has sent its request; that others wait is no reason to leave it without an answer."""
     timed(monkeypatch, http_grace_s=0.05)
-    real = Shared.get
+    real = SharedAnswer.get
 
     async def slow(self) -> bytes:
         await asyncio.sleep(0.5)
         return await real(self)
 
-    monkeypatch.setattr(Shared, "get", slow)
+    monkeypatch.setattr(SharedAnswer, "get", slow)
 
     async with serving(spool, tmp_path / "tier") as http:
         found = await asyncio.gather(*(get(http.address, "/status") for _ in range(2 * CONNECTIONS)))

@@ -14,7 +14,7 @@ import msgspec
 from support.web import get, serving
 from support.world import attempt, commit, part
 
-from tierd.daemon.http.views import Shared
+from tierd.daemon.http.views import SharedAnswer
 
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ async def test_answers_are_shared() -> None:
         await asyncio.sleep(0)
         return b"answer"
 
-    shared = Shared(counted)
+    shared = SharedAnswer(counted)
     assert set(await asyncio.gather(*(shared.get() for _ in range(50)))) == {b"answer"}
     assert calls == 1
 

@@ -28,7 +28,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers.identity import check_identities, ensure_identity, put_identity, read_identity
-from tierd.doctor.examine import Examined, examine
+from tierd.doctor.examine import ExaminationScope, examine
 from tierd.doctor.tier import Subject
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
@@ -350,6 +350,6 @@ def test_doctor_names_the_tier_that_is_the_place_of_another(tmp_path, recorded):
     if recorded:
         asyncio.run(put_identity(store))
     tiers = [Subject(name, parse_url(str(tmp_path / name)), store, None) for name in "ab"]
-    findings = asyncio.run(examine(Examined(None, 3, 60.0, tiers)))
+    findings = asyncio.run(examine(ExaminationScope(None, 3, 60.0, tiers)))
     assert [result.place for result in findings if result.finding == "another tier's place"] == ["b"]
     assert recorded or not (tmp_path / "a" / "README.md.id").exists()

@@ -15,7 +15,7 @@ from tierd.daemon.status import status
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.events.journal import Journal
 
 
@@ -74,7 +74,7 @@ async def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
     store = Double()
     for step in range(4):
         commit(spool, part(step))
-        await flush(spool, part(step), Route(store))
+        await flush(spool, part(step), TierUploadContext(store))
     eye = TierObserver(store)
     seen = await eye.observe({RUN})
     to_delete = [part(step).checkpoint for step in range(2)]
@@ -97,10 +97,10 @@ async def test_checkpoint_that_a_node_is_flushing_is_kept_while_others_of_its_pa
     for step in range(3):
         commit(spool, part(step, rank=0, world=2))
         commit(spool, part(step, rank=1, world=2))
-        await flush(spool, part(step, rank=0, world=2), Route(store))
+        await flush(spool, part(step, rank=0, world=2), TierUploadContext(store))
     eye = TierObserver(store)
     seen = await eye.observe({RUN}, {RUN: {0}})
-    await flush(spool, part(1, rank=1, world=2), Route(store))
+    await flush(spool, part(1, rank=1, world=2), TierUploadContext(store))
     to_delete = [part(step, rank=0, world=2).checkpoint for step in range(2)]
     done = await prune(store, to_delete, "", eye.manifests, seen)
     assert done.gone == {to_delete[0]}

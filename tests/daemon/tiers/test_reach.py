@@ -16,7 +16,7 @@ from tierd.cli import run
 from tierd.core.errors import DeleteRefused, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.reach import Reach, reach
+from tierd.daemon.tiers.reach import TierAccess, reach
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
 from tierd.stores.file_tree import FileTree
@@ -27,10 +27,10 @@ __all__ = ["credentials"]  # the fixture
 PROBE = "p/.tierd-probe"  # stays on a server that verifies no checksum and lets nothing be deleted
 
 
-def reached(bucket: Bucket) -> tuple[Reach, set[str]]:
+def reached(bucket: Bucket) -> tuple[TierAccess, set[str]]:
     """What is found, and which objects are there afterwards that were not before."""
 
-    async def work() -> Reach:
+    async def work() -> TierAccess:
         store = S3Store(parse_url(bucket.url()))
         try:
             return await reach(store)
@@ -44,7 +44,7 @@ def reached(bucket: Bucket) -> tuple[Reach, set[str]]:
 
 
 def test_read_write_leaves_nothing_behind() -> None:
-    assert reached(Bucket()) == (Reach("read-write"), set())
+    assert reached(Bucket()) == (TierAccess("read-write"), set())
 
 
 @pytest.mark.parametrize("introduced", [True, False])
@@ -124,7 +124,7 @@ def test_tier_that_keeps_some_kinds_of_objects_is_append_only_and_names_them(run
                 raise DeleteRefused("AccessDenied")
             await super().delete(keys)
 
-    async def work() -> tuple[Reach, list[str]]:
+    async def work() -> tuple[TierAccess, list[str]]:
         store = Partly()
         if run:
             await store.put(f"{run}/pins/x", b"")
@@ -160,7 +160,7 @@ def test_tier_that_refuses_to_list_is_distinguished_from_a_silent_tier() -> None
         error = StoreFull
 
     for store, failure in ((Silent(), "no answer"), (Refusing(), "refused"), (Full(), "full")):
-        assert asyncio.run(reach(store)) == Reach(None, "injected", failure)
+        assert asyncio.run(reach(store)) == TierAccess(None, "injected", failure)
 
 
 def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Path, monkeypatch) -> None:
@@ -213,7 +213,7 @@ def test_another_node_that_tries_at_the_same_moment_is_no_fault(moment: str) -> 
                 await super().put(keys[0], b"the other's")
 
     store = Shared()
-    assert asyncio.run(reach(store)) == Reach("read-write")
+    assert asyncio.run(reach(store)) == TierAccess("read-write")
     assert not store.left and not list(store.keys)
 
 
@@ -223,7 +223,7 @@ def test_a_store_that_refuses_all_is_no_error() -> None:
             raise StoreRefused("no")
 
     closed: Store = Closed()
-    assert asyncio.run(reach(closed)) == Reach("read-only", "no")
+    assert asyncio.run(reach(closed)) == TierAccess("read-only", "no")
 
 
 def test_the_command_says_which_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

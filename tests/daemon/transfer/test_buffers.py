@@ -17,7 +17,7 @@ from tierd.daemon.transfer import download
 from tierd.daemon.transfer.buffers import KEPT, Buffers
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.direct_io import LARGE
 from tierd.spool.spool import Spool
 
@@ -64,7 +64,7 @@ def test_bytes_are_where_they_belong_however_long_writing_takes(tmp_path, monkey
     home, store, other = Spool(tmp_path / "home"), Double(), Double()
     commit(home, PART, FILES)
     for tier in (store, other):
-        asyncio.run(flush(home, PART, Route(tier)))
+        asyncio.run(flush(home, PART, TierUploadContext(tier)))
     real, gets = download.write_at, 0
 
     def slow(*args):

@@ -26,7 +26,7 @@ from tierd.daemon.transfer.copy import CopiedRun, copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.encrypted import EncryptedStore
@@ -45,7 +45,7 @@ async def source(spool: Spool, steps=(1, 2), world: int = 1, frozen: bool = Fals
             which = part(step, rank=rank, world=world)
             files = content(step, rank=rank) | ({"frozen": b"f" * 1000} if frozen else {})
             commit(spool, which, files, metrics={"loss": 1.0 / step})
-            await flush(spool, which, Route(store))
+            await flush(spool, which, TierUploadContext(store))
     return store
 
 
@@ -104,7 +104,7 @@ async def test_copy_is_complete_and_the_next_copy_sends_only_new_chunks(spool, t
     assert [(one.step, one.sent, one.was_there) for one in again.checkpoints] == [(1, 0, True), (2, 0, True)]
     for rank in range(2):
         commit(spool, part(3, rank=rank, world=2))
-        await flush(spool, part(3, rank=rank, world=2), Route(store))
+        await flush(spool, part(3, rank=rank, world=2), TierUploadContext(store))
     third = await copy(store, target, to_run)
     assert [one.was_there for one in third.checkpoints] == [True, True, False]
     assert {key.split("/")[2][:12] for key in target.puts(is_chunk)} == {f"{3:012}"}
@@ -163,7 +163,7 @@ async def test_copy_ends_with_every_right_checkpoint_and_nothing_incomplete_in_a
         for rank in range(world):
             which = part(step, rank=rank, world=world)
             commit(spool, which, content(step, rank=rank) | {"frozen": b"f" * 1000})
-            await flush(spool, which, Route(store))
+            await flush(spool, which, TierUploadContext(store))
         left[step] = True
         if chance.random() < 0.3:
             gone = chance.choice(sorted(left))
@@ -214,7 +214,7 @@ async def test_checkpoint_that_is_corrupt_at_the_source_is_named_and_never_copie
 async def test_a_corrupt_manifest_at_the_source_is_named_too(spool):
     store, target = await source(spool, (1, 2)), Double()
     commit(spool, part(3, rank=0, world=2))
-    await flush(spool, part(3, rank=0, world=2), Route(store))  # its other part was never sent
+    await flush(spool, part(3, rank=0, world=2), TierUploadContext(store))  # its other part was never sent
     await flip(store, part(2).manifest_key)
     done = await copy(store, target)
     assert [one.step for one in done.checkpoints] == [1] and done.incomplete == 1
@@ -296,14 +296,14 @@ async def test_two_histories_do_not_mix_under_one_name(spool):
     await copy(store, target, NEW)
     fresh = part(5, launch=2, run=NEW)
     commit(spool, fresh, origin=CheckpointId(NEW, attempt(1), 2))
-    await flush(spool, fresh, Route(target))
+    await flush(spool, fresh, TierUploadContext(target))
     target.calls = []
     with pytest.raises(ConfigError, match="another run of that name"):
         await copy(store, target, NEW)
     assert target.puts() == []
     other = Double()
     commit(spool, part(1, run="b"), {"other": b"content"})
-    await flush(spool, part(1, run="b"), Route(other))
+    await flush(spool, part(1, run="b"), TierUploadContext(other))
     with pytest.raises(StoreRefused, match="other content"):
         await copy_run(store, await _renamed(other), RUN, RUN, None, None, Progress())
 

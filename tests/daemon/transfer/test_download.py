@@ -28,7 +28,7 @@ from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.direct_io import LARGE, PAGE
@@ -47,7 +47,7 @@ def store(tmp_path) -> Double:
     home = Spool(tmp_path / "home")
     commit(home, PART, FILES)
     store = Double()
-    asyncio.run(flush(home, PART, Route(store.inner)))
+    asyncio.run(flush(home, PART, TierUploadContext(store.inner)))
     return store
 
 
@@ -340,7 +340,7 @@ def test_large_chunks_that_begin_anywhere_in_a_page(spool, tmp_path, monkeypatch
     packing = Throughput()
     packing.encode = encode  # however fast the link is
     commit(home, PART, files)
-    asyncio.run(flush(home, PART, Route(store, encoding=Encoding(packing))))
+    asyncio.run(flush(home, PART, TierUploadContext(store, encoding=Encoding(packing))))
     assert {key.rpartition(".")[2] for key in asyncio.run(_keys(store)) if is_chunk(key)} == set(CODECS)
     asyncio.run(fetch(spool, PART, {"tier": store}))
     assert read(spool, PART) == files

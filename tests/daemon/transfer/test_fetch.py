@@ -22,7 +22,7 @@ from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
@@ -34,7 +34,7 @@ FILES = content(7)
 def flushed(spool: Spool, *stores) -> None:
     async def work():
         for store in stores:
-            await flush(spool, PART, Route(store))
+            await flush(spool, PART, TierUploadContext(store))
 
     asyncio.run(work())
 

@@ -19,11 +19,11 @@ from tierd.core.manifest_codec import decode
 from tierd.daemon.tiers.observe import base_of, observe_places
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.timings import USUAL
-from tierd.daemon.transfer.chunk_source import Twin
+from tierd.daemon.transfer.chunk_source import ReferenceCopy
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -34,7 +34,7 @@ FILES = content(7)
 def flushed(spool: Spool, *stores) -> None:
     async def work():
         for store in stores:
-            await flush(spool, PART, Route(store))
+            await flush(spool, PART, TierUploadContext(store))
 
     asyncio.run(work())
 
@@ -99,13 +99,13 @@ async def test_object_in_a_directory_is_digested_there_and_never_shown_if_it_dif
     store = Directory(tmp_path / "tier")
     store.spoil = lambda path: damage(path, harm)
     with pytest.raises(StoreUnavailable, match="read back"):
-        await flush(spool, PART, Route(store))
+        await flush(spool, PART, TierUploadContext(store))
     assert not (tmp_path / "tier" / PART.manifest_key).exists()
     for _ in range(100):  # a put that was cancelled may still end in its thread
         shutil.rmtree(tmp_path / "tier" / PART.checkpoint.run, ignore_errors=True)
         await asyncio.sleep(0.01)
     store.spoil = None
-    await flush(spool, PART, Route(store))
+    await flush(spool, PART, TierUploadContext(store))
     assert not store.got
     assert await restored(spool, store) == FILES
     await store.aclose()
@@ -205,7 +205,7 @@ async def test_a_base_that_cannot_be_read_is_not_shared_with(spool, error):
     commit(spool, old, FILES)
     commit(spool, new, FILES)
     store = Double()
-    await flush(spool, old, Route(store))
+    await flush(spool, old, TierUploadContext(store))
     place = (await observe_places(spool, {"a": store}, "run")).tiers["a"]
     assert place is not None
     found, _ = await base_of(store, place, new)
@@ -270,7 +270,7 @@ def test_chunk_that_a_server_verified_is_read_back_only_where_configured(spool, 
     commit(spool, PART)
     store = Double()
     store.verifies = "crc64nvme"
-    asyncio.run(flush(spool, PART, Route(store, reread=reread)))
+    asyncio.run(flush(spool, PART, TierUploadContext(store, reread=reread)))
     assert len([key for operation, key in store.calls if operation == "get" and is_chunk(key)]) == reads
     assert (("get", PART.manifest_key) in store.calls) == reread
     recorded = {chunk.stored.checked for chunk in manifest_on(store).chunks()}
@@ -287,7 +287,7 @@ def steps(spool: Spool, store: Double, *contents_of: dict[str, bytes]) -> list[M
         which = part(step)
         commit(spool, which, files)
         store.calls = []
-        asyncio.run(flush(spool, which, Route(store), base=found[-1] if found else None))
+        asyncio.run(flush(spool, which, TierUploadContext(store), base=found[-1] if found else None))
         found.append(manifest_on(store, which))
     return found
 
@@ -312,7 +312,7 @@ def test_shared_chunk_that_its_owner_has_lost_is_sent(spool):
     (first,) = steps(spool, store, {"w": b"x" * CHUNK + b"y" * CHUNK})
     asyncio.run(store.inner.delete([f"{first.run}/{next(first.chunks()).stored.key}"]))
     commit(spool, part(1), {"w": b"x" * CHUNK + b"y" * CHUNK})
-    asyncio.run(flush(spool, part(1), Route(store), base=first))
+    asyncio.run(flush(spool, part(1), TierUploadContext(store), base=first))
     assert manifest_on(store, part(1)).owners == {part(0).checkpoint, part(1).checkpoint}
     shutil.rmtree(spool.path(part(1)))
     asyncio.run(fetch(spool, part(1), {"tier": store}, Budget()))
@@ -325,7 +325,7 @@ def test_nothing_is_borrowed_from_another_rank(spool):
         which = part(rank, rank=rank, world=2)
         commit(spool, which, {"w": b"x" * CHUNK})
         base = manifest_on(store, part(0, rank=0, world=2)) if rank else None
-        asyncio.run(flush(spool, which, Route(store), base=base))
+        asyncio.run(flush(spool, which, TierUploadContext(store), base=base))
         assert manifest_on(store, which).owners == {which.checkpoint}
 
 
@@ -337,7 +337,7 @@ def test_where_a_dead_nodes_mark_stands_nothing_is_borrowed(spool):
     mark = f"{pruning_prefix(first.run)}{first.part.checkpoint.name}.{when:012x}-12345678"
     asyncio.run(store.inner.put(mark, b""))
     commit(spool, part(1), {"w": b"x" * CHUNK})
-    asyncio.run(flush(spool, part(1), Route(store, timings=replace(USUAL, mark_reads=2)), base=first))
+    asyncio.run(flush(spool, part(1), TierUploadContext(store, timings=replace(USUAL, mark_reads=2)), base=first))
     assert manifest_on(store, part(1)).owners == {part(1).checkpoint}
 
 
@@ -346,10 +346,12 @@ def test_a_twin_that_does_not_answer_is_not_waited_for_at_every_chunk(spool):
     other, store = Double(), Double()
 
     async def work() -> int:
-        await flush(spool, PART, Route(other))
+        await flush(spool, PART, TierUploadContext(other))
         other.delay = 3600
         other.calls.clear()
-        await flush(spool, PART, Route(store), twin=Twin(other, in_other_forms(other), answer_s=0.3))
+        await flush(
+            spool, PART, TierUploadContext(store), twin=ReferenceCopy(other, in_other_forms(other), answer_s=0.3)
+        )
         return len(other.calls)
 
     assert asyncio.run(work()) <= 16  # of 40 chunks, those that were asked for together, before it was known to be mute
@@ -394,7 +396,7 @@ class Counting(Budget):
 def test_flush_uses_no_more_memory_than_its_budget_and_returns_all_of_it(spool, total):
     commit(spool, PART, content(7, chunks=20))
     budget = Counting(total)
-    asyncio.run(flush(spool, PART, Route(Double(), budget=budget)))
+    asyncio.run(flush(spool, PART, TierUploadContext(Double(), budget=budget)))
     assert 0 < budget.most <= total and budget._free == total
 
 
@@ -417,7 +419,7 @@ async def test_a_flush_that_was_cancelled_is_at_rest(spool, monkeypatch):
 
     commit(spool, PART)
     monkeypatch.setattr("tierd.daemon.transfer.chunk_source.read_recent_chunk", slow)
-    task = asyncio.ensure_future(flush(spool, PART, Route(Double())))
+    task = asyncio.ensure_future(flush(spool, PART, TierUploadContext(Double())))
     while not reading:
         await asyncio.sleep(0.01)
     task.cancel()

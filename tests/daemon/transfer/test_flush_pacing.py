@@ -12,7 +12,7 @@ from support.world import CHUNK, commit, content, part, reconciler, running, set
 from tierd.daemon.transfer import flush_pacing
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.flush_pacing import Cadence, Spread
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 
 
 class Time:
@@ -50,14 +50,16 @@ def test_the_last_chunk_of_a_flush_begins_before_its_time_is_over(spool, monkeyp
     commit(spool, part(7), content(7, chunks=20))
     store = Double()
     store.before = lambda operation, key: begun.append(clock.now) if operation == "put" and is_chunk(key) else None
-    asyncio.run(flush(spool, part(7), Route(store), spread=Spread(10.0, lambda: False, clock)))
+    asyncio.run(flush(spool, part(7), TierUploadContext(store), spread=Spread(10.0, lambda: False, clock)))
     assert len(begun) == 21 and 109 < max(begun) <= 110
 
 
 def test_it_hurries_as_soon_as_it_is_waited_for(spool, monkeypatch):
     clock = Time(monkeypatch)
     commit(spool, part(7), content(7, chunks=20))
-    asyncio.run(flush(spool, part(7), Route(Double()), spread=Spread(1000.0, lambda: clock.now > 150, clock)))
+    asyncio.run(
+        flush(spool, part(7), TierUploadContext(Double()), spread=Spread(1000.0, lambda: clock.now > 150, clock))
+    )
     assert 150 < clock.now < 151
 
 
@@ -148,7 +150,10 @@ async def test_two_tiers_of_different_speed_share_one_pass_where_it_is_spread(sp
     from tierd.daemon.transfer.shared_encoding import Encoding
 
     shared = Encoding(budget=Budget(CHUNK))  # hardly anything can be kept
-    ways = [Route(Double(), encoding=shared), Route(Slow(), budget=Budget(2 * CHUNK), encoding=shared)]
+    ways = [
+        TierUploadContext(Double(), encoding=shared),
+        TierUploadContext(Slow(), budget=Budget(2 * CHUNK), encoding=shared),
+    ]
     pauses = [Spread(1.0, lambda: False) for _ in ways]
     await asyncio.gather(*(flush(spool, part(7), way, spread=one) for way, one in zip(ways, pauses, strict=True)))
     assert len(reads) <= 31  # of 21 chunks; apart from each other 42, and on a busy machine a few are read again

@@ -18,13 +18,13 @@ from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.verify import verify
-from tierd.daemon.transfer.chunk_source import Twin
+from tierd.daemon.transfer.chunk_source import ReferenceCopy
 from tierd.daemon.transfer.copy import copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Flushed, flush
+from tierd.daemon.transfer.flush import FlushResult, flush
 from tierd.daemon.transfer.relay import relay
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 ROWS = 4 * (CHUNK // BLOCK)
@@ -51,11 +51,11 @@ def committed(spool: Spool, *steps: int) -> None:
         commit(spool, part(step), table(step))
 
 
-async def sent(spool: Spool, store, *steps: int) -> list[Flushed]:
+async def sent(spool: Spool, store, *steps: int) -> list[FlushResult]:
     """Flush these steps, each with the one before it as the base checkpoint."""
     done, before = [], None
     for step in steps:
-        done.append(await flush(spool, part(step), Route(store), base=before))
+        done.append(await flush(spool, part(step), TierUploadContext(store), base=before))
         before = await manifest_on(store, part(step))
     return done
 
@@ -101,10 +101,10 @@ async def test_whole_chunks_are_sent_where_the_older_copy_has_left_the_spool_or_
     store = Double()
     await sent(spool, store, 1)
     (spool.path(part(1)) / "table").write_bytes(table(2)["table"])  # a patch of that would be empty
-    await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
+    await flush(spool, part(2), TierUploadContext(store), base=await manifest_on(store, part(1)))
     assert chain(await manifest_on(store, part(2))) == [1] * 4
     shutil.rmtree(spool.path(part(2)))
-    await flush(spool, part(3), Route(store), base=await manifest_on(store, part(2)))
+    await flush(spool, part(3), TierUploadContext(store), base=await manifest_on(store, part(2)))
     assert chain(await manifest_on(store, part(3))) == [1] * 4
     assert await fetched(spool, 3, tier=store) == table(3)
 
@@ -116,7 +116,7 @@ async def test_a_fifo_in_the_place_of_the_older_copy_is_not_waited_for(spool):
     await sent(spool, store, 1)
     (spool.path(part(1)) / "table").unlink()
     os.mkfifo(spool.path(part(1)) / "table")
-    await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
+    await flush(spool, part(2), TierUploadContext(store), base=await manifest_on(store, part(1)))
     assert chain(await manifest_on(store, part(2))) == [1] * 4
 
 
@@ -127,7 +127,7 @@ async def test_bases_are_needed_on_the_tier_and_their_loss_is_noticed_before_the
     base = await manifest_on(store, part(2))
     gone = next(key for key in await contents(store) if is_chunk(key) and part(1).checkpoint.name in key)
     await store.delete([gone])
-    await flush(spool, part(3), Route(store), base=base)
+    await flush(spool, part(3), TierUploadContext(store), base=base)
     assert sorted(chain(await manifest_on(store, part(3)))) == [1, 3, 3, 3]
 
 
@@ -222,7 +222,7 @@ async def test_a_relay_and_a_copy_put_whole_chunks_where_the_bases_are_not(spool
     committed(spool, 1, 2, 3)
     store, other, third = Double(), Double(), Double()
     await sent(spool, store, 1, 2, 3)
-    await relay({"tier": store}, part(3), Route(other))
+    await relay({"tier": store}, part(3), TierUploadContext(other))
     assert chain(await manifest_on(other, part(3))) == [1] * 4
     assert await fetched(spool, 3, other=other) == table(3)
     await copy_run(store, third, "run", "run", None, None, Progress())
@@ -234,7 +234,7 @@ async def test_a_second_tier_does_not_take_over_patches_whose_bases_it_lacks(spo
     committed(spool, 1, 2)
     store, other = Double(), Double()
     await sent(spool, store, 1, 2)
-    await flush(spool, part(2), Route(other), twin=Twin(store, await manifest_on(store, part(2))))
+    await flush(spool, part(2), TierUploadContext(other), twin=ReferenceCopy(store, await manifest_on(store, part(2))))
     assert chain(await manifest_on(other, part(2))) == [1] * 4
     assert await fetched(spool, 2, other=other) == table(2)
 
@@ -246,7 +246,7 @@ async def test_two_flushes_of_one_part_with_different_bases_do_not_overwrite_eac
     base_copies = [await manifest_on(store, part(step)) for step in (1, 2)]
     kept = []
     for base in base_copies:
-        await flush(spool, part(3), Route(store), base=base)
+        await flush(spool, part(3), TierUploadContext(store), base=base)
         kept.append((bytes(await store.get(part(3).manifest_key)), await manifest_on(store, part(3))))
     for data, manifest in kept:  # as if each of them had been the last
         await store.put(part(3).manifest_key, data)

@@ -15,7 +15,7 @@ from tierd.core.manifest_codec import decode
 from tierd.daemon.transfer import buffers
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool
@@ -95,11 +95,11 @@ def encoding(total: int = 1 << 20) -> Encoding:
     return Encoding(Throughput(), Counted(total))
 
 
-def way(store, shared: Encoding, name: str = "", total: int = 1 << 20) -> Route:
-    return Route(store, name, budget=Counted(total), encoding=shared)
+def way(store, shared: Encoding, name: str = "", total: int = 1 << 20) -> TierUploadContext:
+    return TierUploadContext(store, name, budget=Counted(total), encoding=shared)
 
 
-def at_rest(shared: Encoding, *ways: Route) -> bool:
+def at_rest(shared: Encoding, *ways: TierUploadContext) -> bool:
     """Whether nothing is kept, and every byte was given back; and no more was ever out than there is."""
     budgets = [shared._budget, *(way.budget for way in ways)]
     assert [(budget._free, budget.most <= budget._total) for budget in budgets] == [
@@ -289,7 +289,7 @@ async def test_tiers_of_any_kind_have_the_same_chunks_in_the_end(spool, seed):
     stores = [Fickle(rng, rng.choice([0.0, 0.1])) for _ in range(rng.randrange(1, 4))]
     ways = [way(store, shared, str(n), rng.choice([CHUNK, 4 * CHUNK, 1 << 20])) for n, store in enumerate(stores)]
 
-    async def flushed(one: Route) -> None:
+    async def flushed(one: TierUploadContext) -> None:
         await asyncio.sleep(rng.random() * rng.choice([0, 0.02]))
         while True:
             try:

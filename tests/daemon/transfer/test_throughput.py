@@ -7,7 +7,7 @@ from support.world import part
 
 from tierd.codec.codec import RAW
 from tierd.core.manifest import Chunk
-from tierd.daemon.transfer.throughput import Meter, Throughput
+from tierd.daemon.transfer.throughput import Throughput, ThroughputMeter
 from tierd.spool.file_io import digest
 
 
@@ -20,7 +20,7 @@ class Clock:
 
 def test_a_rate_is_bytes_over_the_time_in_which_something_moved():
     clock = Clock()
-    meter = Meter(clock, enough=1)
+    meter = ThroughputMeter(clock, enough=1)
     assert meter.rate is None
     with meter.moving(100):
         clock.now += 2
@@ -35,7 +35,7 @@ def test_a_rate_is_bytes_over_the_time_in_which_something_moved():
 
 def test_old_measurements_fade():
     clock = Clock()
-    meter = Meter(clock, enough=1)
+    meter = ThroughputMeter(clock, enough=1)
     for size in [1000] * 1000 + [10] * 1000:
         with meter.moving(size):
             clock.now += 1

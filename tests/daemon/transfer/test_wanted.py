@@ -14,7 +14,7 @@ from tierd.core.manifest import DRAFT_NAME
 from tierd.core.manifest_codec import decode
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Fetch
 from tierd.spool.spool import Spool
@@ -29,7 +29,7 @@ WEIGHTS = "weights.bin"
 def store(spool):
     commit(spool, PART, FILES)
     made = Double()
-    asyncio.run(flush(spool, PART, Route(made)))
+    asyncio.run(flush(spool, PART, TierUploadContext(made)))
     made.calls.clear()
     return made
 

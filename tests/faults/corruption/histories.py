@@ -23,7 +23,7 @@ from faults.corruption.trials import _REASON, Trials, _skipped, restored_togethe
 from faults.rounds import Lost
 from support.doubles import Double
 
-from tierd.client.restoring.restorer import Found
+from tierd.client.restoring.restorer import VerifiedPart
 from tierd.core.errors import CheckpointNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.daemon.scrub.repairer import Repairer
@@ -155,7 +155,7 @@ class Histories(Trials):
         except TierdError as error:
             return Came(None, error, {}, f"{type(error).__name__}: {error}")
         one = found[0]
-        if isinstance(one, Found):
+        if isinstance(one, VerifiedPart):
             got, reported = restored_together(found)
             return Came(got, None, reported, f"{got}, past {reported}")
         if one is None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from faults.corruption.places import RUN, Places
 
-from tierd.client.ranks.attempts import Clock
+from tierd.client.ranks.attempts import RankClock
 from tierd.client.restoring.consensus import Agreement
-from tierd.client.restoring.restorer import Found, Restorer
+from tierd.client.restoring.restorer import Restorer, VerifiedPart
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.timeline.run_view import RunView, run_view_of
@@ -72,18 +72,18 @@ class _Source:
 
 async def launch(
     places: Places, repairer: Repairer, world: int, read: Read, at_least: int | None = None
-) -> Sequence[Found | str | None]:
+) -> Sequence[VerifiedPart | str | None]:
     """What each rank restores: a checkpoint's part; or why none can be; or None, to begin from nothing."""
     loop = asyncio.get_running_loop()
     said: list[Any] = [None] * world
     barrier = threading.Barrier(world, timeout=240)
 
-    def one(rank: int) -> Found | str | None:
+    def one(rank: int) -> VerifiedPart | str | None:
         source = _Source(places, repairer, loop, read)
         ranks: Any = _Ranks(rank, said, barrier)
         restorer = Restorer(places.spool, RUN, ranks, tiers=True)
         restorer.source = source  # type: ignore[assignment]
-        restorer.agreement = Agreement(ranks, RUN, source.run_view, lambda: Clock(1, "00000000", None))
+        restorer.agreement = Agreement(ranks, RUN, source.run_view, lambda: RankClock(1, "00000000", None))
         try:
             return restorer.restore(None, None, at_least=at_least)
         except CheckpointNotFound as error:

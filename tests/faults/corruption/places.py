@@ -24,7 +24,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import VERSION, Manifest, Origin
 from tierd.core.manifest_codec import decode
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.file_io import write_file
@@ -226,7 +226,9 @@ def build(root: Path, *, encrypted: bool) -> Places:
             held[part] = contents(run, launch, step, rank)
             commit(spool, part, held[part], ORIGIN[part.checkpoint.attempt] if run == RUN else None)
             for tier, store in stores.items():
-                way = Route(store, tier=tier, encoding=Encoding(Throughput() if tier == "near" else Plain()))
+                way = TierUploadContext(
+                    store, tier=tier, encoding=Encoding(Throughput() if tier == "near" else Plain())
+                )
                 await flush(spool, part, way, base=base_copies.get((tier, run, rank)))
                 base_copies[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))
 

@@ -23,7 +23,7 @@ from faults.rounds import Lost
 from support.by_hand import chain
 from support.world import reconciler, running, settle
 
-from tierd.client.restoring.restorer import Found
+from tierd.client.restoring.restorer import VerifiedPart
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound, StoreRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
@@ -37,7 +37,7 @@ from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.events.journal import Journal
 from tierd.priority import hasten
 from tierd.spool.verified_reads import bad_chunks
@@ -73,7 +73,7 @@ def _skipped(lines: Iterable[str]) -> dict[CheckpointId, str]:
 
 def restored_together(found: Sequence[object]) -> tuple[CheckpointId, dict[CheckpointId, str]]:
     """The checkpoint that all ranks restored, and what they passed over, with the reasons."""
-    same = [(rank.part.checkpoint, rank.skipped) for rank in found if isinstance(rank, Found)]
+    same = [(rank.part.checkpoint, rank.skipped) for rank in found if isinstance(rank, VerifiedPart)]
     if same != same[:1] * WORLD:
         raise Lost(f"the ranks restored, and skipped, otherwise: {same}")
     got, skipped = same[0]
@@ -266,7 +266,7 @@ class Trials:
         if judge.exists(focus, spool=False) and place in TIERS and judge.manifest(place, focus) is not None:
             raise Lost(f"{place}: {focus} was not mended and not set aside")
         if place in TIERS and judge.copy_is_right(LOCAL, focus):
-            await flush(self.places.spool, focus, Route(self.places.stores[place]))
+            await flush(self.places.spool, focus, TierUploadContext(self.places.stores[place]))
             if not judge.copy_is_right(place, focus):
                 raise Lost(f"{place}: {focus} was flushed anew and is not right")
             return "flushed anew"
@@ -289,7 +289,7 @@ class Trials:
         line = self._line(spool=True)
         found = await launch(self.places, repairer, WORLD, self._read)
         one = found[0]
-        if isinstance(one, Found):
+        if isinstance(one, VerifiedPart):
             return self._compared(line, *restored_together(found))
         if one is None and any(line.checkpoints):
             raise Lost(f"a launch began from nothing, with {line.checkpoints} there")

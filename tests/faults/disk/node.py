@@ -67,7 +67,7 @@ def _watch_workers() -> None:
     failed: weakref.WeakKeyDictionary[tier_worker.TierWorker, float] = (
         weakref.WeakKeyDictionary()
     )  # when, monotonic seconds
-    observe, fail = agenda.Agenda.next_action, worker_loop.WorkerLoop._failed
+    observe, fail = agenda.NextAction.next_action, worker_loop.WorkerLoop._failed
 
     async def observed(own: Any, one: Any) -> Any:
         rested = time.monotonic() - failed.pop(one, -math.inf)
@@ -79,7 +79,7 @@ def _watch_workers() -> None:
         failed[one] = time.monotonic()  # before: afterwards, a busy machine may have let some of the rest pass
         fail(loop, one, action, error)
 
-    agenda.Agenda.next_action = observed  # type: ignore[method-assign]
+    agenda.NextAction.next_action = observed  # type: ignore[method-assign]
     worker_loop.WorkerLoop._failed = noted  # type: ignore[method-assign]
 
 

@@ -137,7 +137,7 @@ FENCES = (
         _DATA,
         "unpickling",
         "_Machine._name",
-        Replace("StateRefused", "global_name = Named(f'{module}.{name}', None)"),
+        Replace("StateRefused", "global_name = PickledGlobal(f'{module}.{name}', None)"),
         "pytest tests/dcp/test_metadata.py -k refused_by_name",
     ),
     Fence(

@@ -24,7 +24,7 @@ FENCES = (
         "lock",
         "_check_closed",
         Assume(False, "is_open_for_writing"),
-        "pytest tests/watching/test_unit_watch.py -k open_for_writing_waits",
+        "pytest tests/watching/test_unit_watch.py -k open_for_writing_is_not_read",
     ),
     Fence(
         "a checkpoint that changed while it was taken is committed",
@@ -64,7 +64,7 @@ FENCES = (
         "two nodes take one checkpoint",
         _NODES,
         "lock",
-        "Taker._others",
+        "IngestClaim._others",
         Assume(False, "since_s"),
         "watched --trials 400",
         "read by both nodes",

@@ -18,7 +18,7 @@ from support.waiting import holds
 
 from tierd.core.errors import DaemonUnavailable
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 
 KEEP = 3  # in the spool and on each tier
@@ -105,7 +105,7 @@ class Node:
         """What `tierd status --json` shows; None while nobody answers."""
         try:
             with Link(Spool(self.spool)) as link:
-                return link.ask(Status(), DEADLINE_S)["status"]
+                return link.ask(StatusRequest(), DEADLINE_S)["status"]
         except (DaemonUnavailable, OSError):
             return None
 

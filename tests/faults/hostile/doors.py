@@ -23,10 +23,10 @@ from support.world import Daemon, commit, part
 
 from tierd.core.errors import TierdError
 from tierd.daemon.pause import TierPause
-from tierd.daemon.scrub.history import Scrubbed
+from tierd.daemon.scrub.history import ScrubHistory
 from tierd.daemon.tiers.observe import observe_places
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Status
+from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
@@ -43,7 +43,7 @@ def control(noise: random.Random, room: Path, canary: Path) -> int:
                 _packets(noise, home / ".tierd" / "handoff.sock")
                 done += 2
             with Link(daemon.spool) as link:
-                if "status" not in link.ask(Status(), 60):
+                if "status" not in link.ask(StatusRequest(), 60):
                     raise Lost("the daemon answers no more")
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -150,7 +150,7 @@ def entries(noise: random.Random, room: Path, canary: Path) -> int:
                 call()
             except (TierdError, OSError):
                 pass
-        Scrubbed(spool.control / "scrubbed.json").load()
+        ScrubHistory(spool.control / "scrubbed.json").load()
         for remove in (
             lambda: [spool.discard(name) for name in spool.leftovers()],
             lambda: spool.remove([part(1), part(2)]),

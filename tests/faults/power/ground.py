@@ -33,7 +33,7 @@ from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.commit import CHUNK_SIZE, Source, write_part
 from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
@@ -88,7 +88,7 @@ class Ground:
             return  # no daemon would send it again
         with self.change([(TIER, which.path)]):
             shared = decode(bytes(await store.get(base.manifest_key)), base) if base else None
-            await flush(spool, which, Route(store, "tier", node_id(spool.root)), base=shared)
+            await flush(spool, which, TierUploadContext(store, "tier", node_id(spool.root)), base=shared)
 
     async def pin_there(self, store: FileStore, checkpoint: CheckpointId) -> None:
         with self.change([(TIER_PINNED, f"{RUN}/{checkpoint.name}")]):

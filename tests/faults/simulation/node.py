@@ -28,7 +28,7 @@ from faults.simulation.store import Bucket, Line, Weather
 from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
 
-from tierd.client.ranks.attempts import Clock
+from tierd.client.ranks.attempts import RankClock
 from tierd.client.restoring import restorer, source, streaming
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
@@ -495,7 +495,7 @@ class Job:
         spool.node = node  # type: ignore[attr-defined]
         ranks, truth, injuries = _Ranks(rank, len(self.placing), board), self.world.truth, -1
 
-        def compare(found: restorer.Found) -> dict[str, Any]:
+        def compare(found: restorer.VerifiedPart) -> dict[str, Any]:
             """Right after it was verified, before this rank waits for the others."""
             nonlocal injuries
             injuries, which = truth.injuries, number(found.part)
@@ -506,7 +506,7 @@ class Job:
             return {}
 
         found = restorer.Restorer(
-            spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: Clock(0, "0" * 8, None)
+            spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: RankClock(0, "0" * 8, None)
         ).restore(step, attempt, compare)  # type: ignore[arg-type]
         if found is None:
             return None

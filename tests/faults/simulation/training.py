@@ -19,7 +19,7 @@ from faults.simulation.rules import Saved, Which, is_on
 from faults.simulation.truth import table
 from support.world import CHUNK, commit, part
 
-from tierd.client.ranks.attempts import Clock
+from tierd.client.ranks.attempts import RankClock
 from tierd.client.restoring import restorer as restore
 from tierd.core.errors import SpoolFull, TierdError
 from tierd.spool.spool import Spool
@@ -58,7 +58,7 @@ async def restored(site: Site, life: ProcessLife, run: str, asked: Which | None 
             ranks,
             tiers=True,
             keep=False,
-            clock=lambda: Clock(0, "0" * 8, None),  # type: ignore[arg-type]
+            clock=lambda: RankClock(0, "0" * 8, None),  # type: ignore[arg-type]
         )
         step, attempt = (asked[2], part(asked[2], asked[1], run=run).checkpoint.attempt) if asked else (None, None)
         found = restorer.restore(step, attempt)

@@ -319,7 +319,7 @@ def test_more_values_than_a_reader_makes_are_refused_by_both(kind, monkeypatch):
 
 def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, spool, monkeypatch):
     from tierd.client.restoring.entries import read_tensor
-    from tierd.client.restoring.ranged_reader import Files
+    from tierd.client.restoring.ranged_reader import PartFiles
     from tierd.dcp import native_leaves
 
     state = {
@@ -330,7 +330,7 @@ def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, 
     }
     local.save(1, state | {"w": torch.ones(3)}).wait()
     (part,) = spool.parts()
-    files = Files(spool, part.checkpoint, 1, None, "")
+    files = PartFiles(spool, part.checkpoint, 1, None, "")
     found = native_leaves.read_leaves(files, part).values
     assert described([found["losses"], found["order"]]) == described([state["losses"], state["order"]])
     raw = found["raw"]  # not read yet

@@ -19,7 +19,7 @@ from stores.s3.test_transport import LISTING, Reader, Server, Writer, head
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.stores.s3 import s3_store
 from tierd.stores.s3.connection import SLOWEST, StallTimer
-from tierd.stores.s3.http1 import Unanswered, chunk_size, parse_head, request_head
+from tierd.stores.s3.http1 import NoResponse, chunk_size, parse_head, request_head
 from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
@@ -266,9 +266,9 @@ def test_how_long_a_watch_waits() -> None:
     assert watch.left_s(105.0, 5 + SLOWEST) == pytest.approx(6.0)  # by the rate: 10 s and one more
     assert watch.left_s(109.0, 5 + 100 * SLOWEST) == 10.0  # since it moved
     assert watch.left_s(118.0, 5 + 100 * SLOWEST) == pytest.approx(1.0)
-    with pytest.raises(Unanswered, match="no byte for 10 s in a test"):
+    with pytest.raises(NoResponse, match="no byte for 10 s in a test"):
         watch.left_s(119.0, 5 + 100 * SLOWEST)
-    with pytest.raises(Unanswered, match="no more than 1 bytes"):
+    with pytest.raises(NoResponse, match="no more than 1 bytes"):
         StallTimer(10.0, 0.0, 0).left_s(11.0, 1)
 
 
@@ -313,7 +313,7 @@ def test_a_connection_is_not_closed_under_a_call_that_was_cancelled() -> None:
     ],
 )
 def test_a_head_that_is_none(raw: bytes) -> None:
-    with pytest.raises(Unanswered):
+    with pytest.raises(NoResponse):
         parse_head(raw, "GET")
 
 
@@ -333,7 +333,7 @@ def test_heads() -> None:
     assert parse_head(b"HTTP/1.1 200 OK\r\nContent-Length: 5", "HEAD").size == 0
     assert chunk_size(b"1fF ; name=value") == 0x1FF
     for line_ in (b"", b"-1", b"0x1", b"1 2"):
-        with pytest.raises(Unanswered):
+        with pytest.raises(NoResponse):
             chunk_size(line_)
 
 

@@ -34,7 +34,7 @@ from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.stores.s3 import connection, line
 from tierd.stores.s3.limits import USUAL, S3Limits
-from tierd.stores.s3.line import State
+from tierd.stores.s3.line import ExchangeState
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession
 
@@ -300,7 +300,7 @@ class LineMachine(RuleBasedStateMachine):
         assert len(parked) == len(set(parked)) <= _SLOTS
         assert self._settled([one.connection._sock for one in parked])
         for one in self.lines:
-            assert (one.state is State.IDLE) == (one in parked), one.state
+            assert (one.state is ExchangeState.IDLE) == (one in parked), one.state
 
     def _settled(self, parked: list[socket.socket | None]) -> bool:
         """Whether all other sockets get closed: the thread of a cancelled call may take a moment."""
@@ -351,9 +351,9 @@ def test_a_line_whose_answer_broke_off_is_dead() -> None:
         serving = threading.Thread(target=serve)
         serving.start()
         request = AWSRequest("GET", url.geturl()).prepare()
-        assert one.exchange(url, request).size == 5 and one.state is State.BUSY
+        assert one.exchange(url, request).size == 5 and one.state is ExchangeState.BUSY
         with pytest.raises(BotoCoreError, match="ended after 2 of the 5 bytes"):
             one.read(100)
-        assert one.state is State.DEAD
+        assert one.state is ExchangeState.DEAD
         serving.join()
         one.close()

@@ -9,7 +9,7 @@ from statistics import median
 
 import msgspec
 
-from tierd.bench.growth.goals import GOALS, Goal
+from tierd.bench.growth.goals import GOALS, GrowthGoal
 from tierd.bench.growth.measured import Samples
 from tierd.bench.procfs import Machine
 
@@ -64,7 +64,7 @@ def verdicts(result: GrowthResult) -> list[GrowthVerdict]:
     return [verdict for goal in GOALS for verdict in _judge_goal(goal, result.parts.get(goal.part, {}))]
 
 
-def _judge_goal(goal: Goal, rows: dict[str, Samples]) -> list[GrowthVerdict]:
+def _judge_goal(goal: GrowthGoal, rows: dict[str, Samples]) -> list[GrowthVerdict]:
     if goal.last:
         names = list(rows)[-1:] if len(rows) > 1 else [goal.row]
     else:
@@ -90,7 +90,7 @@ def _judge_goal(goal: Goal, rows: dict[str, Samples]) -> list[GrowthVerdict]:
     return verdicts
 
 
-def _ratio(goal: Goal, arm_figure: float | None, base_figure: float | None) -> float | None:
+def _ratio(goal: GrowthGoal, arm_figure: float | None, base_figure: float | None) -> float | None:
     if not arm_figure or not base_figure:
         return None
     return base_figure / arm_figure if goal.inverse else arm_figure / base_figure

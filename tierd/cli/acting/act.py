@@ -46,7 +46,7 @@ from tierd.daemon.service import open_all, serve
 from tierd.daemon.tiers import pins
 from tierd.daemon.tiers.identity import check_identities
 from tierd.daemon.tiers.observe import observe_places
-from tierd.daemon.tiers.reach import Reach
+from tierd.daemon.tiers.reach import TierAccess
 from tierd.daemon.tiers.reach import reach as try_out
 from tierd.ipc import messages
 from tierd.ipc.client import Link
@@ -246,13 +246,13 @@ def config_check(
         raise typer.Exit(6)
 
 
-def _describe_reach(reached: Reach | None) -> str:
+def _describe_reach(reached: TierAccess | None) -> str:
     if reached is None or reached.mode is None:
         return reached.why if reached else ""
     return f"answers; {reached.mode}{f': {reached.why}' if reached.why else ''}"
 
 
-async def _reach_tiers(config: Config, *, reach: bool) -> dict[str, Reach]:
+async def _reach_tiers(config: Config, *, reach: bool) -> dict[str, TierAccess]:
     """Open all places of a configuration, as a starting daemon does; with `reach`, return what each tier permits."""
     async with AsyncExitStack() as stack:
         stores, _ = await open_all(config, stack, trial=True)

@@ -28,7 +28,7 @@ from tierd.cli.tables import console, print_json, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import PartId, check_attempt, check_run
 from tierd.daemon.opening import open_tiers
-from tierd.daemon.tiers.disown import Claim, Claimed, claimed, leases_here
+from tierd.daemon.tiers.disown import LaunchObjectCounts, LaunchObjects, claimed, leases_here
 from tierd.daemon.tiers.disown import disown as take_away
 from tierd.spool.spool import Spool
 
@@ -39,13 +39,13 @@ def register(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Disowned:
+class DisownResult:
     """The objects of a launch that `disown` found, by tier, and whether it deleted them there."""
 
     run: str
     attempt: str
     disowned: bool
-    places: tuple[Claim, ...]
+    places: tuple[LaunchObjectCounts, ...]
 
 
 def disown(
@@ -80,7 +80,7 @@ def disown(
             _confirm(run, attempt, claims)
         asyncio.run(_delete_claims(where, claimed_by_tier))
     if json:
-        print_json(Disowned(run, attempt, not dry_run, claims))
+        print_json(DisownResult(run, attempt, not dry_run, claims))
     elif not dry_run:
         console().print(
             f"attempt {attempt} of {run} counts for nothing on {', '.join(claim.place for claim in claims)}"
@@ -118,7 +118,7 @@ def _can_be_read(spool: Spool, part: PartId) -> bool:
     return True
 
 
-def _confirm(run: str, attempt: str, claims: tuple[Claim, ...]) -> None:
+def _confirm(run: str, attempt: str, claims: tuple[LaunchObjectCounts, ...]) -> None:
     readable, complete = max(claim.readable for claim in claims), max(claim.complete for claim in claims)
     if readable:
         raise ConfigError(
@@ -135,13 +135,13 @@ def _confirm(run: str, attempt: str, claims: tuple[Claim, ...]) -> None:
         raise typer.Exit(1)
 
 
-async def _find_claims(where: Places, run: str, attempt: str) -> dict[str, Claimed]:
+async def _find_claims(where: Places, run: str, attempt: str) -> dict[str, LaunchObjects]:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack) if where.config else {}
         return {name: await claimed(store, run, attempt) for name, store in stores.items()}
 
 
-async def _delete_claims(where: Places, claimed_by_tier: dict[str, Claimed]) -> None:
+async def _delete_claims(where: Places, claimed_by_tier: dict[str, LaunchObjects]) -> None:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack) if where.config else {}
         for name, store in stores.items():

@@ -20,7 +20,7 @@ from tierd.cli.progress import Meter, progress
 from tierd.cli.tables import console, paused, print_json, print_lines, size, table
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
-from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of, by_tier
+from tierd.core.planning.unflushed import Remaining, UnflushedParts, backlog_of, by_tier
 from tierd.core.retention.policy import seconds
 from tierd.ipc import messages
 from tierd.ipc.client import Link
@@ -33,7 +33,7 @@ OptionalStep = Annotated[
 ]
 
 
-class Drained(msgspec.Struct, frozen=True):
+class DrainResult(msgspec.Struct, frozen=True):
     """The output of `drain`.
 
     Attributes:
@@ -66,7 +66,7 @@ class LeftPart(msgspec.Struct, frozen=True):
     lacks: tuple[str, ...]
 
 
-class Waited(msgspec.Struct, frozen=True):
+class WaitResult(msgspec.Struct, frozen=True):
     """The checkpoint that `wait` waited for.
 
     Attributes:
@@ -97,7 +97,7 @@ def drain(
         backlog = _drain(link, end)
     remaining = tuple(_left_part(part) for part in backlog.left)
     if json:
-        print_json(Drained(remaining, backlog.paused, backlog.left_to_nodes))
+        print_json(DrainResult(remaining, backlog.paused, backlog.left_to_nodes))
     elif not remaining and not backlog.left_to_nodes:
         console().print("everything is on every tier that wants it")
     elif remaining:
@@ -125,11 +125,11 @@ def drain(
         raise typer.Exit(EXIT_UNFINISHED)
 
 
-def _drain(link: Link, end: float) -> Unflushed:
+def _drain(link: Link, end: float) -> UnflushedParts:
     """Wait until the daemon's backlog is empty, `end` is over or the daemon is paused; return the backlog."""
     with progress("flushing") as meter:
         try:
-            backlog = _ask(link, messages.Backlog(hurry=True), end)
+            backlog = _ask(link, messages.BacklogRequest(hurry=True), end)
         except TimeoutError:  # a tier hangs, so the answer has no backlog of it
             link.close()
             raise StoreUnavailable("the tiers did not answer within --deadline; `tierd status` says which") from None
@@ -139,11 +139,11 @@ def _drain(link: Link, end: float) -> Unflushed:
             parts = ", ".join(f"{name} {count}" for name, (count, _) in by_tier(backlog.left).items())
             meter.update(total - backlog.left_bytes, total, f"flushing (parts left: {parts})")
             time.sleep(timings.given().poll_s)
-            backlog = _ask(link, messages.Backlog(), max(end, time.monotonic() + _MARGIN_S))
+            backlog = _ask(link, messages.BacklogRequest(), max(end, time.monotonic() + _MARGIN_S))
     return backlog
 
 
-def _ask(link: Link, request: messages.Backlog, end: float) -> Unflushed:
+def _ask(link: Link, request: messages.BacklogRequest, end: float) -> UnflushedParts:
     return backlog_of(link.ask(request, max(0.1, end - time.monotonic())))
 
 
@@ -182,7 +182,7 @@ def wait(
         check_step(step)
     where = places(spool, None, config)
     with answering(where, run), _connect(where, config) as link, progress("flushing") as meter:
-        names = [status["name"] for status in link.ask(messages.Status())["status"]["tiers"]]
+        names = [status["name"] for status in link.ask(messages.StatusRequest())["status"]["tiers"]]
         if tier is not None and tier not in names:
             raise ConfigError(f"--tier {tier!r}: the daemon has no tier of that name; it has {', '.join(names)}")
         link.ask(messages.Candidates(run=run))  # after this, handed-over snapshots are in the spool
@@ -193,7 +193,7 @@ def wait(
                 _wait(link, checkpoint, summary, name, end, meter)
             except TimeoutError as error:
                 raise StoreUnavailable(f"the time is over (--timeout {timeout}): {error}") from error
-    waited = Waited(run, checkpoint.step, checkpoint.attempt, tuple([tier] if tier else names))
+    waited = WaitResult(run, checkpoint.step, checkpoint.attempt, tuple([tier] if tier else names))
     if json:
         print_json(waited)
     else:
@@ -202,7 +202,7 @@ def wait(
 
 def _find(link: Link, run: str, step: int | None, attempt: str | None) -> dict[str, Any]:
     """Return the newest checkpoint that fits, as `ls` shows it."""
-    summaries: list[dict[str, Any]] = link.ask(messages.Report(run=run))["report"]["checkpoints"]
+    summaries: list[dict[str, Any]] = link.ask(messages.ReportRequest(run=run))["report"]["checkpoints"]
     for summary in summaries:
         usable = any(copy["state"] != "quarantined" for copy in summary["copies"])
         if usable and step in (None, summary["step"]) and attempt in (None, summary["attempt"]):

@@ -23,7 +23,7 @@ from tierd.core.report import report
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.daemon.intake.bucket import BucketOrigin, split_url
 from tierd.daemon.intake.importing import ImportedRun, import_units
-from tierd.daemon.intake.origin import Origin, directory_origin
+from tierd.daemon.intake.origin import ImportSource, directory_origin
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.identity import is_one_place
 from tierd.daemon.transfer.copy import CopiedRun, copy_run
@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
     app.command("import")(import_)
 
 
-class Copied(msgspec.Struct, frozen=True):
+class CopyResult(msgspec.Struct, frozen=True):
     """What `copy` did, and what retention will make of it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Copied(msgspec.Struct, frozen=True):
     unkept: tuple[int, ...]
 
 
-class Imported(msgspec.Struct, frozen=True):
+class ImportResult(msgspec.Struct, frozen=True):
     """What `import` did, and what retention will make of it.
 
     Attributes:
@@ -93,7 +93,7 @@ def copy(
     source_config, target_config = _tier_config(source, key_file), _tier_config(target, to_key_file)
     with answering(Places(None, source_config, policy=False), run):
         copied = asyncio.run(_copy(source_config, target_config, run, to_run, step, attempt))
-    answer = Copied(
+    answer = CopyResult(
         copied,
         _steps_to_prune(
             target_config, to_run, {(checkpoint.step, checkpoint.attempt) for checkpoint in copied.checkpoints}
@@ -123,7 +123,7 @@ async def _copy(
             return await copy_run(source, target, run, to_run, step, attempt, moved)
 
 
-def _show(answer: Copied) -> None:
+def _show(answer: CopyResult) -> None:
     out, copied = console(), answer.copy
     for text in copied.failed:
         complain(f"not copied, because it is corrupt: {text}")
@@ -165,7 +165,9 @@ def import_(
     run, where = check_run(name), _parse_place(path)
     config = from_urls("/", to or [], key_file=str(key_file.absolute()) if key_file else None)
     imported = asyncio.run(_import(config, path, where, run, step))
-    answer = Imported(imported, _steps_to_prune(config, run, {(unit.step, unit.attempt) for unit in imported.units}))
+    answer = ImportResult(
+        imported, _steps_to_prune(config, run, {(unit.step, unit.attempt) for unit in imported.units})
+    )
     print_json(answer) if json else _show_imported(answer)
     if imported.refused:
         corrupt = any(refusal.status == "damaged" for refusal in imported.refused)
@@ -191,7 +193,7 @@ async def _import(config: Config, path_text: str, place: Path | StoreUrl, run: s
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
         moved = Progress()
-        origin: Origin
+        origin: ImportSource
         if isinstance(place, Path):
             real = place.resolve()
             # Not in a repository of the Hub's cache, because its own tools read each directory there.
@@ -208,7 +210,7 @@ async def _import(config: Config, path_text: str, place: Path | StoreUrl, run: s
             return await import_units(origin, stores, spool, run, step, moved)
 
 
-def _show_imported(answer: Imported) -> None:
+def _show_imported(answer: ImportResult) -> None:
     imported = answer.imported
     rows = [
         (unit.path, unit.program, str(unit.step), size(unit.size), "was there" if unit.was_there else "imported")

@@ -17,7 +17,7 @@ from tierd.cli.tables import complain, console, print_json, table
 from tierd.core.config import WatchConfig, check_own_layout, from_urls
 from tierd.core.ids import check_run
 from tierd.daemon.intake.own import own_layout
-from tierd.daemon.intake.prepare import Prepared, PreparedUnit
+from tierd.daemon.intake.prepare import PreparedUnit, PrepareResult
 from tierd.daemon.intake.prepare import prepare as prepare_directory
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.spool import Spool
@@ -76,7 +76,7 @@ def _no_checkpoint_text(directory: Path, rules: OwnLayout | None) -> str:
     )
 
 
-def _show(prepared: Prepared) -> None:
+def _show(prepared: PrepareResult) -> None:
     out = console()
     if not prepared.units:
         out.print("no checkpoint is there, and no place has one of this run: nothing was done")

@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class PruneVerdict:
     """The verdict of retention on one checkpoint on one tier.
 
     Attributes:
@@ -109,9 +109,9 @@ def prune(
     console().print(table(None, ("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
 
 
-async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judged]:
+async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[PruneVerdict]:
     assert where.config is not None
-    judged: list[Judged] = []
+    judged: list[PruneVerdict] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
         await _check_identities(where, stores, keep=not dry_run)
@@ -156,7 +156,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                     checkpoint, copy = verdict.id, place.checkpoints.get(verdict.id)
                     defects = [str(copy.defects[part]) for part in sorted(copy.defects)[:1]] if copy else []
                     judged.append(
-                        Judged(
+                        PruneVerdict(
                             name,
                             checkpoint.run,
                             checkpoint.step,

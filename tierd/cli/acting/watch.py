@@ -17,7 +17,7 @@ from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.intake.own import own_layout
 from tierd.daemon.service import serve
-from tierd.watching.explain import Explained, ExplainedUnit
+from tierd.watching.explain import ExplainedUnit, WatchExplanation
 from tierd.watching.explain import explain as explain_listing
 from tierd.watching.files import Tree
 from tierd.watching.own_layout import OwnLayout
@@ -113,7 +113,7 @@ def _explain(directory: Path, layout: OwnLayout | None, *, json: bool) -> None:
 _COLUMNS = ("PATH", "PROGRAM", "STEP", "FROM", "FILES", "BYTES", "WHY")
 
 
-def _show(explained: Explained) -> None:
+def _show(explained: WatchExplanation) -> None:
     out = console()
     untaken = sum(bool(unit.not_taken) for unit in explained.units)
     out.print(

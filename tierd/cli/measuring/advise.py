@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from tierd.cli.exit_codes import EXIT_WARNING
-from tierd.cli.measuring.advise_show import Advised, account, draw, draw_table, markdown, show, times
+from tierd.cli.measuring.advise_show import AdviceReport, account, draw, draw_table, markdown, show, times
 from tierd.cli.measuring.advise_values import (
     LOCAL,
-    Measured,
+    SaveCosts,
     away_of,
     measured_by,
     mtbf_of,
@@ -117,7 +117,7 @@ DrainOption = Annotated[
 class _Question:
     """The values of the options, in seconds and bytes."""
 
-    measured: Measured
+    measured: SaveCosts
     mtbf_s: float | None
     restart_s: float
     flush_s: float
@@ -197,14 +197,14 @@ def advise_command(
         _print(answer, question)
 
 
-def _answer(question: _Question, history: Past | None, tiers: dict[str, float | None] | None) -> Advised:
+def _answer(question: _Question, history: Past | None, tiers: dict[str, float | None] | None) -> AdviceReport:
     if question.mtbf_s is None:
         if tiers is None:
             raise ConfigError(
                 "--mtbf: say how often a failure stops the job, such as --mtbf 50d --nodes 32; what saving takes where "
                 "nothing fails, --table shows without it"
             )
-        return Advised(None, None, question.sync_s, table=tuple(_table_rows(question, tiers, None)))
+        return AdviceReport(None, None, question.sync_s, table=tuple(_table_rows(question, tiers, None)))
     costs = question.costs(question.mtbf_s)
     advice = advise(costs, question.step_s, question.every_steps)
     sync_advice = None
@@ -212,7 +212,7 @@ def _answer(question: _Question, history: Past | None, tiers: dict[str, float | 
         waits = Costs(question.sync_s, question.sync_s, question.restart_s, question.mtbf_s)
         sync_advice = advise(waits, question.step_s, question.every_steps)
     rows = None if tiers is None else tuple(_table_rows(question, tiers, advice))
-    return Advised(costs, advice, question.sync_s, sync_advice, rows, history)
+    return AdviceReport(costs, advice, question.sync_s, sync_advice, rows, history)
 
 
 def _table_rows(question: _Question, tiers: dict[str, float | None], advice: Advice | None) -> list[TableRow]:
@@ -238,7 +238,7 @@ def _table_rows(question: _Question, tiers: dict[str, float | None], advice: Adv
     return lines(job, sorted(intervals.items()), tiers)
 
 
-def _draw(file: Path | None, answer: Advised) -> None:
+def _draw(file: Path | None, answer: AdviceReport) -> None:
     if file is None:
         return
     if answer.table is not None:
@@ -247,7 +247,7 @@ def _draw(file: Path | None, answer: Advised) -> None:
         draw(file, answer.costs, answer.advice)
 
 
-def _print(answer: Advised, question: _Question) -> None:
+def _print(answer: AdviceReport, question: _Question) -> None:
     if answer.past is not None and answer.advice is not None and answer.advice.yours is not None:
         for line in account(answer.past, answer.advice.yours, answer.advice.recommended):
             print_lines(line)
@@ -258,7 +258,7 @@ def _print(answer: Advised, question: _Question) -> None:
 
 
 def _notice_timing(
-    measured: Measured, notice: str, drain: str | None, tier_bandwidth: str | None, step_s: float | None
+    measured: SaveCosts, notice: str, drain: str | None, tier_bandwidth: str | None, step_s: float | None
 ) -> Fit:
     return fit(
         time("--notice", notice),

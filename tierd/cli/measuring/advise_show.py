@@ -22,7 +22,7 @@ _PLOTTED = 200  # points of the curve
 
 
 @dataclass(frozen=True, slots=True)
-class Advised:
+class AdviceReport:
     """The inputs and results of `tierd advise`. A member is None if it was not requested.
 
     Attributes:

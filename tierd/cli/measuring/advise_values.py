@@ -24,13 +24,13 @@ from tierd.core.planning.inventory import Inventory, runs
 LOCAL = "spool"
 
 
-class Measured(msgspec.Struct, frozen=True):
+class SaveCosts(msgspec.Struct, frozen=True):
     state_bytes: Annotated[int, Meta(ge=0)]
     blocked_s: Annotated[float, Meta(ge=0, le=LONGEST)]
     durable_s: Annotated[float, Meta(ge=SHORTEST, le=LONGEST)]
 
 
-class _BenchCosts(Measured, frozen=True):
+class _BenchCosts(SaveCosts, frozen=True):
     state_bytes: Annotated[int, Meta(gt=0)]
 
 
@@ -95,7 +95,7 @@ def measured_by(
     bandwidth: str | None,
     sync_s: float | None,
     table: bool,
-) -> Measured:
+) -> SaveCosts:
     options = {"--state-size": state_size, "--blocked": blocked, "--bandwidth": bandwidth}
     if file is not None:
         if any(value is not None for value in options.values()):
@@ -105,13 +105,13 @@ def measured_by(
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"--from {file}: not what `tierd bench overhead` writes: {error}") from error
     if sync_s is not None and blocked is None and bandwidth is None and not table:  # a table compares it with tierd
-        return Measured(0 if state_size is None else round(size("--state-size", state_size)), sync_s, sync_s)
+        return SaveCosts(0 if state_size is None else round(size("--state-size", state_size)), sync_s, sync_s)
     if state_size is None or blocked is None or bandwidth is None:
         missing = ", ".join(option for option, value in options.items() if value is None)
         way_out = "" if table else ", or --sync TIME"
         raise ConfigError(f"missing: {missing}; or give --from FILE, the JSON of `tierd bench overhead`{way_out}")
     amount, cost = size("--state-size", state_size), time("--blocked", blocked, zero=True)
-    return Measured(round(amount), cost, cost + amount / rate("--bandwidth", bandwidth))
+    return SaveCosts(round(amount), cost, cost + amount / rate("--bandwidth", bandwidth))
 
 
 def second_level(

@@ -23,7 +23,7 @@ from tierd.core.diagnosis.findings import Finding, Severity, finding, worst
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy, seconds
 from tierd.core.urls import parse_url
-from tierd.doctor.examine import Examined, examine
+from tierd.doctor.examine import ExaminationScope, examine
 from tierd.doctor.tier import Subject
 from tierd.stores.keys import Key, read_key
 from tierd.stores.open import open_store
@@ -113,7 +113,7 @@ async def _examine(
         retention = (config.retention if config else None) or RetentionPolicy()
         drain_s = seconds(config.drain if config else _DEFAULT_DRAIN)
         group_s = timings.given().examined_s
-        examined = await examine(Examined(root, retention.keep_last, drain_s, subjects, group_s))
+        examined = await examine(ExaminationScope(root, retention.keep_last, drain_s, subjects, group_s))
     return [*examined, *findings]
 
 

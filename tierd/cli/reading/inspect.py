@@ -20,7 +20,7 @@ from tierd.cli.options import JsonOption
 from tierd.cli.tables import complain, console, print_json, size, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.watching.followed import FollowingTree, NamedPlace, named_place
-from tierd.watching.inspect import Finding, Inspected, Opener, Status, inspect_unit
+from tierd.watching.inspect import InspectedUnit, Opener, Status, UnitProblem, inspect_unit
 from tierd.watching.layouts import units, units_of
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.loose_files import lone_file
@@ -37,7 +37,7 @@ _EXIT_CODES: tuple[tuple[Status, int], ...] = (
 class Inspections(msgspec.Struct, frozen=True):
     """The answer of `tierd inspect`."""
 
-    units: tuple[Inspected, ...]
+    units: tuple[InspectedUnit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def inspect(
         raise typer.Exit(code)
 
 
-def _inspect(place: _Place) -> Iterator[Inspected]:
+def _inspect(place: _Place) -> Iterator[InspectedUnit]:
     with place.location.tree() as tree:
         listing, chosen_units = _choose_units(tree, place)
         results = [_check_unit(tree, listing, unit) for unit in chosen_units]
@@ -108,17 +108,19 @@ def _inspect(place: _Place) -> Iterator[Inspected]:
     strays = tree.stray(chosen_units)
     for path, (status, reason) in strays.items():
         yield _with_shown_paths(
-            Inspected(path, None, None, status, 0, 0, (Finding(path, None, status, reason),), ()), place
+            InspectedUnit(path, None, None, status, 0, 0, (UnitProblem(path, None, status, reason),), ()), place
         )
     if not results and not strays:
         reason = "no checkpoint of a program that is known lies there"
-        unknown = Finding(place.path_text, None, "unknown", reason)
-        yield Inspected(place.path_text, None, None, "unknown", 0, 0, (unknown,), ())
+        unknown = UnitProblem(place.path_text, None, "unknown", reason)
+        yield InspectedUnit(place.path_text, None, None, "unknown", 0, 0, (unknown,), ())
     for twin_result in chain.from_iterable(twin_results):
         yield _with_shown_paths(twin_result, place)
 
 
-def _inspect_twins(tree: FollowingTree, listing: Listing, unit: Unit, whole_result: Inspected) -> list[Inspected]:
+def _inspect_twins(
+    tree: FollowingTree, listing: Listing, unit: Unit, whole_result: InspectedUnit
+) -> list[InspectedUnit]:
     """Return the results of a unit's twins, each without the others, if one is sound; else that of the whole unit."""
     if whole_result.status in ("sound", "changing"):
         return [whole_result]
@@ -141,13 +143,13 @@ def _choose_units(tree: FollowingTree, place: _Place) -> tuple[Listing, list[Uni
     return listing, units(listing)
 
 
-def _check_unit(tree: FollowingTree, listing: Listing, unit: Unit) -> Inspected:
+def _check_unit(tree: FollowingTree, listing: Listing, unit: Unit) -> InspectedUnit:
     sizes: Mapping[str, int] = {path: listing.entries[path].size for path in unit.files}
     opener: Opener = lambda path: tree.opened(path, listing.entries[path])  # noqa: E731
     return inspect_unit(unit, sizes, opener, tree.unfollowed)
 
 
-def _mark_if_changed(unit: Unit, result: Inspected, before: Listing, after: Listing) -> Inspected:
+def _mark_if_changed(unit: Unit, result: InspectedUnit, before: Listing, after: Listing) -> InspectedUnit:
     """Return the result, or `changing` if the unit was written to since, because damage then proves nothing."""
     if result.status != "damaged":
         return result
@@ -155,11 +157,11 @@ def _mark_if_changed(unit: Unit, result: Inspected, before: Listing, after: List
     same = all(before.entries[path] == after.entries.get(path) for path in unit.files)
     if same and unit_now.files == unit.files:
         return result
-    finding = Finding(unit.path, None, "changing", "still being written")
+    finding = UnitProblem(unit.path, None, "changing", "still being written")
     return msgspec.structs.replace(result, status="changing", findings=(finding, *result.findings))
 
 
-def _with_shown_paths(result: Inspected, place: _Place) -> Inspected:
+def _with_shown_paths(result: InspectedUnit, place: _Place) -> InspectedUnit:
     findings = tuple(
         msgspec.structs.replace(finding, file=place.display_path(finding.file)) for finding in result.findings
     )
@@ -169,7 +171,7 @@ def _with_shown_paths(result: Inspected, place: _Place) -> Inspected:
     return msgspec.structs.replace(result, path=path, findings=findings, uncovered=uncovered, notes=notes)
 
 
-def _show(results: tuple[Inspected, ...]) -> None:
+def _show(results: tuple[InspectedUnit, ...]) -> None:
     columns = ("PATH", "PROGRAM", "STEP", "FILES", "BYTES", "STATUS")
     out = console()
     out.print(table(None, columns, [_row(unit) for unit in results]))
@@ -181,6 +183,6 @@ def _show(results: tuple[Inspected, ...]) -> None:
             out.print(f"{note.file}: {note.note}", soft_wrap=True)
 
 
-def _row(result: Inspected) -> tuple[str, ...]:
+def _row(result: InspectedUnit) -> tuple[str, ...]:
     step = "" if result.step is None else str(result.step)
     return result.path, result.program or "", step, str(result.files), size(result.bytes), result.status

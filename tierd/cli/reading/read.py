@@ -245,7 +245,7 @@ def _report(where: Places, run: str | None) -> tuple[Report, bool]:
     if where.spool is not None and not where.config:
         try:
             with Link(where.spool) as link:  # the daemon knows the tiers and their retention
-                return replies.read_member(link.ask(messages.Report(run=run)), "report", Report), False
+                return replies.read_member(link.ask(messages.ReportRequest(run=run)), "report", Report), False
         except VersionMismatch as error:
             complain(f"{error}. Without it, only the spool is shown")
         except DaemonAbsent:

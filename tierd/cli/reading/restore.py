@@ -32,7 +32,7 @@ from tierd.daemon.intake.chosen import put_back_chosen
 from tierd.daemon.intake.in_place import PutBack
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import Exported, export
+from tierd.daemon.transfer.export import RestoredDirectory, export
 from tierd.priority import hasten
 from tierd.stores.base import Store
 
@@ -99,7 +99,7 @@ async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[st
             return await work(stores)
 
 
-def _show(exported: Exported, moved: Progress) -> None:
+def _show(exported: RestoredDirectory, moved: Progress) -> None:
     for text in exported.skipped:
         console().print(f"skipped {text}")
     source = f"from {', '.join(exported.tiers)}, " if exported.tiers else ""

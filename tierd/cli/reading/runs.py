@@ -16,7 +16,7 @@ from tierd.cli.units import span
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.daemon.opening import open_tiers
-from tierd.daemon.tiers.overview import RunOverview, Seen, observe, overview
+from tierd.daemon.tiers.overview import RunOnTier, RunOverview, observe, overview
 from tierd.priority import hasten
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
@@ -68,7 +68,7 @@ def runs(
 async def _observe(where: Places) -> Overviews:
     assert where.config is not None
     hasten()  # a person waits
-    tiers: dict[str, dict[str, Seen]] = {}
+    tiers: dict[str, dict[str, RunOnTier]] = {}
     unreached: list[str] = []
     async with AsyncExitStack() as stack:
         for name, store in (await open_tiers(where.config, stack)).items():

@@ -110,11 +110,11 @@ def _ask(spool: Spool) -> Members:
     """Return the daemon's status. Every version answers this request, so a daemon of any version is shown."""
     try:
         with Link(spool) as link:
-            return replies.read_member(link.ask(messages.Status()), "status", Members)
+            return replies.read_member(link.ask(messages.StatusRequest()), "status", Members)
     except VersionMismatch as error:
         complain(error)
     with Link(spool, greet=False) as link:
-        return replies.read_member(link.ask(messages.Status()), "status", Members)
+        return replies.read_member(link.ask(messages.StatusRequest()), "status", Members)
 
 
 def _daemon(answer: Members) -> Iterator[str]:

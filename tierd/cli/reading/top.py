@@ -48,7 +48,7 @@ def top(spool: SpoolOption = None, config: ConfigOption = None) -> None:
     node_spool = places(spool, None, config).spool
     if node_spool is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    view = Seen(node_spool)
+    view = DaemonView(node_spool)
     if not sys.stdout.isatty():
         view.ask()
         if view.error:
@@ -61,7 +61,7 @@ def top(spool: SpoolOption = None, config: ConfigOption = None) -> None:
     _live(view)
 
 
-class Seen:
+class DaemonView:
     """What the daemon said last.
 
     Attributes:
@@ -82,11 +82,11 @@ class Seen:
         try:
             try:
                 with Link(self._spool) as link:
-                    self.status = link.ask(messages.Status())["status"]
-                    self.runs = link.ask(messages.Runs())["runs"]
+                    self.status = link.ask(messages.StatusRequest())["status"]
+                    self.runs = link.ask(messages.RunsRequest())["runs"]
             except (VersionMismatch, RequestUnknown):
                 with Link(self._spool, greet=False) as link:
-                    self.status, self.runs = link.ask(messages.Status())["status"], None
+                    self.status, self.runs = link.ask(messages.StatusRequest())["status"], None
         except DaemonUnavailable as error:
             self.error = error
         except (KeyError, OSError) as error:
@@ -104,7 +104,7 @@ class Seen:
         return f"The daemon does not answer{since}{below}: {self.error}"
 
 
-def _live(view: Seen) -> None:
+def _live(view: DaemonView) -> None:
     out = console()
     at, polled_at = 0, -_PERIOD_S
     with Live(console=out, screen=True, auto_refresh=False, transient=True) as screen, _keys() as keys:
@@ -123,7 +123,7 @@ def _live(view: Seen) -> None:
             at = max(0, at + _DOWN.get(pressed, 0) - _UP.get(pressed, 0))
 
 
-def _screen(view: Seen, out: Console, at: int) -> tuple[int, Group]:
+def _screen(view: DaemonView, out: Console, at: int) -> tuple[int, Group]:
     """Draw a screen whose body begins with line `at`, or as far down as there is text; also return that line."""
     width, height = out.size
     head = [Text(headline(view.status) if view.status else "tierd", style="bold")]

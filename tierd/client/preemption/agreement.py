@@ -36,7 +36,7 @@ _QUICK_RANKS = 450  # ranks; of more, rank 0 reads the notes longer, so that all
 _WAITS = 30  # in which training waits for a word
 
 
-class Notes(Protocol):
+class NoteBoard(Protocol):
     """The calls of a `Board` that an agreement makes."""
 
     def put(self, key: str, value: bytes) -> None: ...
@@ -58,8 +58,8 @@ class Notice(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class Moment(NamedTuple):
-    """When a rank asked: after which restore (see `Agreement.restored`), and the step."""
+class AskedAt(NamedTuple):
+    """When a rank asked: after which restore (see `StepAgreement.restored`), and the step."""
 
     restores: int = 0
     step: int = -1
@@ -68,7 +68,7 @@ class Moment(NamedTuple):
 class _AgreedNotice(NamedTuple):
     """A notice on whose step the ranks agreed: a checkpoint is due at the first question after the moment."""
 
-    after: Moment
+    after: AskedAt
     why: str
     since_s: float
 
@@ -92,7 +92,7 @@ class _Decision(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Agreement:
+class StepAgreement:
     """One rank's side. With several ranks one thread calls `offer` and `advance`, and the one that trains the rest.
     With one rank there is only the one that trains.
 
@@ -112,9 +112,9 @@ class Agreement:
         self._question = 0
         self._own_notices: dict[str, Notice] = {}
         self._handled: set[str] = set()
-        self._position = Moment()
+        self._position = AskedAt()
         self._agreed: list[_AgreedNotice] = []  # that no question met yet
-        self._due_position: Moment | None = None
+        self._due_position: AskedAt | None = None
         self._next: tuple[str, float] = "", 0.0
         self._waited_s = 0.0  # how long this rank has waited in this turn
         self._polled_s = 0.0  # when that was last counted
@@ -142,7 +142,7 @@ class Agreement:
             if not self._answers():
                 self._owed = self._key(self._question, str(self._rank))
                 self._end(self._question, _Decision(error="the thread that talks to the other ranks hangs"))
-            self._position = max(self._position, Moment(self._position.restores, step))
+            self._position = max(self._position, AskedAt(self._position.restores, step))
             return self._decide_due(step)
 
     def _decide_due(self, step: int) -> bool:
@@ -176,7 +176,7 @@ class Agreement:
         """
         with self._changed:
             self._answers()
-            self._position = Moment(turn, -1)
+            self._position = AskedAt(turn, -1)
 
     def _answers(self) -> bool:
         """Wait until this rank answers questions, at most `LATE_S` three times; return whether it does.
@@ -200,7 +200,7 @@ class Agreement:
         """Whether there is nothing to do but to read whether another rank has a notice."""
         return self.frozen_s is None and not self._own_notices
 
-    def advance(self, notes: Notes, now_s: float) -> None:
+    def advance(self, notes: NoteBoard, now_s: float) -> None:
         """Do the next part of a turn; call it again after a pause.
 
         Raises:
@@ -226,7 +226,7 @@ class Agreement:
             if word is not None:
                 self._end(question, word)
 
-    def _talk(self, notes: Notes, question: int) -> _Decision | None:
+    def _talk(self, notes: NoteBoard, question: int) -> _Decision | None:
         """Write this rank's note, or take it back if it has waited for long. Return the word if there is one."""
         if not self._taken_back and self._waited_s > 1.5 * self._late_s:
             notes.put(self._key(question, str(self._rank)), b"")
@@ -237,7 +237,7 @@ class Agreement:
             self._note = None
         return self._decide(notes, question) if self._rank == 0 else self._answer(notes, question)
 
-    def _begin(self, notes: Notes, question: int, now_s: float) -> bool:
+    def _begin(self, notes: NoteBoard, question: int, now_s: float) -> bool:
         """Answer no question any more, if some rank has a notice."""
         key = self._key(question, "first")
         data = notes.read([key]).get(key)
@@ -258,7 +258,7 @@ class Agreement:
             self._note = msgspec.json.encode(_Position(moment.restores, moment.step, tuple(self._own_notices)))
         return True
 
-    def _decide(self, notes: Notes, question: int) -> _Decision | None:
+    def _decide(self, notes: NoteBoard, question: int) -> _Decision | None:
         keys = {self._key(question, str(rank)): rank for rank in range(self._world)}
         read_s = time.monotonic()
         answers = notes.read(keys.keys())
@@ -269,7 +269,7 @@ class Agreement:
             )
         elif not absent:
             positions = [msgspec.json.decode(answer, type=_Position) for answer in answers.values()]
-            latest = max(Moment(position.restores, position.step) for position in positions)
+            latest = max(AskedAt(position.restores, position.step) for position in positions)
             notice_keys = tuple(sorted({key for position in positions for key in position.keys}))
             word = _Decision(latest.restores, latest.step, notice_keys, self._next[0])
         elif self._waited_s > self._late_s:
@@ -283,7 +283,7 @@ class Agreement:
         notes.put(self._key(question, "all"), msgspec.json.encode(word))
         return word
 
-    def _answer(self, notes: Notes, question: int) -> _Decision | None:
+    def _answer(self, notes: NoteBoard, question: int) -> _Decision | None:
         key = self._key(question, "all")
         data = notes.read([key]).get(key)
         return None if data is None else msgspec.json.decode(data, type=_Decision)
@@ -299,7 +299,7 @@ class Agreement:
             if word.error:
                 log.error("notice: %s; no checkpoint is due by it, because %s", why, word.error)
             else:
-                self._agreed.append(_AgreedNotice(Moment(word.restores, word.step), word.why, since_s))
+                self._agreed.append(_AgreedNotice(AskedAt(word.restores, word.step), word.why, since_s))
             self.frozen_s = None
             self._changed.notify_all()
 

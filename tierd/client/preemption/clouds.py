@@ -44,7 +44,7 @@ _TOKEN_S = 21600  # how long EC2's token is valid
 _ENDS = {"Preempt", "Terminate", "Reboot", "Redeploy"}  # Azure's events but Freeze, which pauses for seconds
 
 
-class Found(NamedTuple):
+class CloudNotice(NamedTuple):
     """A notice: its identity, and what it says, for people."""
 
     key: str
@@ -60,7 +60,7 @@ class Cloud(Protocol):
 
     name: str
 
-    def read(self) -> list[Found]:
+    def read(self) -> list[CloudNotice]:
         """Return the notices that hold now.
 
         Raises:
@@ -77,7 +77,7 @@ class Ec2:
     def __init__(self, address: str) -> None:
         self._address, self._token = address, ""
 
-    def read(self) -> list[Found]:
+    def read(self) -> list[CloudNotice]:
         path = "/latest/meta-data/spot/instance-action"
         answer = self._get(path)
         if answer.status == 401:  # the token has expired
@@ -86,7 +86,7 @@ class Ec2:
         if answer.status == 404:
             return []
         action = _decode(answer.good(path).body, _Ec2Action)
-        return [Found(f"ec2 {action.action}", f"EC2: {action.action} at {action.time}")]
+        return [CloudNotice(f"ec2 {action.action}", f"EC2: {action.action} at {action.time}")]
 
     def _get(self, path: str) -> _Answer:
         if not self._token:
@@ -103,14 +103,16 @@ class Gce:
     def __init__(self, address: str) -> None:
         self._address, self._etag = address, ""
 
-    def read(self) -> list[Found]:
+    def read(self) -> list[CloudNotice]:
         wait = f"?wait_for_change=true&last_etag={self._etag}&timeout_sec={_CHANGE_S}" if self._etag else ""
         preempted = self._get(f"preempted{wait}")
         etag = preempted.headers.get("ETag", "")
         self._etag = etag if etag.isalnum() else ""
-        notices = [Found("gce preempted", "Compute Engine preempts this VM")] if preempted.text == "TRUE" else []
+        notices = [CloudNotice("gce preempted", "Compute Engine preempts this VM")] if preempted.text == "TRUE" else []
         if self._get("maintenance-event").text == "TERMINATE_ON_HOST_MAINTENANCE":
-            notices.append(Found("gce maintenance", "Compute Engine terminates this VM for maintenance of its host"))
+            notices.append(
+                CloudNotice("gce maintenance", "Compute Engine terminates this VM for maintenance of its host")
+            )
         return notices
 
     def _get(self, path: str) -> _Answer:
@@ -126,7 +128,7 @@ class Azure:
     def __init__(self, address: str) -> None:
         self._address, self._me, self._answer_s = address, "", _FIRST_S
 
-    def read(self) -> list[Found]:
+    def read(self) -> list[CloudNotice]:
         headers = {"Metadata": "true"}
         if not self._me:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -135,7 +137,7 @@ class Azure:
         answer = _ask(self._address, "GET", path, headers, self._answer_s).good(path)
         self._answer_s = _ANSWER_S
         return [
-            Found(f"azure {event.id}", f"Azure: {event.type}, not before {event.not_before or 'now'}")
+            CloudNotice(f"azure {event.id}", f"Azure: {event.type}, not before {event.not_before or 'now'}")
             for event in _decode(answer.body, _AzureEvents).events
             if event.type in _ENDS and self._me in event.resources
         ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tierd.client.preemption.agreement import Agreement, Notes, Notice
+from tierd.client.preemption.agreement import NoteBoard, Notice, StepAgreement
 from tierd.client.preemption.signals import Signals
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, TierdError
@@ -50,14 +50,14 @@ class Preemption:
             )
         self._ranks, self._rank, self._world = ranks, ranks.rank, ranks.world
         self._cloud = _cloud(setting) if setting else None
-        self._notes: Notes | None = None
+        self._notes: NoteBoard | None = None
         board, name = ranks.notes()
         if board is not None:
             self._notes, self._pause_s = board, max(board.beat_s / 2, ranks.world / 1000)
             self._quick_s = max(_READ_S, ranks.world / 2000, board.poll_s / 4)
-            self._agreement = Agreement(ranks.rank, ranks.world, name, self._pause_s)
+            self._agreement = StepAgreement(ranks.rank, ranks.world, name, self._pause_s)
         else:
-            self._agreement = Agreement(0, 1)
+            self._agreement = StepAgreement(0, 1)
         self._arrived: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._signals: Signals | None = None

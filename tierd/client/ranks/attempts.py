@@ -22,7 +22,7 @@ from tierd.core.ids import check_attempt, next_attempt
 _saved: set[tuple[int, Path, str, str, int]] = set()
 
 
-class Clock(msgspec.Struct, frozen=True):
+class RankClock(msgspec.Struct, frozen=True):
     """One rank's contribution to a launch's name: its wall clock in ms, 8 random hex digits, and its latest attempt."""
 
     now_ms: int
@@ -39,7 +39,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     given: str | None = None
     options: dict[str, str] = {}
-    clock: Clock | None = None
+    clock: RankClock | None = None
     used: bool = False
     saved: bool = False
     error: str = ""
@@ -51,12 +51,12 @@ def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
         ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)
 
 
-def clock(attempts: Iterable[str]) -> Clock:
-    """Make this process's `Clock`, given the attempts that it has seen."""
-    return Clock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(attempts, default=None))
+def clock(attempts: Iterable[str]) -> RankClock:
+    """Make this process's `RankClock`, given the attempts that it has seen."""
+    return RankClock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(attempts, default=None))
 
 
-def agreed(attempts: Iterable[str], clocks: Sequence[Clock]) -> str:
+def agreed(attempts: Iterable[str], clocks: Sequence[RankClock]) -> str:
     """Name the attempt that all ranks share: rank 0's clock and token, pushed past every attempt that a
     rank has seen.
     """

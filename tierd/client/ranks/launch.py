@@ -16,7 +16,7 @@ from typing import Protocol
 from tierd import __version__
 from tierd.client.ranks.attempts import (
     Beginning,
-    Clock,
+    RankClock,
     agreed,
     clock,
     has_saved,
@@ -339,11 +339,11 @@ class Launch:
         """
         self._changing, self._later = True, later
 
-    def clock(self) -> Clock:
+    def clock(self) -> RankClock:
         """Return this rank's contribution to the next attempt's name."""
         return clock([name for name in (self._current.name, self._fixed_attempt) if name])
 
-    def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[Clock]) -> None:
+    def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[RankClock]) -> None:
         """Begin another attempt after a restore, because an attempt has one origin.
 
         The new attempt is the same on every rank, and later than `attempts`.

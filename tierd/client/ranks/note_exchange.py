@@ -1,6 +1,6 @@
 """Communication between the ranks of a launch: notes on a board, signs of life, and a bound on every wait.
 
-    hello/<rank>          the process that is this rank now (`Mate`)
+    hello/<rank>          the process that is this rank now (`RankProcess`)
     welcome               by rank 0: the tokens of all ranks, which name the meeting
     gone                  why the meeting cannot begin: a rank has ended; only if no other launch uses the board
     <meeting>/here/<rank>       the rank has read the welcome
@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 
 from tierd.client.ranks.board import Board
-from tierd.client.ranks.processes import Mate, this_process
+from tierd.client.ranks.processes import RankProcess, this_process
 from tierd.client.ranks.rendezvous import QUICK_S, Absent, Rendezvous
 from tierd.client.ranks.signs import Sign, Watch
 from tierd.client.timings import USUAL
@@ -72,7 +72,7 @@ class NoteExchange:
         self._last_s = last_s
         self._board, self._rank, self._world, self.silent_s = board, rank, world, silent_s
         self._me = this_process()
-        self._mates: list[Mate] = []
+        self._mates: list[RankProcess] = []
         self._name, self._number, self._beats, self._said_count, self._ended_count = "", 0, 0, 0, 0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # reentrant, because a signal handler that closes may interrupt its holder

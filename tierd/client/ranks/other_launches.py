@@ -27,7 +27,7 @@ _EVERY_S = 1.0  # between two checks of the locks on this node, which are a dire
 _ANSWER_S = 5.0
 
 
-class Beside:
+class ConcurrentLaunchWarning:
     """Show that this trainer is alive, and log each other launch once.
 
     Args:

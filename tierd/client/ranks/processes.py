@@ -14,7 +14,7 @@ from tierd.client.ranks.launchers import all_here, environment_ranks, launch_var
 from tierd.core.errors import ConfigError
 
 
-class Mate(msgspec.Struct, frozen=True):
+class RankProcess(msgspec.Struct, frozen=True):
     """A process that joined as a rank.
 
     Attributes:
@@ -47,11 +47,11 @@ class Mate(msgspec.Struct, frozen=True):
         return _born(self.pid) not in (self.born, None)
 
 
-def this_process() -> Mate:
+def this_process() -> RankProcess:
     pid, scope = os.getpid(), ""
     with suppress(OSError):
         scope = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    return Mate(secrets.token_hex(8), socket.gethostname(), scope, pid, _born(pid))
+    return RankProcess(secrets.token_hex(8), socket.gethostname(), scope, pid, _born(pid))
 
 
 class Siblings:

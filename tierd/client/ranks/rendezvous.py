@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tierd.client.ranks.board import Board
-from tierd.client.ranks.processes import Mate, Siblings
+from tierd.client.ranks.processes import RankProcess, Siblings
 
 log = logging.getLogger("tierd")
 
@@ -33,14 +33,14 @@ class Rendezvous:
     """
 
     def __init__(
-        self, board: Board, me: Mate, rank: int, world: int, silent_s: float, pause: Callable[[float], float]
+        self, board: Board, me: RankProcess, rank: int, world: int, silent_s: float, pause: Callable[[float], float]
     ) -> None:
         self._board, self._me, self._rank, self._world = board, me, rank, world
         self._silent_s, self._pause = silent_s, pause
         self._siblings = Siblings(rank, world)
         self._ended_since: dict[int, float] = {}  # by rank: when it was first seen to have no process any more
 
-    def find(self, late_s: float) -> list[Mate]:
+    def find(self, late_s: float) -> list[RankProcess]:
         """Return the processes that are this launch's ranks now, in order of rank.
 
         Raises:
@@ -105,7 +105,7 @@ class Rendezvous:
         """On rank 0: read which ranks are there, and publish them once all are."""
         notes = self._board.read([f"hello/{rank}" for rank in range(self._world)])
         hellos = [notes.get(f"hello/{rank}") for rank in range(self._world)]
-        mates = [None if hello is None else msgspec.json.decode(hello, type=Mate) for hello in hellos]
+        mates = [None if hello is None else msgspec.json.decode(hello, type=RankProcess) for hello in hellos]
         # At each read, because a rank 0 of an earlier launch that is about to end may overwrite it.
         if None not in mates:
             self._board.put("welcome", msgspec.json.encode(mates))
@@ -113,10 +113,10 @@ class Rendezvous:
 
     def _welcome(self) -> list[Any]:
         note = self._board.get("welcome")
-        mates = [] if note is None else msgspec.json.decode(note, type=list[Mate])
+        mates = [] if note is None else msgspec.json.decode(note, type=list[RankProcess])
         return mates if len(mates) == self._world else []
 
-    def _have_all_arrived(self, mates: list[Mate]) -> bool:
+    def _have_all_arrived(self, mates: list[RankProcess]) -> bool:
         """Whether every rank has seen itself among `mates`. A rank other than 0 notes this for itself."""
         token = mates[0].token
         if self._rank:

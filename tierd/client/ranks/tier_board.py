@@ -24,7 +24,7 @@ from tierd.client.ranks.board import Board
 from tierd.client.timings import USUAL
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
 from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_NOTE, Notes
+from tierd.ipc.messages import MAX_NOTE, NotesRequest
 from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 
@@ -153,7 +153,7 @@ class TierBoard(Board):
         Raises:
             OSError: no daemon answered in time, or it is stopped or of another version; or the tier failed.
         """
-        request = Notes(run=self._run, launch=self._launch, **fields)
+        request = NotesRequest(run=self._run, launch=self._launch, **fields)
         end_s = time.monotonic() + self._answer_s
         while True:
             try:

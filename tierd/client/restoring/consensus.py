@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from tierd.client.ranks.attempts import Clock
+from tierd.client.ranks.attempts import RankClock
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import (
     ConfigError,
@@ -39,7 +39,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     only: tuple[str, ...] | None = None
     best: Goal | None = None
     at_least: int | None = None
-    clock: Clock
+    clock: RankClock
     sight: RunView = RunView()
     error: str = ""
 
@@ -60,7 +60,7 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ConsensusResult:
     """What all ranks do next: load their parts; or try the next candidate, with `corrupt` naming the corrupt parts; or,
     if `gone`, list again.
     """
@@ -83,9 +83,9 @@ class Agreement:
         clock: returns this rank's contribution to the next attempt's name.
     """
 
-    def __init__(self, ranks: Ranks, run: str, view: Callable[[], RunView], clock: Callable[[], Clock]) -> None:
+    def __init__(self, ranks: Ranks, run: str, view: Callable[[], RunView], clock: Callable[[], RankClock]) -> None:
         self._ranks, self._run, self._run_view, self._clock = ranks, run, view, clock
-        self.clocks: Sequence[Clock] = ()
+        self.clocks: Sequence[RankClock] = ()
 
     def observe(
         self,
@@ -157,7 +157,7 @@ class Agreement:
                     "goes on from it: restore again on all ranks, or end"
                 )
 
-    def settle(self, error: Exception | None, *, unfit: bool = False) -> Settled:
+    def settle(self, error: Exception | None, *, unfit: bool = False) -> ConsensusResult:
         """Exchange each rank's result for a candidate in one gather, and return what all ranks do next.
 
         Args:
@@ -180,7 +180,7 @@ class Agreement:
                 raise StateMismatch(f"rank {rank}: {outcome.why}; nothing was loaded")
         # A rank that reads later finds a part gone that another rank has quarantined.
         if "gone" in outcome_kinds and "corrupt" not in outcome_kinds:
-            return Settled(gone=True)
+            return ConsensusResult(gone=True)
         if "corrupt" in outcome_kinds and not self._ranks.talk:
             raise StoreUnavailable(
                 f"rank {self._ranks.rank}: {error}. It is quarantined, and the other ranks cannot be told without "
@@ -188,7 +188,7 @@ class Agreement:
             ) from error
         name = "rank {}: {}" if self._ranks.world > 1 else "{1}"
         corrupt = [name.format(rank, outcome.why) for rank, outcome in enumerate(outcomes) if outcome.what == "corrupt"]
-        return Settled(corrupt="; ".join(corrupt))
+        return ConsensusResult(corrupt="; ".join(corrupt))
 
 
 def _outcome(error: Exception | None, *, unfit: bool) -> Outcome:

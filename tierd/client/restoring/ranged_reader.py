@@ -108,7 +108,7 @@ class PartRanges(ABC):
         return Span(part, path, file, offset, length, first, end, edges[first], edges[end])
 
 
-class Files(PartRanges):
+class PartFiles(PartRanges):
     """Read one checkpoint from the spool and through the daemon.
 
     Args:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tierd.client.ranks.attempts import Clock, clock
+from tierd.client.ranks.attempts import RankClock, clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.device_uploads import Uploads
 from tierd.client.restoring.entries import read_entries
-from tierd.client.restoring.ranged_reader import Files
+from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.search import Search, Skipped
 from tierd.client.restoring.source import LoadedPart, NodeSource
 from tierd.client.saving.handoff import HandoffClient
@@ -26,7 +26,7 @@ from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate, own_part
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Request
-from tierd.ipc.messages import Restored as ReportRestored
+from tierd.ipc.messages import RestoreFinished as ReportRestored
 from tierd.spool.arena import Arena
 from tierd.spool.spool import Spool
 
@@ -59,7 +59,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class VerifiedPart:
     """A part of which every byte was just verified, or every byte of the requested entries.
 
     `tier` says where the bytes came from, as `Restored.tier` does. `arena` is the memory that holds the tensor file, if
@@ -75,7 +75,7 @@ class Found:
     attempts: tuple[str, ...]
     unreached: tuple[str, ...]
     arena: Arena | None
-    clocks: Sequence[Clock]  # of every rank, to name the attempt that continues from here
+    clocks: Sequence[RankClock]  # of every rank, to name the attempt that continues from here
     tree: dict[str, Any] = field(default_factory=dict)
     hold: Link | None = None  # closed by the caller when it no longer needs `directory`
 
@@ -98,7 +98,7 @@ class Restorer(Search):
         tiers: bool,
         line: HandoffClient | None = None,
         keep: bool = True,
-        clock: Callable[[], Clock] = lambda: clock(()),
+        clock: Callable[[], RankClock] = lambda: clock(()),
         report: Callable[[Request], None] = lambda request: None,
         metrics: tuple[str, ...] = (),
         only: Collection[str] | None = None,
@@ -124,17 +124,18 @@ class Restorer(Search):
         self,
         step: int | None,
         attempt: str | None,
-        build_tree: Callable[[Found], dict[str, Any]] = lambda verified: {},
+        build_tree: Callable[[VerifiedPart], dict[str, Any]] = lambda verified: {},
         best: Goal | None = None,
         at_least: int | None = None,
-    ) -> Found | None:
+    ) -> VerifiedPart | None:
         """Read the checkpoint to resume from, the same on every rank; None if the run has no checkpoint.
 
         A restore takes two gathers if nothing is wrong. Ranks that cannot talk each choose by the listings of the
         tiers.
 
         Args:
-            build_tree: makes `Found.tree`, and raises if the checkpoint does not fit its target; then no rank gets it.
+            build_tree: makes `VerifiedPart.tree`, and raises if the checkpoint does not fit its target; then no rank
+                gets it.
             best: try the best checkpoint first, by the metrics in rank 0's manifests, which then have to be read.
 
         Raises:
@@ -171,15 +172,15 @@ class Restorer(Search):
             )
 
     def _try(
-        self, candidate: Candidate, build_tree: Callable[[Found], dict[str, Any]]
-    ) -> tuple[Found | None, Exception | None, bool]:
+        self, candidate: Candidate, build_tree: Callable[[VerifiedPart], dict[str, Any]]
+    ) -> tuple[VerifiedPart | None, Exception | None, bool]:
         part = own_part(candidate, self._ranks.rank)
         try:
             manifest, files, tier = (
                 self.source.obtain(part) if self._only is None else self._obtain_entries(part, self._only)
             )
             self.check_origin(manifest)
-            verified = Found(
+            verified = VerifiedPart(
                 part,
                 manifest,
                 files,
@@ -199,7 +200,7 @@ class Restorer(Search):
             return None, error, True
 
     def _obtain_entries(self, part: PartId, names: Collection[str]) -> LoadedPart:
-        files = Files(self._spool, part.checkpoint, part.world, self.source.link, self.source.alone)
+        files = PartFiles(self._spool, part.checkpoint, part.world, self.source.link, self.source.alone)
         try:
             manifest, entries = read_entries(files, part, names)
         finally:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierd.client.ranks.attempts import Clock, clock
+from tierd.client.ranks.attempts import RankClock, clock
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.consensus import Agreement, Settled
+from tierd.client.restoring.consensus import Agreement, ConsensusResult
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
@@ -43,7 +43,7 @@ _LISTINGS = 3  # how often to list, if parts vanish between a listing and their 
 _TRIES = 2
 
 
-class Seeing(Protocol):
+class RunViewSource(Protocol):
     """A process's view of a run's checkpoints. If `deep` is true, the view has all of them, else only the newest, which
     suffice for most restores. `odd` has the checkpoints whose place in the spool holds no directory, with details.
     """
@@ -88,8 +88,8 @@ class Search:
         self,
         run: str,
         ranks: Ranks,
-        source: Seeing,
-        clock: Callable[[], Clock] = lambda: clock(()),
+        source: RunViewSource,
+        clock: Callable[[], RankClock] = lambda: clock(()),
         report: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self._run, self._ranks, self._report, self.source = run, ranks, report, source
@@ -126,7 +126,7 @@ class Search:
             step, attempt, everything=True, best=best, at_least=at_least, other_launches=other_launches
         )
 
-    def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
+    def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> ConsensusResult:
         """Report this rank's result for `candidate` to all ranks. Raises as `Agreement.settle`."""
         settled = self.agreement.settle(error, unfit=unfit)
         self._has_vanished = settled.gone

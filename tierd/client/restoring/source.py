@@ -37,7 +37,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.core.timeline.run_view import RunView, cut, run_view_of, with_gone
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Candidates, Fetch, Status, Wait
+from tierd.ipc.messages import Candidates, Fetch, StatusRequest, Wait
 from tierd.ipc.replies import read_member
 from tierd.spool.arena import Arena
 from tierd.spool.conditions import translated
@@ -171,7 +171,7 @@ class NodeSource:
         end = time.monotonic() + self._timings.flushed_s
         try:
             unflushed = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
-            status = self.link.ask(Status())["status"]
+            status = self.link.ask(StatusRequest())["status"]
             tiers = [] if status["paused"] else [tier["name"] for tier in status["tiers"]]
             while unflushed and tiers and time.monotonic() < end:
                 log.info(

@@ -17,11 +17,11 @@ from tierd.client.ranks.launch import Launch
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.device_uploads import Uploads
 from tierd.client.restoring.entries import check_written_by_save
-from tierd.client.restoring.restorer import Found, Restored, Restorer
+from tierd.client.restoring.restorer import Restored, Restorer, VerifiedPart
 from tierd.client.saving.handoff import HandoffClient
 from tierd.client.saving.pipeline import Pipeline
 from tierd.client.saving.slots import device_of, estimate
-from tierd.client.saving.step_gate import Gate
+from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.schedule import Schedule
 from tierd.core.manifest import TENSORS, TREE
 from tierd.core.save_policy import Goal
@@ -46,7 +46,7 @@ class StateRestorer:
         schedule: Schedule,
         daemon: Attachment,
         handoff: HandoffClient | None,
-        gate: Gate,
+        gate: OptimizerStepGate,
         pipeline: Pipeline,
         space: SpaceCheck,
     ) -> None:
@@ -81,7 +81,7 @@ class StateRestorer:
 
         fitting: list[Fitting] = []  # that of the candidate which was tried last
 
-        def build_tree(verified: Found) -> dict[str, Any]:
+        def build_tree(verified: VerifiedPart) -> dict[str, Any]:
             self._launch.check_given(verified.part.checkpoint, verified.attempts)
             into = chosen({} if state is None else state, names)
             if state is None:
@@ -155,7 +155,7 @@ class StateRestorer:
 
     def _load(
         self,
-        verified: Found,
+        verified: VerifiedPart,
         state: MutableMapping[str, Any] | None,
         names: Collection[str] | None,
         fitting: Sequence[Fitting],
@@ -191,7 +191,7 @@ class StateRestorer:
             self._pipeline.reserve(estimate(state), device_of(state))
             self._space.check(estimate(state))
 
-    def _go_on_from(self, verified: Found, state: MutableMapping[str, Any] | None) -> None:
+    def _go_on_from(self, verified: VerifiedPart, state: MutableMapping[str, Any] | None) -> None:
         """Begin an attempt that continues from `verified`, and prepare its first save."""
         self._launch.go_on_from(verified.part.checkpoint, verified.attempts, verified.clocks)
         if state is not None:
@@ -201,6 +201,6 @@ class StateRestorer:
             self._space.check(size_bytes)
 
 
-def _tree(verified: Found) -> dict[str, Any]:
+def _tree(verified: VerifiedPart) -> dict[str, Any]:
     check_written_by_save(verified.part, verified.files)
     return unflatten(verified.files[TREE], verified.files[TENSORS])

@@ -1,7 +1,7 @@
 """Copy tensors into an arena, from which DCP's asynchronous saves write them.
 
-Invariant: once `Staged.wait` has returned, the copies hold the tensors' values of the time of the call to `stage`. No
-memory is used again before its reader has released it.
+Invariant: once `ArenaCopy.wait` has returned, the copies hold the tensors' values of the time of the call to `stage`.
+No memory is used again before its reader has released it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tierd.client.saving.pipeline import Pipeline
 from tierd.client.saving.save import Save
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
-from tierd.client.saving.step_gate import Gate
+from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.saving.worker import Latch
 from tierd.core.errors import ConfigError, SaveFailed
 from tierd.core.manifest import Manifest
@@ -31,7 +31,7 @@ from tierd.state.values import form_of
 _ROOT = "dcp"
 
 
-class Staged:
+class ArenaCopy:
     """Tensors that are being copied into an arena.
 
     Attributes:
@@ -119,12 +119,12 @@ class Staging:
     report a save that it gave up, and such a save must not block others.
     """
 
-    def __init__(self, pipeline: Pipeline, gate: Gate) -> None:
+    def __init__(self, pipeline: Pipeline, gate: OptimizerStepGate) -> None:
         self._pipeline, self._gate = pipeline, gate
         self._capturers = CapturerPool()
         self._idle: list[_Room] = []
 
-    def stage(self, save: Save, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> Staged:
+    def stage(self, save: Save, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> ArenaCopy:
         """Copy tensors. Returns when training may change them, except those that only an attached optimizer changes.
 
         Args:
@@ -140,7 +140,7 @@ class Staging:
         capture = dataclasses.replace(capture, dtensors=dtensors)
         self._gate.report_interrupted(save.part)
         deferred = self._gate.late(capture)
-        staged = Staged(self, Snapshot(save, capture, lambda: manifest, deferred, self._gate.distrust))
+        staged = ArenaCopy(self, Snapshot(save, capture, lambda: manifest, deferred, self._gate.distrust))
         snapshot = staged.snapshot
         try:
             self._pipeline.behind(lambda: self._copy(staged, tensors))
@@ -165,7 +165,7 @@ class Staging:
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
 
-    def _copy(self, staged: Staged, tensors: Sequence[torch.Tensor]) -> None:
+    def _copy(self, staged: ArenaCopy, tensors: Sequence[torch.Tensor]) -> None:
         snapshot = staged.snapshot
         error: Exception | None = None
         try:

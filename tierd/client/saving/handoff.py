@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tierd.client.saving.packets import Ended, Silent, close_fds, opened, receive, send
+from tierd.client.saving.packets import ConnectionClosed, Silent, close_fds, opened, receive, send
 from tierd.client.saving.save import Save
 from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, TierdError, VersionMismatch
@@ -70,7 +70,7 @@ class HandoffClient:
 
     def __init__(self, spool: Spool, timings: ClientTimings = USUAL) -> None:
         self._spool, self.timings = spool, timings
-        self.line: Connection | None = None
+        self.line: HandoffConnection | None = None
         self._ungreeted: _Ungreeted | None = None
         self._renewing = threading.Lock()
         self.not_before = 0.0
@@ -122,7 +122,7 @@ class HandoffClient:
         except (OSError, TierdError) as error:
             self._ungreeted = None
             connection.close()
-            if isinstance(error, Ended | ConnectionError):
+            if isinstance(error, ConnectionClosed | ConnectionError):
                 return True
             self.not_before = time.monotonic() + self.timings.alone_s
             if isinstance(error, TierdError) and str(error) != self._warned:
@@ -131,7 +131,7 @@ class HandoffClient:
             return False
         self._ungreeted = None
         beats = daemon.protocol is not None and daemon.protocol >= BEATS
-        self.line = Connection(connection, {}, self.timings.silence_s if beats else _LONG_SILENCE)
+        self.line = HandoffConnection(connection, {}, self.timings.silence_s if beats else _LONG_SILENCE)
         return False
 
     def _connect(self) -> _Ungreeted | None:
@@ -186,7 +186,7 @@ class HandoffClient:
         finally:
             box.close()
 
-    def _send(self, line: Connection, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
+    def _send(self, line: HandoffConnection, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
         try:
             if line.handed_over.get(slot) is not arena:
                 send(line.connection, Lend(slot=slot), arena.fd)
@@ -211,7 +211,7 @@ class HandoffClient:
         try:
             reply, _ = receive(pending.connection, pending.silence_s)
         except DaemonUnavailable as error:
-            disconnected = isinstance(error, Ended)
+            disconnected = isinstance(error, ConnectionClosed)
             if not disconnected:
                 self._leave_alone()
                 self._let_go(pending.connection)
@@ -293,7 +293,7 @@ class HandoffClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class HandoffConnection:
     """A connection, the arenas handed over on it, and the seconds of silence after which the daemon counts
     as stopped.
     """

@@ -30,7 +30,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-class Ended(DaemonUnavailable):
+class ConnectionClosed(DaemonUnavailable):
     """The daemon closed the connection."""
 
 
@@ -71,12 +71,12 @@ def receive(connection: socket.socket, silence_s: float, most_fds: int = 0) -> t
     Raises:
         TierdError: the condition that the daemon answered with.
         Silent: nothing arrived for `silence_s` seconds.
-        Ended: the daemon closed the connection, or died.
+        ConnectionClosed: the daemon closed the connection, or died.
         DaemonUnavailable: the packet is no answer.
     """
     ready = select.poll()
     if connection.fileno() < 0:  # the thread that waited for an earlier answer has closed the connection
-        raise Ended("the daemon closed the connection")
+        raise ConnectionClosed("the daemon closed the connection")
     try:
         ready.register(connection, select.POLLIN)
         while True:
@@ -93,7 +93,7 @@ def receive(connection: socket.socket, silence_s: float, most_fds: int = 0) -> t
             finally:
                 close_fds(fds)
     except ConnectionError as error:  # the daemon died with unread packets, or before it accepted the connection
-        raise Ended(f"the daemon is gone: {error}") from error
+        raise ConnectionClosed(f"the daemon is gone: {error}") from error
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
 
@@ -101,7 +101,7 @@ def receive(connection: socket.socket, silence_s: float, most_fds: int = 0) -> t
 def _answer(packet: bytes) -> dict[str, Any] | None:
     """Return the answer in a packet; None for a sign of life. Raises as `receive` does."""
     if not packet:
-        raise Ended("the daemon closed the connection")
+        raise ConnectionClosed("the daemon closed the connection")
     reply = msgspec.json.decode(packet, type=dict[str, Any])
     if reply.get("working"):
         return None

@@ -49,7 +49,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _address, _nbytes = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
 
 
-class Late:
+class DeferredTensors:
     """Tensors that are copied behind training, with the method of reading each. Valid while their addresses do not
     change.
 
@@ -111,7 +111,7 @@ class Late:
         return (words[:, :, None] + torch.arange(_NEIGHBOURS)).flatten()
 
 
-NONE = Late({})
+NONE = DeferredTensors({})
 
 
 class TensorSample:
@@ -123,7 +123,7 @@ class TensorSample:
         live: these tensors, perhaps with others.
     """
 
-    def __init__(self, deferred: Late, live: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, deferred: DeferredTensors, live: Mapping[str, torch.Tensor]) -> None:
         self._deferred = deferred
         self._at: dict[int, torch.Tensor] = {}  # number of elements -> the sampled positions
         self._places = deferred.drawn()

@@ -15,7 +15,7 @@ from tierd.client.saving.save import Save, Stats, checked_metrics
 from tierd.client.schedule import Schedule
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId
-from tierd.ipc.messages import MAX_REASON, Failed
+from tierd.ipc.messages import MAX_REASON, SaveGivenUp
 
 
 class SaveRecords:
@@ -106,7 +106,7 @@ class SaveRecords:
     def _report_failed(self, part: PartId, error: Exception) -> None:
         why = (str(error) or type(error).__name__)[:MAX_REASON]
         self._failures[part] = why
-        self._daemon.report(Failed(part=part, why=why))
+        self._daemon.report(SaveGivenUp(part=part, why=why))
 
 
 def _order(checkpoint: CheckpointId) -> tuple[str, int]:

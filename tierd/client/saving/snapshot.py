@@ -22,7 +22,7 @@ import torch
 
 from tierd.client.saving.device_copies import DeviceCopies
 from tierd.client.saving.interpreter_lock import give_way
-from tierd.client.saving.sampling import Late, TensorSample
+from tierd.client.saving.sampling import DeferredTensors, TensorSample
 from tierd.client.saving.save import Save
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.worker import Latch
@@ -55,7 +55,7 @@ class Snapshot:
         save: Save,
         capture: Capture,
         manifest: Callable[[], Manifest],
-        deferred: Late,
+        deferred: DeferredTensors,
         torn: Callable[[list[str]], None] = lambda names: None,
         timings: ClientTimings = USUAL,
     ) -> None:
@@ -258,7 +258,7 @@ class Snapshot:
 class _Witness:
     """The state of the late tensors when `save` was called."""
 
-    def __init__(self, capture: Capture, deferred: Late) -> None:
+    def __init__(self, capture: Capture, deferred: DeferredTensors) -> None:
         self._deferred, self._tensors = deferred, deferred.of(capture.tensors)
         self._versions = _versions(self._tensors)
         # An in-place write to a DTensor raises its own counter, not its local shard's.

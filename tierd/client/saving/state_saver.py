@@ -18,7 +18,7 @@ from tierd.client.saving.pipeline import Pipeline
 from tierd.client.saving.save import Save, Stats
 from tierd.client.saving.save_records import SaveRecords
 from tierd.client.saving.snapshot import Snapshot
-from tierd.client.saving.step_gate import Gate
+from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.schedule import Schedule
 from tierd.core.errors import SaveSkipped
 from tierd.spool.spool import Spool
@@ -37,7 +37,7 @@ class StateSaver:
         launch: Launch,
         schedule: Schedule,
         records: SaveRecords,
-        gate: Gate,
+        gate: OptimizerStepGate,
         pipeline: Pipeline,
         space: SpaceCheck,
         stats: Stats,

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from tierd.client.saving.device_copies import DeviceCopies
 from tierd.client.saving.interpreter_lock import short_switches
-from tierd.client.saving.sampling import NONE, Late
+from tierd.client.saving.sampling import NONE, DeferredTensors
 from tierd.client.saving.save import Stats
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import ConfigError
@@ -33,7 +33,7 @@ from tierd.state.capture import Capture
 from tierd.state.kinds.optimizers import owned, place
 
 log = logging.getLogger("tierd")
-_gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+_gates: weakref.WeakSet[OptimizerStepGate] = weakref.WeakSet()
 
 
 @atexit.register  # before the threads end that wait for the confirmation
@@ -42,7 +42,7 @@ def _confirm_all() -> None:
         gate.confirm()
 
 
-class Gate:
+class OptimizerStepGate:
     """The attached optimizers, and the snapshots that their steps wait for and confirm."""
 
     def __init__(self, stats: Stats) -> None:
@@ -53,7 +53,7 @@ class Gate:
         self._pending: list[Snapshot] = []
         self._on_devices: list[DeviceCopies] = []  # copies that may still run; each optimizer may have its own streams
         # The late tensors, and what they depend on: one pair, because threads that save at once replace it.
-        self._cached_deferred: tuple[tuple[object, ...], Late] = (), NONE
+        self._cached_deferred: tuple[tuple[object, ...], DeferredTensors] = (), NONE
         self._shared_names: frozenset[str] = frozenset()  # names of tensors that something else changes as well
         _gates.add(self)
 
@@ -73,7 +73,7 @@ class Gate:
             handle.remove()
         self._optimizers, self._cached_deferred = {}, ((), NONE)
 
-    def late(self, capture: Capture) -> Late:
+    def late(self, capture: Capture) -> DeferredTensors:
         """Return the tensors in `capture` that only attached optimizers change."""
         if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
             return NONE
@@ -84,7 +84,7 @@ class Gate:
             governed = self._governed(capture)
             late_tensors = {name: tensor for name, tensor in capture.tensors.items() if name in governed}
             names = capture.tensors.keys() - governed - capture.copies
-            deferred = Late(late_tensors, {name: capture.tensors[name] for name in names})
+            deferred = DeferredTensors(late_tensors, {name: capture.tensors[name] for name in names})
             self._cached_deferred = signature, deferred
         return deferred
 

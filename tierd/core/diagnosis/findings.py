@@ -50,7 +50,7 @@ CHECKS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FindingKind:
     """One row of the table.
 
     Attributes:
@@ -71,172 +71,206 @@ _DRAIN = "Set it to more than `drain`, or lower `drain` in tierd.toml."
 _NETWORK_PATH = "and the way there: a firewall, HTTPS_PROXY, NO_PROXY"
 _ALLOW = "To have it checked, allow the credentials {}; or look at the bucket yourself."
 
-FINDINGS: dict[str, Kind] = {
-    "spool found": Kind("spool", "ok"),
-    "spool absent": Kind("spool", "note", "Nothing: the first daemon or trainer makes it."),
-    "spool silent": Kind("spool", "error", "Look at its disk, and at the kernel's log; or name another directory."),
-    "spool unusable": Kind("spool", "error", "Name another directory, or give this account the right to write there."),
-    "local disk": Kind("file system", "ok"),
-    "in memory": Kind("file system", "warning", _LOCAL_DISK),
-    "container's layer": Kind(
+FINDINGS: dict[str, FindingKind] = {
+    "spool found": FindingKind("spool", "ok"),
+    "spool absent": FindingKind("spool", "note", "Nothing: the first daemon or trainer makes it."),
+    "spool silent": FindingKind(
+        "spool", "error", "Look at its disk, and at the kernel's log; or name another directory."
+    ),
+    "spool unusable": FindingKind(
+        "spool", "error", "Name another directory, or give this account the right to write there."
+    ),
+    "local disk": FindingKind("file system", "ok"),
+    "in memory": FindingKind("file system", "warning", _LOCAL_DISK),
+    "container's layer": FindingKind(
         "file system", "warning", f"Mount a volume there: it ends with the container. {_LOCAL_DISK}"
     ),
-    "network file system": Kind("file system", "warning", f"{_LOCAL_DISK} A network file system can be a tier."),
-    "read-only": Kind("file system", "error", "Mount it writable, or name another directory."),
-    "other file system": Kind("file system", "note"),
-    "direct": Kind("O_DIRECT", "ok"),
-    "not direct": Kind("O_DIRECT", "warning", _LOCAL_DISK),
-    "renames": Kind("rename", "ok"),
-    "rename fails": Kind("rename", "error", _LOCAL_DISK),
-    "syncs": Kind("fsync", "ok"),
-    "slow sync": Kind("fsync", "warning", "Use a faster disk, or one that fewer programs write to."),
-    "sync fails": Kind("fsync", "error", "The disk or its quota refuses; look at the kernel's log."),
-    "private": Kind("owner and mode", "ok"),
-    "readable by others": Kind("owner and mode", "warning", "chmod 700; else the next daemon does that itself."),
-    "writable by others": Kind("owner and mode", "error", "Look through it, then chmod 700."),
-    "replaceable": Kind("owner and mode", "warning", "Take away others' right to write to the directory above."),
-    "another's": Kind("owner and mode", "error", "Run trainer, daemon and doctor as the spool's account (sudo -u)."),
-    "room": Kind("space", "ok"),
-    "room short": Kind("space", "warning", "Free space there, or saves may find the disk full."),
-    "room too small": Kind("space", "error", "Use a larger disk, or a lower keep_last for the spool."),
-    "state unknown": Kind("space", "unknown", "Run doctor again after the first save, which tells the state's size."),
-    "shared memory": Kind("memfd", "ok"),
-    "no shared memory": Kind("memfd", "error", "Allow memfd_create(2) with sealing: a seccomp filter may forbid it."),
-    "memory": Kind("memory", "ok"),
-    "memory short": Kind("memory", "warning", "Raise the limit; else a save blocks while it streams the state out."),
-    "memory too small": Kind(
+    "network file system": FindingKind("file system", "warning", f"{_LOCAL_DISK} A network file system can be a tier."),
+    "read-only": FindingKind("file system", "error", "Mount it writable, or name another directory."),
+    "other file system": FindingKind("file system", "note"),
+    "direct": FindingKind("O_DIRECT", "ok"),
+    "not direct": FindingKind("O_DIRECT", "warning", _LOCAL_DISK),
+    "renames": FindingKind("rename", "ok"),
+    "rename fails": FindingKind("rename", "error", _LOCAL_DISK),
+    "syncs": FindingKind("fsync", "ok"),
+    "slow sync": FindingKind("fsync", "warning", "Use a faster disk, or one that fewer programs write to."),
+    "sync fails": FindingKind("fsync", "error", "The disk or its quota refuses; look at the kernel's log."),
+    "private": FindingKind("owner and mode", "ok"),
+    "readable by others": FindingKind("owner and mode", "warning", "chmod 700; else the next daemon does that itself."),
+    "writable by others": FindingKind("owner and mode", "error", "Look through it, then chmod 700."),
+    "replaceable": FindingKind("owner and mode", "warning", "Take away others' right to write to the directory above."),
+    "another's": FindingKind(
+        "owner and mode", "error", "Run trainer, daemon and doctor as the spool's account (sudo -u)."
+    ),
+    "room": FindingKind("space", "ok"),
+    "room short": FindingKind("space", "warning", "Free space there, or saves may find the disk full."),
+    "room too small": FindingKind("space", "error", "Use a larger disk, or a lower keep_last for the spool."),
+    "state unknown": FindingKind(
+        "space", "unknown", "Run doctor again after the first save, which tells the state's size."
+    ),
+    "shared memory": FindingKind("memfd", "ok"),
+    "no shared memory": FindingKind(
+        "memfd", "error", "Allow memfd_create(2) with sealing: a seccomp filter may forbid it."
+    ),
+    "memory": FindingKind("memory", "ok"),
+    "memory short": FindingKind(
+        "memory", "warning", "Raise the limit; else a save blocks while it streams the state out."
+    ),
+    "memory too small": FindingKind(
         "memory", "error", "Give the daemon 1 GiB at least, and 3 GiB for chunks of other writers."
     ),
-    "limits": Kind("limits", "ok"),
-    "low limits": Kind("limits", "warning", "Raise them: ulimit, LimitNOFILE= and TasksMax=, or the container's."),
-    "file size limit": Kind("limits", "error", "Raise RLIMIT_FSIZE: a tensor file is as large as a rank's state."),
-    "daemon answers": Kind("daemon", "ok"),
-    "no daemon": Kind("daemon", "note", "Start one: tierd run, systemctl start tierd, or a trainer with to=[...]."),
-    "other version": Kind("daemon", "note", "Nothing: they work together. Restart the daemon to end an upgrade."),
-    "versions apart": Kind("daemon", "error", "Upgrade the older of the two; the daemon first."),
-    "silent daemon": Kind("daemon", "error", "Look at its log and at its state; a stopped one wants SIGCONT."),
-    "own disk": Kind("directory", "ok"),
-    "the spool's disk": Kind("directory", "warning", "Mount another disk or server there, or add a tier elsewhere."),
-    "in the spool": Kind("directory", "error", "Name a directory that neither lies in the spool nor holds it."),
-    "own place": Kind("place", "ok"),
-    "another tier's place": Kind("place", "error", "Leave one of the two out, or give it a prefix of its own."),
-    "no directory": Kind("directory", "error", "Name a directory."),
-    "directory absent": Kind("directory", "error", "Mount it, or make it (mkdir) where it belongs."),
-    "tier in memory": Kind("directory", "warning", "Mount a disk or server there: a reboot empties it."),
-    "room there": Kind("room", "ok"),
-    "nearly full": Kind(
+    "limits": FindingKind("limits", "ok"),
+    "low limits": FindingKind(
+        "limits", "warning", "Raise them: ulimit, LimitNOFILE= and TasksMax=, or the container's."
+    ),
+    "file size limit": FindingKind(
+        "limits", "error", "Raise RLIMIT_FSIZE: a tensor file is as large as a rank's state."
+    ),
+    "daemon answers": FindingKind("daemon", "ok"),
+    "no daemon": FindingKind(
+        "daemon", "note", "Start one: tierd run, systemctl start tierd, or a trainer with to=[...]."
+    ),
+    "other version": FindingKind(
+        "daemon", "note", "Nothing: they work together. Restart the daemon to end an upgrade."
+    ),
+    "versions apart": FindingKind("daemon", "error", "Upgrade the older of the two; the daemon first."),
+    "silent daemon": FindingKind("daemon", "error", "Look at its log and at its state; a stopped one wants SIGCONT."),
+    "own disk": FindingKind("directory", "ok"),
+    "the spool's disk": FindingKind(
+        "directory", "warning", "Mount another disk or server there, or add a tier elsewhere."
+    ),
+    "in the spool": FindingKind("directory", "error", "Name a directory that neither lies in the spool nor holds it."),
+    "own place": FindingKind("place", "ok"),
+    "another tier's place": FindingKind("place", "error", "Leave one of the two out, or give it a prefix of its own."),
+    "no directory": FindingKind("directory", "error", "Name a directory."),
+    "directory absent": FindingKind("directory", "error", "Mount it, or make it (mkdir) where it belongs."),
+    "tier in memory": FindingKind("directory", "warning", "Mount a disk or server there: a reboot empties it."),
+    "room there": FindingKind("room", "ok"),
+    "nearly full": FindingKind(
         "room", "error", "Free space there, use a larger disk, or lower the tier's keep_last; else flushes fail."
     ),
-    "room unknown": Kind("room", "unknown", "Run doctor with --spool or --config, after the first save."),
-    "key read": Kind("key", "ok"),
-    "key unusable": Kind("key", "error", "Restore the key: without it nothing on the tier can be read."),
-    "resolves": Kind("DNS", "ok"),
-    "does not resolve": Kind(
+    "room unknown": FindingKind("room", "unknown", "Run doctor with --spool or --config, after the first save."),
+    "key read": FindingKind("key", "ok"),
+    "key unusable": FindingKind("key", "error", "Restore the key: without it nothing on the tier can be read."),
+    "resolves": FindingKind("DNS", "ok"),
+    "does not resolve": FindingKind(
         "DNS",
         "error",
         "Check the endpoint in the URL, and /etc/resolv.conf; where only a proxy resolves names, set HTTPS_PROXY.",
     ),
-    "by proxy": Kind("DNS", "unknown", "Nothing: the proxy resolves the name and connects. `operations` tries it."),
-    "connects": Kind("connection", "ok"),
-    "no connection": Kind(
+    "by proxy": FindingKind(
+        "DNS", "unknown", "Nothing: the proxy resolves the name and connects. `operations` tries it."
+    ),
+    "connects": FindingKind("connection", "ok"),
+    "no connection": FindingKind(
         "connection", "error", f"Check that the server runs, host and port of the endpoint, {_NETWORK_PATH}."
     ),
-    "silent server": Kind(
+    "silent server": FindingKind(
         "connection", "error", f"Check that the server works, the port and scheme of the endpoint, {_NETWORK_PATH}."
     ),
-    "encrypted": Kind("TLS", "ok"),
-    "not encrypted": Kind("TLS", "warning", "Write endpoint=https://... if the server speaks TLS."),
-    "plain on loopback": Kind("TLS", "ok"),
-    "no TLS": Kind("TLS", "error", "Check port and scheme of the endpoint; AWS_CA_BUNDLE names your own authority."),
-    "certificate expires": Kind("TLS", "warning", "Have the server's certificate renewed."),
-    "in time": Kind("clock", "ok"),
-    "clock off": Kind("clock", "warning", "Run NTP on this node (chrony, systemd-timesyncd)."),
-    "clock too far off": Kind("clock", "error", "Run NTP on this node (chrony, systemd-timesyncd), or on the server."),
-    "clock unknown": Kind("clock", "unknown"),
-    "credentials": Kind("credentials", "ok"),
-    "credentials expire": Kind(
+    "encrypted": FindingKind("TLS", "ok"),
+    "not encrypted": FindingKind("TLS", "warning", "Write endpoint=https://... if the server speaks TLS."),
+    "plain on loopback": FindingKind("TLS", "ok"),
+    "no TLS": FindingKind(
+        "TLS", "error", "Check port and scheme of the endpoint; AWS_CA_BUNDLE names your own authority."
+    ),
+    "certificate expires": FindingKind("TLS", "warning", "Have the server's certificate renewed."),
+    "in time": FindingKind("clock", "ok"),
+    "clock off": FindingKind("clock", "warning", "Run NTP on this node (chrony, systemd-timesyncd)."),
+    "clock too far off": FindingKind(
+        "clock", "error", "Run NTP on this node (chrony, systemd-timesyncd), or on the server."
+    ),
+    "clock unknown": FindingKind("clock", "unknown"),
+    "credentials": FindingKind("credentials", "ok"),
+    "credentials expire": FindingKind(
         "credentials", "warning", "Use a role or a profile that renews them: these end for good."
     ),
-    "no credentials": Kind("credentials", "error", _CHAIN),
-    "credentials unknown": Kind(
+    "no credentials": FindingKind("credentials", "error", _CHAIN),
+    "credentials unknown": FindingKind(
         "credentials", "error", "Its source failed: see ~/.aws/config, or the metadata service."
     ),
-    "read-write": Kind("operations", "ok"),
-    "append-only": Kind(
+    "read-write": FindingKind("operations", "ok"),
+    "append-only": FindingKind(
         "operations", "warning", "Nothing, if it is meant. Else allow deletions, or nothing is pruned."
     ),
-    "takes nothing": Kind("operations", "error", "Allow puts below the prefix; docs/howto/s3.md has the policy."),
-    "not writable": Kind(
+    "takes nothing": FindingKind(
+        "operations", "error", "Allow puts below the prefix; docs/howto/s3.md has the policy."
+    ),
+    "not writable": FindingKind(
         "operations",
         "error",
         "Mount it writable (mount -o remount,rw), or give this account its rights there (chown, chmod).",
     ),
-    "refused": Kind(
+    "refused": FindingKind(
         "operations", "error", "See the error: allow listing, puts and gets below the prefix, as docs/howto/s3.md does."
     ),
-    "no answer": Kind(
+    "no answer": FindingKind(
         "operations", "error", f"Check that the server works, host and port of the endpoint, {_NETWORK_PATH}."
     ),
-    "mount fails": Kind(
+    "mount fails": FindingKind(
         "directory", "error", "Look at its mount (findmnt), at the server behind it, and at the kernel's log."
     ),
-    "not tried": Kind("operations", "unknown"),
-    "full": Kind(
+    "not tried": FindingKind("operations", "unknown"),
+    "full": FindingKind(
         "operations", "error", "Free space there, raise the quota, or lower the tier's keep_last: then flushes go on."
     ),
-    "same view": Kind("daemon's view", "ok"),
-    "only here": Kind(
+    "same view": FindingKind("daemon's view", "ok"),
+    "only here": FindingKind(
         "daemon's view",
         "error",
         "Do what the daemon's error says. If it lacks credentials (EnvironmentFile=) or a path (ReadWritePaths=), give "
         "them to its unit, and restart it: docs/howto/service.md.",
     ),
-    "only the daemon": Kind(
+    "only the daemon": FindingKind(
         "daemon's view",
         "warning",
         "Give doctor the daemon's credentials, as docs/howto/service.md does. If it is a directory: mount it, and "
         "restart the daemon.",
     ),
-    "verifies": Kind("checksums", "ok"),
-    "verifies none": Kind(
+    "verifies": FindingKind("checksums", "ok"),
+    "verifies none": FindingKind(
         "checksums", "note", "Nothing: the daemon reads back what it puts, which takes its download."
     ),
-    "measured": Kind("throughput", "ok"),
-    "slow": Kind("throughput", "warning", "Ask `tierd advise` how often to save over such a link."),
-    "not measured": Kind("throughput", "unknown"),
-    "no rules": Kind("lifecycle", "ok"),
-    "expires": Kind(
+    "measured": FindingKind("throughput", "ok"),
+    "slow": FindingKind("throughput", "warning", "Ask `tierd advise` how often to save over such a link."),
+    "not measured": FindingKind("throughput", "unknown"),
+    "no rules": FindingKind("lifecycle", "ok"),
+    "expires": FindingKind(
         "lifecycle", "error", "Take the prefix out of that rule: checkpoints that are kept become corrupt."
     ),
-    "archives": Kind("lifecycle", "error", "Take the prefix out of that rule: archived objects cannot be read."),
-    "rules unknown": Kind("lifecycle", "unknown", _ALLOW.format("s3:GetLifecycleConfiguration")),
-    "no lock": Kind("object lock", "ok"),
-    "lock by default": Kind("object lock", "warning", "Nothing, if it is meant. Else remove the default retention."),
-    "lock unknown": Kind("object lock", "unknown", _ALLOW.format("s3:GetBucketObjectLockConfiguration")),
-    "no versions": Kind("versioning", "ok"),
-    "old versions expire": Kind("versioning", "ok"),
-    "old versions stay": Kind("versioning", "warning", "Add a lifecycle rule with NoncurrentVersionExpiration."),
-    "versioning unknown": Kind("versioning", "unknown", _ALLOW.format("s3:GetBucketVersioning")),
-    "no uploads": Kind("multipart", "ok"),
-    "leftover uploads": Kind(
+    "archives": FindingKind("lifecycle", "error", "Take the prefix out of that rule: archived objects cannot be read."),
+    "rules unknown": FindingKind("lifecycle", "unknown", _ALLOW.format("s3:GetLifecycleConfiguration")),
+    "no lock": FindingKind("object lock", "ok"),
+    "lock by default": FindingKind(
+        "object lock", "warning", "Nothing, if it is meant. Else remove the default retention."
+    ),
+    "lock unknown": FindingKind("object lock", "unknown", _ALLOW.format("s3:GetBucketObjectLockConfiguration")),
+    "no versions": FindingKind("versioning", "ok"),
+    "old versions expire": FindingKind("versioning", "ok"),
+    "old versions stay": FindingKind("versioning", "warning", "Add a lifecycle rule with NoncurrentVersionExpiration."),
+    "versioning unknown": FindingKind("versioning", "unknown", _ALLOW.format("s3:GetBucketVersioning")),
+    "no uploads": FindingKind("multipart", "ok"),
+    "leftover uploads": FindingKind(
         "multipart", "warning", "Abort them; a lifecycle rule can (AbortIncompleteMultipartUpload)."
     ),
-    "uploads unknown": Kind("multipart", "unknown", _ALLOW.format("s3:ListBucketMultipartUploads")),
-    "stops in time": Kind("stop timeout", "ok"),
-    "stopped too soon": Kind("stop timeout", "error", _DRAIN),
-    "no unit": Kind("stop timeout", "unknown", "Nothing, if systemd does not run the daemon."),
-    "job ends in time": Kind("SLURM", "ok"),
-    "job ends too soon": Kind("SLURM", "warning", "Drain earlier: --signal=TERM@SECONDS with more than `drain`."),
-    "job's end unknown": Kind("SLURM", "unknown", "Compare KillWait of `scontrol show config` with `drain`."),
-    "pod ends in time": Kind("Kubernetes", "ok"),
-    "pod ends too soon": Kind("Kubernetes", "error", "Set terminationGracePeriodSeconds to more than `drain`."),
-    "pod's grace unknown": Kind(
+    "uploads unknown": FindingKind("multipart", "unknown", _ALLOW.format("s3:ListBucketMultipartUploads")),
+    "stops in time": FindingKind("stop timeout", "ok"),
+    "stopped too soon": FindingKind("stop timeout", "error", _DRAIN),
+    "no unit": FindingKind("stop timeout", "unknown", "Nothing, if systemd does not run the daemon."),
+    "job ends in time": FindingKind("SLURM", "ok"),
+    "job ends too soon": FindingKind(
+        "SLURM", "warning", "Drain earlier: --signal=TERM@SECONDS with more than `drain`."
+    ),
+    "job's end unknown": FindingKind("SLURM", "unknown", "Compare KillWait of `scontrol show config` with `drain`."),
+    "pod ends in time": FindingKind("Kubernetes", "ok"),
+    "pod ends too soon": FindingKind("Kubernetes", "error", "Set terminationGracePeriodSeconds to more than `drain`."),
+    "pod's grace unknown": FindingKind(
         "Kubernetes",
         "warning",
         "Set terminationGracePeriodSeconds to more than `drain`, and the same in TIERD_GRACE_PERIOD (120s) of the "
         "pod's environment, where doctor can see it.",
     ),
-    "not answered": Kind("operations", "unknown", "Try again, and look at that place by hand."),
+    "not answered": FindingKind("operations", "unknown", "Try again, and look at that place by hand."),
 }
 
 

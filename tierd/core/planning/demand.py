@@ -31,23 +31,23 @@ from tierd.core.timeline.launches import live_launches
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedCheckpoints:
     """The checkpoints that a place wants. `is_for_good` says whether the place wants one however many newer follow."""
 
     ids: frozenset[CheckpointId]
     is_for_good: Callable[[CheckpointId], bool]
 
-    def __or__(self, preferred: Wanted) -> Wanted:
+    def __or__(self, preferred: WantedCheckpoints) -> WantedCheckpoints:
         """The checkpoints that either wants. Where both want one, `preferred` decides whether it is wanted for good."""
 
         def is_permanent(checkpoint: CheckpointId) -> bool:
             return preferred.is_for_good(checkpoint) if checkpoint in preferred.ids else self.is_for_good(checkpoint)
 
-        return Wanted(self.ids | preferred.ids, is_permanent)
+        return WantedCheckpoints(self.ids | preferred.ids, is_permanent)
 
-    def __and__(self, checkpoints: Collection[CheckpointId]) -> Wanted:
+    def __and__(self, checkpoints: Collection[CheckpointId]) -> WantedCheckpoints:
         """The wanted checkpoints that are also in `checkpoints`."""
-        return Wanted(self.ids.intersection(checkpoints), self.is_for_good)
+        return WantedCheckpoints(self.ids.intersection(checkpoints), self.is_for_good)
 
 
 class Demand:
@@ -170,7 +170,9 @@ class Demand:
         info = self._infos.get(checkpoint)
         return info is not None and info.complete and checkpoint in self.ranking(place).kept
 
-    def wanted(self, place: str, pins: frozenset[CheckpointId], hoped: Collection[CheckpointId] = ()) -> Wanted:
+    def wanted(
+        self, place: str, pins: frozenset[CheckpointId], hoped: Collection[CheckpointId] = ()
+    ) -> WantedCheckpoints:
         """The checkpoints that a place wants if it held every known part, and the missing parts of those in `hoped`.
 
         An incomplete checkpoint that is not in `hoped` counts as incomplete.
@@ -182,7 +184,7 @@ class Demand:
             ranking = Ranking(list(infos.values()), self._wants(place), self.origins, self.live(place))
         else:
             ranking = self.ranking(place)
-        return Wanted(
+        return WantedCheckpoints(
             ranking.kept | pinned, lambda checkpoint: checkpoint in pinned or ranking.is_for_good(infos[checkpoint])
         )
 

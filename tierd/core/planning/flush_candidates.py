@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.actions import Flush
 from tierd.core.planning.copies import is_complete
-from tierd.core.planning.demand import Demand, Wanted, lacked, pending_of
+from tierd.core.planning.demand import Demand, WantedCheckpoints, lacked, pending_of
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import is_janitor
 from tierd.core.planning.order import FlushCandidate
@@ -39,7 +39,7 @@ def candidates_of(demand: Demand, name: str, tier: Place) -> Iterator[tuple[Flus
             )
 
 
-def wanted_on(demand: Demand, name: str, tier: Place) -> Wanted:
+def wanted_on(demand: Demand, name: str, tier: Place) -> WantedCheckpoints:
     """The checkpoints that a tier should have, whether it lacks parts of them or not."""
     inventory, run = demand.inventory, demand.run
     # A pin or a restore that the janitor does not know of does not count, because the janitor would prune the copy that
@@ -53,13 +53,13 @@ def wanted_on(demand: Demand, name: str, tier: Place) -> Wanted:
     if hoped:  # complete ones are also ranked alone, so that one that is never completed displaces none of them
         demanded |= demand.wanted(name, pins) & demand.whole
     if progress := _flush_progress(tier, run):
-        demanded = Wanted(frozenset(progress), lambda _: False) | demanded
+        demanded = WantedCheckpoints(frozenset(progress), lambda _: False) | demanded
     # A restore on another node waits for these checkpoints, and needs no newer ones.
     awaited = demand.wanted(name, pins, inventory.needed) & inventory.needed if inventory.needed else None
     return awaited | demanded if awaited else demanded
 
 
-def _relays(demand: Demand, name: str, tier: Place, demanded: Wanted) -> Iterator[PartId]:
+def _relays(demand: Demand, name: str, tier: Place, demanded: WantedCheckpoints) -> Iterator[PartId]:
     """The parts that this daemon copies to a tier from another tier.
 
     These are the parts of the ranks that the newest launch saved in this spool. A janitor also relays the parts of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.copies import CheckpointCopy, is_complete, union
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.timeline.head import Known, newest, together
+from tierd.core.timeline.head import LaunchRecord, newest, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Inventory:
             origins.setdefault(attempt, CheckpointId(run, origin.attempt, origin.step) if origin else None)
         return origins
 
-    def remembered(self, run: str) -> dict[str, Known]:
+    def remembered(self, run: str) -> dict[str, LaunchRecord]:
         """A run's launches according to all heads together."""
         return together(head for place in self.places.values() for head in place.heads.get(run, ()))
 

@@ -52,8 +52,8 @@ class TierTrouble(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return self.reached and self.error is None
 
 
-class Unflushed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A daemon's answer to `messages.Backlog`.
+class UnflushedParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A daemon's answer to `messages.BacklogRequest`.
 
     Attributes:
         left: the parts that some tier still lacks.
@@ -84,14 +84,14 @@ class Unflushed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "; ".join(errors) if errors and len(errors) == len(self.tiers) else None
 
 
-def backlog_of(answer: Mapping[str, Any]) -> Unflushed:
+def backlog_of(answer: Mapping[str, Any]) -> UnflushedParts:
     """The backlog in a daemon's answer.
 
     Raises:
         DaemonUnavailable: the answer has another form, so the daemon is of another version.
     """
     try:
-        return msgspec.convert(answer["backlog"], Unflushed)
+        return msgspec.convert(answer["backlog"], UnflushedParts)
     except (KeyError, msgspec.ValidationError) as error:
         raise DaemonUnavailable(f"the daemon is of another version of tierd ({error}): restart it") from error
 

@@ -27,7 +27,7 @@ _MAX_COUNTER = (1 << 53) - 1  # the largest integer that every JSON reader repre
 _MAX_TIERS = 16  # the most tiers whose last head a spool remembers
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One launch: the checkpoint it resumed from (None: it began from nothing), and the step of its newest checkpoint
     that was complete in the head's place (None: none was)."""
 
@@ -62,7 +62,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     counter: Annotated[int, Meta(ge=1, le=_MAX_COUNTER)]
     before: Digest | None
     written: Annotated[str, Meta(max_length=64, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-    launches: Annotated[dict[Attempt, Known], Meta(max_length=MAX_LAUNCHES)]
+    launches: Annotated[dict[Attempt, LaunchRecord], Meta(max_length=MAX_LAUNCHES)]
     tiers: Annotated[dict[str, Last], Meta(max_length=_MAX_TIERS)] = {}
 
     @property
@@ -104,18 +104,18 @@ def decode(data: bytes, run: str, by: str) -> Head:
     return head
 
 
-def together(heads: Iterable[Head]) -> dict[str, Known]:
+def together(heads: Iterable[Head]) -> dict[str, LaunchRecord]:
     """A run's launches according to several heads, each with the newest step that any of them records."""
-    merged: dict[str, Known] = {}
+    merged: dict[str, LaunchRecord] = {}
     for head in heads:
         for attempt, launch in head.launches.items():
             earlier = merged.get(attempt, launch)
             steps = [record.newest for record in (earlier, launch) if record.newest is not None]
-            merged[attempt] = Known(resumed_from=earlier.resumed_from, newest=max(steps, default=None))
+            merged[attempt] = LaunchRecord(resumed_from=earlier.resumed_from, newest=max(steps, default=None))
     return merged
 
 
-def newest(launches: Mapping[str, Known], run: str) -> CheckpointId | None:
+def newest(launches: Mapping[str, LaunchRecord], run: str) -> CheckpointId | None:
     """The newest complete checkpoint of the newest launch that had one."""
     newest_steps = {attempt: launch.newest for attempt, launch in launches.items() if launch.newest is not None}
     return max((CheckpointId(run, attempt, step) for attempt, step in newest_steps.items()), default=None)
@@ -125,8 +125,8 @@ def launches_of(
     complete: Iterable[CheckpointId],
     observed: Iterable[CheckpointId],
     origins: Mapping[str, CheckpointId | None],
-    remembered: Mapping[str, Known],
-) -> dict[str, Known]:
+    remembered: Mapping[str, LaunchRecord],
+) -> dict[str, LaunchRecord]:
     """The launches to record in a run's new head.
 
     Args:
@@ -142,10 +142,12 @@ def launches_of(
     if origins:
         attempts |= way(max(origins), origins).keys()
     recorded = sorted(attempts & origins.keys(), reverse=True)[:MAX_LAUNCHES]
-    return {attempt: Known(resumed_from=_origin(origins[attempt]), newest=steps.get(attempt)) for attempt in recorded}
+    return {
+        attempt: LaunchRecord(resumed_from=_origin(origins[attempt]), newest=steps.get(attempt)) for attempt in recorded
+    }
 
 
-def successor(heads: Iterable[Head], run: str, by: str, launches: Mapping[str, Known], timestamp: str) -> Head:
+def successor(heads: Iterable[Head], run: str, by: str, launches: Mapping[str, LaunchRecord], timestamp: str) -> Head:
     """The head that follows the latest of a place's heads."""
     last = last_of(heads)
     return Head(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from tierd.core.report import Checkpoint
-from tierd.core.timeline.head import Known
+from tierd.core.timeline.head import LaunchRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LaunchSteps:
 
 
 def launch_steps(
-    checkpoints: Iterable[Checkpoint], remembered: Callable[[str], Mapping[str, Known]]
+    checkpoints: Iterable[Checkpoint], remembered: Callable[[str], Mapping[str, LaunchRecord]]
 ) -> tuple[LaunchSteps, ...]:
     """Return the launches of every run, by run and in their order.
 

@@ -20,7 +20,7 @@ from tierd.daemon.status import Status
 _FRESH = 1.0  # seconds
 
 
-class Shared:
+class SharedAnswer:
     """An answer that concurrent requests share.
 
     Args:
@@ -52,7 +52,11 @@ class Views:
 
     def __init__(self, reconciler: Reconciler, status: Callable[[], Status], render: Callable[[Status], bytes]) -> None:
         self._reconciler, self._status, self._render = reconciler, status, render
-        self.status, self.runs, self.metrics = Shared(self._as_json), Shared(self._runs), Shared(self._metrics)
+        self.status, self.runs, self.metrics = (
+            SharedAnswer(self._as_json),
+            SharedAnswer(self._runs),
+            SharedAnswer(self._metrics),
+        )
 
     @property
     def is_ready(self) -> bool:

@@ -31,7 +31,7 @@ from tierd.stores.base import ObjectInfo
 from tierd.stores.foreign import ForeignStore
 from tierd.watching.completeness import unfinished_marker
 from tierd.watching.files import MAX_NAMES, OWN, Tree
-from tierd.watching.inspect import Changed, Status
+from tierd.watching.inspect import ChangedFile, Status
 from tierd.watching.layouts import units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
 from tierd.watching.unit import Unit
@@ -172,7 +172,7 @@ class BucketOrigin:
     def _same(self, path: str, listed: ListedEntry) -> ObjectInfo:
         info = self._listed_objects.get(path)
         if info is None or _entry(info) != listed:
-            raise Changed("it was deleted or replaced meanwhile")
+            raise ChangedFile("it was deleted or replaced meanwhile")
         return info
 
     @contextmanager
@@ -213,7 +213,7 @@ class BucketOrigin:
             try:
                 await self._store.get_range(files[path], offset, memoryview(data))
             except ObjectNotFound:
-                raise Changed(f"{path}: it was deleted or replaced meanwhile") from None
+                raise ChangedFile(f"{path}: it was deleted or replaced meanwhile") from None
             await to_the_end(_write, self._scratch / path, data, offset)
 
         await each(_MAX_REQUESTS, bring, _pieces(files))
@@ -240,7 +240,7 @@ class _RangedObject:
             try:
                 asyncio.run_coroutine_threadsafe(reading, self.loop).result()
             except ObjectNotFound:
-                raise Changed("it was deleted or replaced meanwhile") from None
+                raise ChangedFile("it was deleted or replaced meanwhile") from None
         return bytes(data)
 
 

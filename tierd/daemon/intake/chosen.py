@@ -26,13 +26,13 @@ from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.file_io import open_own
 from tierd.stores.base import Store
-from tierd.watching.naming import NEVER, History, history, stepless_run
+from tierd.watching.naming import NEVER, KnownCheckpoints, history, stepless_run
 
 NAME = ".tierd-chosen"  # begins with `watching.files.OWN`, so a watch does not list it
 _LONGEST = 1 << 12  # bytes
 
 
-class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ManualRollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checkpoint that was put back, although newer ones may exist.
 
     Attributes:
@@ -74,7 +74,7 @@ async def put_back_chosen(
     """
     async with alone_in(directory):
         placed, is_newest = [], step is None and attempt is None and best is None
-        history = await _observe_history(stores, run) if is_newest else History()
+        history = await _observe_history(stores, run) if is_newest else KnownCheckpoints()
         if is_newest and not history.made:  # all that the directory had may be without a step
             placed = await put_back_each(stores, stepless_run(run), directory, progress)
         restored_unit = placed[0] if placed else await put_back(stores, run, directory, step, attempt, progress, best)
@@ -87,7 +87,7 @@ async def put_back_chosen(
             return replace(restored_unit, beside=tuple(placed[1:]))
         history = await _observe_history(stores, run)
         newest = max({*history.made, *history.unread, CheckpointId(run, restored_unit.attempt, restored_unit.step)})
-        rollback = Chosen(
+        rollback = ManualRollback(
             run, restored_unit.step, restored_unit.attempt, newest_attempt=newest.attempt, newest_step=newest.step
         )
         text = msgspec.json.encode(rollback).decode()
@@ -95,11 +95,11 @@ async def put_back_chosen(
         return restored_unit
 
 
-async def _observe_history(stores: Mapping[str, Store], run: str) -> History:
+async def _observe_history(stores: Mapping[str, Store], run: str) -> KnownCheckpoints:
     return history(await observe_places(None, stores, run, chunks=False), run)
 
 
-def read_chosen(directory: Path, run: str) -> Chosen | None:
+def read_chosen(directory: Path, run: str) -> ManualRollback | None:
     """Return the choice that was made for a run in a directory; None if there is none.
 
     Raises:
@@ -108,7 +108,7 @@ def read_chosen(directory: Path, run: str) -> Chosen | None:
     path = directory / NAME
     try:
         with os.fdopen(open_own(path), "rb") as file:
-            rollback = msgspec.json.decode(file.read(_LONGEST), type=Chosen)
+            rollback = msgspec.json.decode(file.read(_LONGEST), type=ManualRollback)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

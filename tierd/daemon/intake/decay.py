@@ -15,21 +15,21 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.daemon.intake.comparing import differences
 from tierd.daemon.intake.each_series import recorded_unit
-from tierd.daemon.intake.judging import CHANGING, Judged, is_of
+from tierd.daemon.intake.judging import CHANGING, JudgedUnit, is_of
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.stores.base import Store
 from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed
+from tierd.watching.inspect import ChangedFile
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History
+from tierd.watching.naming import KnownCheckpoints
 from tierd.watching.step_in_name import is_best
 
 _LOOKED_AT = 8  # of so many newest checkpoints, one is of the unit; each is a read of a tier
 
 
 async def judge_decay(
-    tree: Tree, judged: Judged, history: History, listing: Listing, stores: Mapping[str, Store]
+    tree: Tree, judged: JudgedUnit, history: KnownCheckpoints, listing: Listing, stores: Mapping[str, Store]
 ) -> None:
     """Judge a unit, of which no checkpoint has all that is there now, as damaged if files of an earlier one decayed."""
     if (
@@ -53,7 +53,7 @@ async def judge_decay(
 
 async def _compare(
     tree: Tree,
-    judged: Judged,
+    judged: JudgedUnit,
     listing: Listing,
     stores: Mapping[str, Store],
     checkpoint: CheckpointId,
@@ -75,8 +75,8 @@ async def _compare(
 
     try:
         reasons = await to_the_end(decayed)
-    except (Changed, OSError) as error:
-        judged.unreadable, judged.verdict = not isinstance(error, Changed), "unknown"
+    except (ChangedFile, OSError) as error:
+        judged.unreadable, judged.verdict = not isinstance(error, ChangedFile), "unknown"
         judged.why = f"it cannot be read: {error}" if judged.unreadable else CHANGING
         return
     cut = [file.path for file in manifest.files if file.path in judged.damaged and is_best(file.path)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tierd.daemon.intake.judging import Judged, Verdict
+from tierd.daemon.intake.judging import JudgedUnit, Verdict
 from tierd.watching.files import Tree
 from tierd.watching.listing import Listing
 from tierd.watching.pointers import may_point, points_to
@@ -21,7 +21,7 @@ from tierd.watching.unit import Unit
 _TO_REPLACE: tuple[Verdict, ...] = ("damaged", "unfinished")
 
 
-def to_replace(judged: Sequence[Judged]) -> Iterator[Judged]:
+def to_replace(judged: Sequence[JudgedUnit]) -> Iterator[JudgedUnit]:
     """Yield the units to replace or move, the newest of those that lack files first, and leave those of which a program
     deleted files. What was replaced before is whole.
     """
@@ -42,13 +42,13 @@ def to_replace(judged: Sequence[Judged]) -> Iterator[Judged]:
             yield judged_unit
 
 
-def names_absent(tree: Tree, judged: Judged, listing: Listing) -> bool:
+def names_absent(tree: Tree, judged: JudgedUnit, listing: Listing) -> bool:
     """Whether a pointer in the directory names what a unit lacks."""
     pointers = [*tree.pointers(may_point(judged.unit, listing), listing)]
     return any(points_to(pointer, part) for part in _absent_entries(judged) for pointer in pointers)
 
 
-def _absent_entries(judged: Judged) -> Iterator[Unit]:
+def _absent_entries(judged: JudgedUnit) -> Iterator[Unit]:
     """Yield each entry of the unit's directory that lacks files, as a unit of these."""
     depth = judged.unit.path.count("/") + 1
     entries: dict[str, list[str]] = {}
@@ -57,7 +57,7 @@ def _absent_entries(judged: Judged) -> Iterator[Unit]:
     return (replace(judged.unit, path=path, files=tuple(files)) for path, files in entries.items())
 
 
-def _is_older(judged_unit: Judged, judged: Sequence[Judged]) -> bool:
+def _is_older(judged_unit: JudgedUnit, judged: Sequence[JudgedUnit]) -> bool:
     """Whether newer checkpoints are whole that have a counterpart of each file that a unit lacks."""
     if judged_unit.unit.step is None or judged_unit.is_named:
         return False
@@ -65,7 +65,7 @@ def _is_older(judged_unit: Judged, judged: Sequence[Judged]) -> bool:
     return has_each(judged_unit.absent, [path for sibling in newer for path in sibling.unit.files])
 
 
-def _is_newer(sibling: Judged, judged: Judged) -> bool:
+def _is_newer(sibling: JudgedUnit, judged: JudgedUnit) -> bool:
     if sibling.run != judged.run or home_of(sibling.unit) != home_of(judged.unit):
         return False
     if sibling.checkpoint is not None and judged.checkpoint is not None:

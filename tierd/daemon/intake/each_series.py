@@ -15,7 +15,7 @@ from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.timeline.candidates import restore_candidates
-from tierd.daemon.intake.in_place import Pointing, PutBack, Spared, put_back
+from tierd.daemon.intake.in_place import KeptPaths, Pointing, PutBack, put_back
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.download import Progress
@@ -75,7 +75,7 @@ async def put_back_each(
                     restored_unit.run != run for restored_unit in (*placed, *restored)
                 )
                 pointing: Pointing = "always" if is_newest else "if lost"
-                spared, step, attempt = Spared(newer=spares_newer), checkpoint.step, checkpoint.attempt
+                spared, step, attempt = KeptPaths(newer=spares_newer), checkpoint.step, checkpoint.attempt
                 restored.append(
                     await put_back(stores, run, directory, step, attempt, progress, pointing=pointing, spared=spared)
                 )

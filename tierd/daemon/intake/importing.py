@@ -24,21 +24,21 @@ from tierd.core.ids import CheckpointId, PartId, next_attempt
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import Place
 from tierd.core.timeline.alternatives import steps_there
-from tierd.daemon.intake.origin import Entries, Origin
+from tierd.daemon.intake.origin import Entries, ImportSource
 from tierd.daemon.intake.taking import Busy, about, stage_unit
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observe import TierObserver, base_of
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.formats.byte_source import ByteSource
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.watching.describe import Described, describe
+from tierd.watching.describe import UnitDescription, describe
 from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed, inspect_unit
+from tierd.watching.inspect import ChangedFile, inspect_unit
 from tierd.watching.layouts import units, units_of
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.naming import made_at
@@ -105,7 +105,7 @@ class _Candidate:
 
     unit: Unit
     step: int
-    described: Described
+    described: UnitDescription
     entries: Mapping[str, ListedEntry]
     left_out: tuple[str, ...] = ()
 
@@ -119,7 +119,7 @@ class _Candidate:
 
 
 async def import_units(
-    origin: Origin, stores: Mapping[str, Store], spool: Spool, run: str, step: int | None, progress: Progress
+    origin: ImportSource, stores: Mapping[str, Store], spool: Spool, run: str, step: int | None, progress: Progress
 ) -> ImportedRun:
     """Import the checkpoint at a place, or every one below it, in the order of their steps.
 
@@ -167,7 +167,7 @@ def _step_taken(path: str, step: int, by: str) -> RefusedUnit:
 
 
 def _candidates_by_step(
-    origin: Origin, listing: Listing, step: int | None
+    origin: ImportSource, listing: Listing, step: int | None
 ) -> tuple[list[list[_Candidate]], list[RefusedUnit]]:
     """Return the units to import, those of each step together, in the order of steps; and those that have no step."""
     name = origin.name
@@ -219,7 +219,7 @@ def _attempt(run: str, places: Mapping[str, Place], candidates: Sequence[_Candid
 class _Import:
     """An import at work. `places` shows the tiers, with the parts that were sent."""
 
-    origin: Origin
+    origin: ImportSource
     listing: Listing
     stores: Mapping[str, Store]
     spool: Spool
@@ -256,7 +256,7 @@ class _Import:
         if lacking:
             try:
                 await self._stage(part, candidate)
-            except (Busy, Changed, CorruptChunk) as error:
+            except (Busy, ChangedFile, CorruptChunk) as error:
                 return RefusedUnit(candidate.unit.path, "changing", str(error))
             except ManifestError as error:
                 return RefusedUnit(candidate.unit.path, "unknown", str(error))
@@ -314,7 +314,7 @@ class _Import:
     async def _send(self, name: str, part: PartId) -> int:
         store = self.stores[name]
         base, worn_out = await base_of(store, self.places[name], part)
-        flushed = await flush(self.spool, part, Route(store), base=base, worn_out=worn_out)
+        flushed = await flush(self.spool, part, TierUploadContext(store), base=base, worn_out=worn_out)
         self.places[name] = self.places[name].adding(part, flushed.facts)
         log.info(
             "%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, flushed.raw, flushed.stored, flushed.sent
@@ -334,7 +334,7 @@ def _check_unchanged(candidate: _Candidate, after: Listing) -> None:
     if relisted.files != candidate.unit.files or any(
         after.entries.get(path) != entry for path, entry in candidate.entries.items()
     ):
-        raise Changed("it was written to, renamed or deleted")
+        raise ChangedFile("it was written to, renamed or deleted")
 
 
 def _inspect(tree: Tree, unit: Unit, entries: Entries) -> None:

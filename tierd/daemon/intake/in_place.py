@@ -21,7 +21,7 @@ from tierd.daemon.intake.pointing import recorded_or_known, write_lost, write_po
 from tierd.daemon.intake.swapping import swap_in
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import Exported, export
+from tierd.daemon.transfer.export import RestoredDirectory, export
 from tierd.spool.file_io import remove
 from tierd.stores.base import Store
 from tierd.watching.listing import joined
@@ -44,7 +44,7 @@ class PlaceTaken(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Spared:
+class KeptPaths:
     """What a checkpoint that is put in place leaves as it is, as paths in the directory.
 
     Attributes:
@@ -58,7 +58,7 @@ class Spared:
     but: Collection[str] | None = None
 
 
-NOTHING = Spared()
+NOTHING = KeptPaths()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ async def put_back(
     best: Goal | None = None,
     *,
     pointing: Pointing = "always",
-    spared: Spared = NOTHING,
+    spared: KeptPaths = NOTHING,
 ) -> PutBack:
     """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
 
@@ -141,7 +141,12 @@ def _check_watched(manifest: Manifest) -> None:
 
 
 def place(
-    directory: Path, target: Path, exported: Exported, *, pointing: Pointing = "always", spared: Spared = NOTHING
+    directory: Path,
+    target: Path,
+    exported: RestoredDirectory,
+    *,
+    pointing: Pointing = "always",
+    spared: KeptPaths = NOTHING,
 ) -> PutBack:
     """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
     home = Path(exported.directories[0])
@@ -187,7 +192,7 @@ def _clear(target: Path) -> None:
         remove(target)  # what an interrupted command had not put in place yet
 
 
-def _read_description(home: Path, exported: Exported) -> UnitFile:
+def _read_description(home: Path, exported: RestoredDirectory) -> UnitFile:
     where = f"run {exported.run!r} step {exported.step}"
     data = (home / UNIT_NAME).read_bytes()
     if len(exported.directories) > 1 or len(data) > MAX_SIZE:

@@ -30,7 +30,7 @@ from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.intake.other_watches import OtherWatches
 from tierd.daemon.intake.own import own_layout
 from tierd.daemon.intake.reports import ToReconciler, forget, report, report_absent
-from tierd.daemon.intake.taker import Taker
+from tierd.daemon.intake.taker import IngestClaim
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.intake.watch_at_work import SILENT_S, RunNotWatched, WatchAtWork, run_in
 from tierd.daemon.reconcile import Reconciler
@@ -155,7 +155,7 @@ class Intake:
         run = active_watch.watch.run
         await self._observe(run, list(self._reconciler.workers))
         who, timings = self._reconciler.tiers.who, self._reconciler.timings
-        taker = Taker(run, who, self._find_first, timings)
+        taker = IngestClaim(run, who, self._find_first, timings)
         other_watches = OtherWatches(run, who, self._reconciler.spool, self._find_first, timings)
         signs = (taker.keep_renewing(), other_watches.keep_renewing(lambda: active_watch.idle))
         renewing = [asyncio.ensure_future(sign) for sign in signs]
@@ -170,7 +170,9 @@ class Intake:
             finally:
                 await other_watches.end()
 
-    async def _observe_for_ever(self, active_watch: WatchAtWork, taker: Taker, other_watches: OtherWatches) -> None:
+    async def _observe_for_ever(
+        self, active_watch: WatchAtWork, taker: IngestClaim, other_watches: OtherWatches
+    ) -> None:
         run = active_watch.watch.run
         reports = ToReconciler(self._reconciler, run)
         watch: UnitWatch | None = None
@@ -243,7 +245,7 @@ class Intake:
         active_watch.silent_s, active_watch.idle = 0.0, False
         self._failed(active_watch, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
 
-    async def _observe_watch(self, active_watch: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
+    async def _observe_watch(self, active_watch: WatchAtWork, watch: UnitWatch, taker: IngestClaim) -> None:
         """Look once; take what is due if no other node does. What another node took is known only after it is done.
 
         An idle daemon lists its tiers seldom. So the first one is observed here while another node takes: retention may

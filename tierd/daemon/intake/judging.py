@@ -20,9 +20,9 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.describe import describe
 from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed, Inspected, inspect_unit
+from tierd.watching.inspect import ChangedFile, InspectedUnit, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import NEVER, History, made_at, order_of, step_of
+from tierd.watching.naming import NEVER, KnownCheckpoints, made_at, order_of, step_of
 from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME
 
@@ -32,7 +32,7 @@ Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unkn
 
 
 @dataclass(slots=True)
-class Judged:
+class JudgedUnit:
     """A unit, and what is known of it so far.
 
     Attributes:
@@ -93,7 +93,7 @@ class Judged:
         return self.verdict == "unknown" or (self.verdict == "damaged" and in_part)
 
 
-def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str) -> Judged:
+def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str) -> JudgedUnit:
     """Describe a unit that is not judged yet.
 
     Args:
@@ -103,12 +103,12 @@ def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str)
     about = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
     created = made_at(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
     if unit.step is None and stepless != run:
-        return Judged(unit, stepless, order_of(created), created)
-    return Judged(unit, run, step_of(about, created), created)
+        return JudgedUnit(unit, stepless, order_of(created), created)
+    return JudgedUnit(unit, run, step_of(about, created), created)
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class UnitCheckpoint:
     """A checkpoint as which a unit may have been taken.
 
     Attributes:
@@ -123,8 +123,8 @@ class Record:
 
 
 async def records(
-    judged: Judged, history: History, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
-) -> AsyncIterator[Record]:
+    judged: JudgedUnit, history: KnownCheckpoints, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
+) -> AsyncIterator[UnitCheckpoint]:
     """Yield the checkpoints that a unit should be byte for byte, because it was taken as one of these.
 
     A unit most of which is as old as the checkpoint of its step is no later save. Its other files were changed after
@@ -150,11 +150,11 @@ async def records(
         if history.made[checkpoint] == judged.made or not await _is_saved_again(
             judged.unit, listing, checkpoint, manifest, stores
         ):
-            yield Record(checkpoint, history.made[checkpoint], manifest, is_certain=True)
+            yield UnitCheckpoint(checkpoint, history.made[checkpoint], manifest, is_certain=True)
     for checkpoint in sorted(like.keys() - {*exact}, reverse=True)[:_MOST_TRIED]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
         if manifest is not None and _has_sizes_of(judged.unit, listing, manifest):
-            yield Record(checkpoint, history.made[checkpoint], manifest, is_certain=False)
+            yield UnitCheckpoint(checkpoint, history.made[checkpoint], manifest, is_certain=False)
 
 
 async def _is_saved_again(
@@ -169,7 +169,7 @@ async def _is_saved_again(
     )
 
 
-def _is_like(checkpoint: CheckpointId, created: datetime, judged: Judged, is_order: bool) -> bool:
+def _is_like(checkpoint: CheckpointId, created: datetime, judged: JudgedUnit, is_order: bool) -> bool:
     """Whether a checkpoint has the step of a unit, or has no step either."""
     if checkpoint.run != judged.run:
         return False
@@ -189,7 +189,7 @@ def _has_sizes_of(unit: Unit, listing: Listing, manifest: Manifest) -> bool:
     return of_size and bool(unit.files) and not unit.strange
 
 
-def judge_by_digests(tree: Tree, judged: Judged, listing: Listing, record: Record) -> bool:
+def judge_by_digests(tree: Tree, judged: JudgedUnit, listing: Listing, record: UnitCheckpoint) -> bool:
     """Decide by digests whether a unit is whole; return False if nothing says that it was taken as this checkpoint."""
     manifest = record.manifest
     if all(file.path != UNIT_NAME for file in manifest.files):
@@ -212,8 +212,8 @@ def judge_by_digests(tree: Tree, judged: Judged, listing: Listing, record: Recor
                     next(iter(absent.values())),
                     not judged.unit.begun,
                 )
-    except (Changed, OSError) as error:
-        judged.unreadable = not isinstance(error, Changed)
+    except (ChangedFile, OSError) as error:
+        judged.unreadable = not isinstance(error, ChangedFile)
         judged.why = f"it cannot be read: {error}" if judged.unreadable else CHANGING
     judged.checkpoint = record.checkpoint
     if not record.is_certain:
@@ -224,7 +224,7 @@ def judge_by_digests(tree: Tree, judged: Judged, listing: Listing, record: Recor
     return True
 
 
-def judge(tree: Tree, judged: Judged, listing: Listing) -> None:
+def judge(tree: Tree, judged: JudgedUnit, listing: Listing) -> None:
     """Decide by its structure whether a unit is whole."""
     if judged.unit.missing is not None:
         judged.verdict, judged.why = "unfinished" if judged.unit.begun else "unknown", judged.unit.missing
@@ -248,7 +248,7 @@ def judge(tree: Tree, judged: Judged, listing: Listing) -> None:
     judged.left = made_at(max(listing.entries[path].mtime_ns for path in right)) if judged.damaged and right else None
 
 
-def _judge_added(tree: Tree, judged: Judged, listing: Listing, added: list[str]) -> None:
+def _judge_added(tree: Tree, judged: JudgedUnit, listing: Listing, added: list[str]) -> None:
     """Judge the files of a taken unit that were added since: no copy has them."""
     inspected = _inspect(tree, judged, listing)
     added_findings = [finding for finding in inspected.findings if finding.file in added]
@@ -261,12 +261,12 @@ def _judge_added(tree: Tree, judged: Judged, listing: Listing, added: list[str])
         judged.entries = [finding.file for finding in damaged]
 
 
-def _inspect(tree: Tree, judged: Judged, listing: Listing) -> Inspected:
+def _inspect(tree: Tree, judged: JudgedUnit, listing: Listing) -> InspectedUnit:
     sizes = {path: listing.entries[path].size for path in judged.unit.files}
     return inspect_unit(judged.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
 
 
-def is_newer(checkpoint: CheckpointId, history: History, judged: Judged) -> bool:
+def is_newer(checkpoint: CheckpointId, history: KnownCheckpoints, judged: JudgedUnit) -> bool:
     """Whether a checkpoint is newer than a unit: by the run's order, or by time if no place has the unit.
 
     Of a unit without a step, of which damaged files were moved, it may have the files that are left: a program that was

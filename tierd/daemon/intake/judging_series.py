@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tierd.core.ids import PartId
-from tierd.daemon.intake.judging import Judged
+from tierd.daemon.intake.judging import JudgedUnit
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.watching.naming import History
+from tierd.watching.naming import KnownCheckpoints
 from tierd.watching.series import UNCERTAIN, is_of_series, lacking
 from tierd.watching.unit import WITHOUT_STEP
 from tierd.watching.unit_file import UNIT_NAME
@@ -22,7 +22,7 @@ _MOST_READ = 8  # newest checkpoints, of which one is of the unit's series; each
 
 
 async def judge_series(
-    judged: Sequence[Judged], history: History, spool: Spool | None, stores: Mapping[str, Store]
+    judged: Sequence[JudgedUnit], history: KnownCheckpoints, spool: Spool | None, stores: Mapping[str, Store]
 ) -> None:
     """Judge as unknown what is newer than each checkpoint of its series, and lacks a file that the newest of them has.
 
@@ -48,7 +48,7 @@ async def judge_series(
 
 
 async def _newest_of_series(
-    judged: Judged, history: History, spool: Spool | None, stores: Mapping[str, Store]
+    judged: JudgedUnit, history: KnownCheckpoints, spool: Spool | None, stores: Mapping[str, Store]
 ) -> Sequence[str]:
     """Return the files of the newest checkpoint of a unit's series; none if that is not older than the unit."""
     times = {checkpoint: at for checkpoint, at in history.made.items() if checkpoint.run == judged.run}
@@ -60,7 +60,7 @@ async def _newest_of_series(
     return []
 
 
-def _is_before(earlier: Judged, judged: Judged) -> bool:
+def _is_before(earlier: JudgedUnit, judged: JudgedUnit) -> bool:
     """Whether a unit is an earlier one of the same series that has no other files."""
     files, own_files = earlier.unit.files, judged.unit.files
     return (

@@ -11,8 +11,8 @@ from datetime import datetime
 
 from tierd.core.ids import CheckpointId
 from tierd.daemon.intake.taken import TakenUnits
-from tierd.watching.beside import Beside, made_of
-from tierd.watching.naming import History, Named, order_of, series_of
+from tierd.watching.beside import ListedUnits, made_of
+from tierd.watching.naming import KnownCheckpoints, UnitName, order_of, series_of
 from tierd.watching.settle import Due, Settling
 from tierd.watching.unit import Unit
 
@@ -32,15 +32,15 @@ class Ordering:
         self._settling, self._taken_units = settling, taken_units
         self._newest_foreign: CheckpointId | None = None  # the newest that was known before the first listing
         self._listed = False
-        self.beside = Beside({}, {})
+        self.beside = ListedUnits({}, {})
 
-    def see(self, history: History) -> None:
+    def see(self, history: KnownCheckpoints) -> None:
         """Record the last listing."""
         newest = max(history.made, default=None)
         if not self._listed:
             self._listed, self._newest_foreign = True, newest
         shapes = self._settling.shapes
-        self.beside = Beside(self._settling.units, shapes)
+        self.beside = ListedUnits(self._settling.units, shapes)
         has_steps = any(unit.step is not None for unit in self._settling.units.values())
         self._taken_units.see(shapes, newest, has_steps=has_steps)
 
@@ -54,7 +54,7 @@ class Ordering:
             due_unit for due_unit in reversed(due_units) if self._taken_units.after(due_unit.unit.path) is not None
         ]
 
-    def has(self, path: str, step: int, created: datetime, history: History) -> bool:
+    def has(self, path: str, step: int, created: datetime, history: KnownCheckpoints) -> bool:
         """Whether a place has a unit; if several have its step and its time, whether a place has that many.
 
         Several are other units of the directory, and versions of this one that were taken before.
@@ -62,7 +62,7 @@ class Ordering:
         earlier = self._taken_units.earlier(path, self._settling.shapes[path])
         return len(history.find(step, created)) >= self.beside.count(path, step, created) + earlier
 
-    def series(self, path: str, history: History) -> dict[CheckpointId, datetime]:
+    def series(self, path: str, history: KnownCheckpoints) -> dict[CheckpointId, datetime]:
         """Return the known checkpoints of a unit's series, and when each was made.
 
         The record says as which checkpoint a unit was taken. Of one that another node took, its step and its time do,
@@ -84,7 +84,7 @@ class Ordering:
                 checkpoints |= by_time.get((step, created), set()) - other_checkpoints
         return {checkpoint: history.made[checkpoint] for checkpoint in checkpoints if checkpoint in history.made}
 
-    def is_in_doubt(self, path: str, assigned: Named, created: datetime, history: History) -> bool:
+    def is_in_doubt(self, path: str, assigned: UnitName, created: datetime, history: KnownCheckpoints) -> bool:
         """Whether a unit may be newer than checkpoints that sort after it."""
         checkpoint = assigned.checkpoint
         contradicting = self.beside.contradicting(path, checkpoint.step, created)
@@ -94,7 +94,7 @@ class Ordering:
         newest = self._newest_foreign
         return newest is not None and checkpoint < newest and checkpoint.step > newest.step
 
-    def _sorts_after(self, checkpoint: CheckpointId, unit: Unit, created: datetime, history: History) -> bool:
+    def _sorts_after(self, checkpoint: CheckpointId, unit: Unit, created: datetime, history: KnownCheckpoints) -> bool:
         """Whether a unit sorts after a checkpoint, or will when it is taken. One that was pruned does not."""
         matches = history.find(unit.step or 0, created)
         if not matches:

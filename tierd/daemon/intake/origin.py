@@ -19,7 +19,7 @@ from tierd.watching.unit import Unit
 Entries = Mapping[str, ListedEntry]
 
 
-class Origin(Protocol):
+class ImportSource(Protocol):
     """The checkpoint, or the checkpoints, that an import is given.
 
     Attributes:
@@ -56,7 +56,7 @@ class Origin(Protocol):
         """Give a directory of this node with a unit's files, and its own entries of them.
 
         Raises:
-            Changed: a file is not the listed one.
+            ChangedFile: a file is not the listed one.
             ManifestError: a name cannot be a file's.
         """
         ...

@@ -13,7 +13,7 @@ from tierd.daemon.intake.each_series import recorded_unit
 from tierd.spool.file_io import open_own
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.watching.naming import History
+from tierd.watching.naming import KnownCheckpoints
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.programs import OWN
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
@@ -26,7 +26,7 @@ def own_layout(watch: WatchConfig) -> OwnLayout | None:
     return OwnLayout(watch.unit, watch.step, watch.complete_when) if watch.unit else None
 
 
-async def check_rules(run: str, history: History, spool: Spool | None, stores: Mapping[str, Store]) -> None:
+async def check_rules(run: str, history: KnownCheckpoints, spool: Spool | None, stores: Mapping[str, Store]) -> None:
     """Refuse to find the units of a run by the usual rules if a watch found its newest one by a person's own.
 
     The usual rules may take a part of such a unit for a whole one.

@@ -23,10 +23,10 @@ from tierd.daemon.intake.decay import judge_decay
 from tierd.daemon.intake.deleted_files import names_absent, to_replace
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_unit
-from tierd.daemon.intake.in_place import Pointing, PutBack, Spared, put_back
+from tierd.daemon.intake.in_place import KeptPaths, Pointing, PutBack, put_back
 from tierd.daemon.intake.judging import (
     CHANGING,
-    Judged,
+    JudgedUnit,
     Verdict,
     described,
     is_newer,
@@ -45,7 +45,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
-from tierd.watching.naming import NEVER, History, history, series_of, stepless_run
+from tierd.watching.naming import NEVER, KnownCheckpoints, history, series_of, stepless_run
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.pointers import moved_on
 from tierd.watching.unit_file import UnitFile
@@ -78,7 +78,7 @@ class PreparedUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PrepareResult:
     """The answer of `tierd prepare`.
 
     Attributes:
@@ -90,7 +90,7 @@ class Prepared:
     pointers: tuple[str, ...]
 
 
-def _judged_as_prepared(judged: Judged) -> PreparedUnit:
+def _judged_as_prepared(judged: JudgedUnit) -> PreparedUnit:
     return PreparedUnit(judged.unit.path, judged.step, judged.verdict, judged.why, judged.moved, judged.replaced)
 
 
@@ -105,7 +105,7 @@ async def prepare(
     stores: Mapping[str, Store],
     progress: Progress,
     layout: OwnLayout | None = None,
-) -> Prepared:
+) -> PrepareResult:
     """Verify every unit below a directory, move damaged and unfinished ones away, and fetch replacements.
 
     Args:
@@ -133,7 +133,7 @@ async def _prepare(
     stores: Mapping[str, Store],
     progress: Progress,
     layout: OwnLayout | None,
-) -> Prepared:
+) -> PrepareResult:
     unmoved, stepless = "; nothing was moved", stepless_run(run)
     inventory = await _observed(spool, stores, run, unmoved)
     stepless_history = history(await _observed(spool, stores, stepless, unmoved), stepless)
@@ -161,7 +161,7 @@ async def _prepare(
     fetched += await _others(judged, directory, run, run_history, stores, progress, fetched)
     pointers += [path for restored_unit in fetched for path in restored_unit.pointers]
     pointers += await _restore_lost_pointers(directory, judged, fetched, run_history, stores)
-    return Prepared(
+    return PrepareResult(
         (*map(_judged_as_prepared, judged), *map(_fetched_as_prepared, fetched)), tuple(dict.fromkeys(pointers))
     )
 
@@ -171,10 +171,10 @@ async def _judge_units(
     layout: OwnLayout | None,
     run: str,
     stepless: str,
-    run_history: History,
+    run_history: KnownCheckpoints,
     spool: Spool | None,
     stores: Mapping[str, Store],
-) -> list[Judged]:
+) -> list[JudgedUnit]:
     """Judge every unit of a directory; raises if a program still writes to one, or one cannot be read."""
     with Tree(directory, own=layout) as tree:
         listing = await to_the_end(tree.listing)
@@ -210,11 +210,11 @@ async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, 
 
 
 async def _fetch_newest(
-    judged: list[Judged],
+    judged: list[JudgedUnit],
     directory: Path,
     inventory: Inventory,
     run: str,
-    run_history: History,
+    run_history: KnownCheckpoints,
     stores: Mapping[str, Store],
     progress: Progress,
     tried: set[CheckpointId],
@@ -258,15 +258,15 @@ async def _fetch_newest(
     tried.add(newest)
     keeps = any(_keeps_pointer(judged_unit, newest, run_history, directory) for judged_unit in judged)
     pointing: Pointing = "never" if keeps else "always"
-    step, attempt, spared = newest.step, newest.attempt, Spared(newer=True)
+    step, attempt, spared = newest.step, newest.attempt, KeptPaths(newer=True)
     return [await put_back(stores, run, directory, step, attempt, progress, pointing=pointing, spared=spared)]
 
 
 async def _others(
-    judged: list[Judged],
+    judged: list[JudgedUnit],
     directory: Path,
     run: str,
-    run_history: History,
+    run_history: KnownCheckpoints,
     stores: Mapping[str, Store],
     progress: Progress,
     fetched: list[PutBack],
@@ -316,19 +316,19 @@ def _common_directory(directory: Path, paths: Set[str]) -> Path:
     return directory / os.path.commonpath([str(Path(path).parent) for path in paths])
 
 
-def _keeps_pointer(judged: Judged, newest: CheckpointId, run_history: History, directory: Path) -> bool:
+def _keeps_pointer(judged: JudgedUnit, newest: CheckpointId, run_history: KnownCheckpoints, directory: Path) -> bool:
     """Whether the program's pointers name a unit that cannot be checked, and is as new as the newest checkpoint."""
     if judged.verdict != "unknown" or is_newer(newest, run_history, judged):
         return False
     return is_named(directory, judged.unit.layout.program, judged.unit.path, judged.unit.files)
 
 
-def _point(directory: Path, judged: list[Judged]) -> list[str]:
+def _point(directory: Path, judged: list[JudgedUnit]) -> list[str]:
     """Have each program's pointers name its newest whole unit, unless they name another one that was left in place.
 
     The program, or a person who went back, has chosen that one.
     """
-    newest: dict[tuple[str, str], Judged] = {}
+    newest: dict[tuple[str, str], JudgedUnit] = {}
     pointed = set[tuple[str, str]]()
     for judged_unit in sorted(judged, key=lambda judged_unit: judged_unit.made):
         key = judged_unit.unit.layout.program, judged_unit.unit.path.rpartition("/")[0]
@@ -347,9 +347,9 @@ def _point(directory: Path, judged: list[Judged]) -> list[str]:
 
 async def _restore_lost_pointers(
     directory: Path,
-    judged: list[Judged],
+    judged: list[JudgedUnit],
     fetched: Sequence[PutBack],
-    run_history: History,
+    run_history: KnownCheckpoints,
     stores: Mapping[str, Store],
 ) -> list[str]:
     """Put back the pointers that are gone: in each directory as the program wrote them for its newest whole unit.

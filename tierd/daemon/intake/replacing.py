@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId
-from tierd.daemon.intake.in_place import NotWatched, PlaceTaken, Spared, put_back
-from tierd.daemon.intake.judging import Judged
+from tierd.daemon.intake.in_place import KeptPaths, NotWatched, PlaceTaken, put_back
+from tierd.daemon.intake.judging import JudgedUnit
 from tierd.daemon.intake.swapping import QUARANTINE, quarantine_files
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
@@ -20,7 +20,7 @@ from tierd.watching.unit import Unit
 
 
 async def replace(
-    judged: Judged, directory: Path, stores: Mapping[str, Store], progress: Progress, good_paths: Set[str]
+    judged: JudgedUnit, directory: Path, stores: Mapping[str, Store], progress: Progress, good_paths: Set[str]
 ) -> None:
     """Put the verified checkpoint of a unit's step in its place; without one, move the unit away.
 
@@ -34,7 +34,7 @@ async def replace(
         await _replace_decayed(judged, judged.outgrown, directory, stores, progress)
         return
     with suppress(CheckpointNotFound, NotWatched, PlaceTaken):
-        attempt, spared = judged.checkpoint.attempt if judged.checkpoint else None, Spared(whole=good_paths)
+        attempt, spared = judged.checkpoint.attempt if judged.checkpoint else None, KeptPaths(whole=good_paths)
         restored_unit = await put_back(
             stores, judged.run, directory, judged.step, attempt, progress, pointing="never", spared=spared
         )
@@ -50,12 +50,12 @@ async def replace(
 
 
 async def _replace_decayed(
-    judged: Judged, copy: CheckpointId, directory: Path, stores: Mapping[str, Store], progress: Progress
+    judged: JudgedUnit, copy: CheckpointId, directory: Path, stores: Mapping[str, Store], progress: Progress
 ) -> None:
     """Put the verified copies of the decayed files in their places, and move its other damaged files away."""
     entries = {*judged.damaged}
     with suppress(CheckpointNotFound):
-        spared = Spared(but=judged.decayed)
+        spared = KeptPaths(but=judged.decayed)
         restored_unit = await put_back(
             stores, judged.run, directory, copy.step, copy.attempt, progress, pointing="never", spared=spared
         )
@@ -64,7 +64,7 @@ async def _replace_decayed(
     judged.moved += tuple(await to_the_end(quarantine_files, directory, sorted(entries)))
 
 
-def entries_of(judged: Judged, listing: Listing) -> list[str]:
+def entries_of(judged: JudgedUnit, listing: Listing) -> list[str]:
     """Return the entries of the directory that are moved if a unit is not replaced.
 
     They are its directory, if all in it is the unit's, and those of its other files that are damaged themselves.

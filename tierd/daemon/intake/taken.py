@@ -26,9 +26,9 @@ from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import File
 from tierd.daemon.intake.taken_record import (
-    Doubt,
-    Record,
     Sizes,
+    TakenRecord,
+    UncertainOrder,
     Waiting,
     add_digests,
     add_to_series,
@@ -60,7 +60,7 @@ class TakenUnits:
 
     def __init__(self, spool: Spool, run: str) -> None:
         self._run, self._path = run, spool.control / _WATCHED / f"{run}.json"
-        self._record: Record | None = None  # None before the first listing of a directory
+        self._record: TakenRecord | None = None  # None before the first listing of a directory
         with (
             suppress(OSError, ConfigError, msgspec.DecodeError, ValueError),
             os.fdopen(open_own(self._path), "rb") as file,  # a FIFO in its place does not block
@@ -90,7 +90,7 @@ class TakenUnits:
 
         Versions differ by sizes: one of the same sizes and times cannot be told from this one.
         """
-        record = self._record or Record({}, {})
+        record = self._record or TakenRecord({}, {})
         sizes, was = sizes_of(shape), record.taken.get(path, {})
         same = _time(was) == _time(sizes)
         return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
@@ -101,7 +101,7 @@ class TakenUnits:
         Shortly after the time of what was taken from its place last, so that a later version is the newer one. None: it
         is a new save, or it was not taken.
         """
-        record = self._record or Record({}, {})
+        record = self._record or TakenRecord({}, {})
         was, sizes = record.taken.get(path), sizes_of(shape)
         if was is None or was == sizes or is_saved_again(_mask_files(was, record.amended.get(path, ())), sizes):
             return None
@@ -129,7 +129,7 @@ class TakenUnits:
 
     def before(self, sizes: Sizes) -> Sequence[str]:
         """Return the files of the newest unit of a series that was taken; none if some of these files are of it."""
-        record = self._record or Record({}, {})
+        record = self._record or TakenRecord({}, {})
         saved = {
             path: record.saved.get(path) or made_at(_time(unit))
             for path, unit in record.taken.items()
@@ -140,14 +140,14 @@ class TakenUnits:
 
     def same(self, path: str, files: Iterable[File]) -> tuple[CheckpointId, datetime] | None:
         """Return the checkpoint as which a unit was last taken, and when that was saved, if it had these bytes."""
-        record = self._record or Record({}, {})
+        record = self._record or TakenRecord({}, {})
         was = record.contents.get(path)
         saved = record.saved.get(path) or made_at(_time(record.taken.get(path, {})))  # the latter in an older record
         return (CheckpointId(self._run, *was[1:]), saved) if was and was[0] == _content_digest(files) else None
 
     def checkpoints(self) -> Mapping[str, tuple[CheckpointId, str]]:
         """Return the checkpoint as which each unit was last taken, and its series, by the unit's path."""
-        record = self._record or Record({}, {})
+        record = self._record or TakenRecord({}, {})
         contents = (
             (path, attempt, step) for path, (_, attempt, step) in record.contents.items() if path in record.taken
         )
@@ -158,7 +158,7 @@ class TakenUnits:
 
     def decayed(self, shape: Shape, files: Iterable[File]) -> list[str]:
         """Return the files of a unit that have the size and the time with which they were taken, and other bytes."""
-        return decayed(self._record or Record({}, {}), sizes_of(shape), files)
+        return decayed(self._record or TakenRecord({}, {}), sizes_of(shape), files)
 
     @property
     def has_steps(self) -> bool:
@@ -174,7 +174,7 @@ class TakenUnits:
         files: Iterable[File] = (),
     ) -> None:
         """Record that a unit was taken as a checkpoint of these files, or that a place has it. Raises nothing."""
-        record = self._record = self._record or Record({}, {})
+        record = self._record = self._record or TakenRecord({}, {})
         files = tuple(files)
         add_digests(record, sizes_of(shape), files)
         if checkpoint is not None:
@@ -201,7 +201,7 @@ class TakenUnits:
         """Return the newest checkpoints of each series, if there are several; those whose pins are to be removed; and
         those that are pinned in the spool.
         """
-        record = self._record or Record({}, {})
+        record = self._record or TakenRecord({}, {})
         newest_pairs = [pair for newest in record.series.values() for pair in newest] if record.has_several else []
         pairs = (newest_pairs, record.released, record.held)
         first, second, third = ({CheckpointId(self._run, *pair) for pair in group} for group in pairs)
@@ -209,7 +209,7 @@ class TakenUnits:
 
     def hold(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint is about to be pinned in the spool. Raises nothing."""
-        record = self._record = self._record or Record({}, {})
+        record = self._record = self._record or TakenRecord({}, {})
         record.held.append(_attempt_and_step(checkpoint))
         record.has_several = True
         self._write(record)
@@ -218,10 +218,10 @@ class TakenUnits:
         """Record that a checkpoint with these files is about to be pinned, because its order is in doubt. Raises
         nothing.
         """
-        record = self._record = self._record or Record({}, {})
+        record = self._record = self._record or TakenRecord({}, {})
         if any(entry.checkpoint == _attempt_and_step(checkpoint) for entry in record.doubted):
             return  # it could not be committed then
-        record.doubted.append(Doubt(_attempt_and_step(checkpoint), series_of(paths), record.doubts))
+        record.doubted.append(UncertainOrder(_attempt_and_step(checkpoint), series_of(paths), record.doubts))
         record.doubts += 1
         self._write(record)
 
@@ -265,7 +265,7 @@ class TakenUnits:
         """
         if not shapes:
             return
-        record, newest_pair = self._record or Record({}, {}), _attempt_and_step(newest) if newest else None
+        record, newest_pair = self._record or TakenRecord({}, {}), _attempt_and_step(newest) if newest else None
         # What appears now was not there in the listing before, so it is newer than what was taken until then.
         after = min(record.newest or newest_pair, newest_pair) if newest_pair and self._record else None
         taken_sizes = _absent_units(record.taken, shapes) | {
@@ -278,7 +278,7 @@ class TakenUnits:
                 waiting[path] = was if was and was.sizes == sizes else Waiting(sizes, after, record.doubts)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken_sizes}
         files = {name for sizes in taken_sizes.values() for name in sizes}
-        fresh = Record(
+        fresh = TakenRecord(
             *(taken_sizes, waiting, earlier, newest_pair, has_steps or record.has_steps),
             {path: digest for path, digest in record.contents.items() if path in taken_sizes},
             {path: saved for path, saved in record.saved.items() if path in taken_sizes},
@@ -296,7 +296,7 @@ class TakenUnits:
         waiting = self._record.waiting.get(path) if self._record else None
         return CheckpointId(self._run, *waiting.after) if waiting and waiting.after else None
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: TakenRecord) -> None:
         # One name, so that a write that was killed leaves one file at most. Only the spool's daemon writes here.
         fresh = self._path.with_name(f".{self._run}.new")
         with suppress(OSError):
@@ -345,4 +345,4 @@ def _time(sizes: Sizes) -> int:
     return max((modified_ns for _, modified_ns in sizes.values()), default=0)
 
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(TakenRecord)

@@ -29,7 +29,7 @@ class Waiting(msgspec.Struct, frozen=True):
     doubts: int = 0  # how many checkpoints were in doubt before it appeared
 
 
-class Doubt(msgspec.Struct, frozen=True):
+class UncertainOrder(msgspec.Struct, frozen=True):
     """A checkpoint whose place in the order is in doubt.
 
     Attributes:
@@ -43,7 +43,7 @@ class Doubt(msgspec.Struct, frozen=True):
     settled: tuple[str, int] | None = None
 
 
-class Record(msgspec.Struct):
+class TakenRecord(msgspec.Struct):
     taken: dict[str, Sizes]
     waiting: dict[str, Waiting]
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
@@ -57,7 +57,7 @@ class Record(msgspec.Struct):
     held: list[tuple[str, int]] = []  # checkpoints that are pinned in the spool until they are on the tiers
     begun: dict[str, Sizes] = {}  # units that were refused because the checkpoint before had more files
     doubts: int = 0  # how many checkpoints were ever in doubt
-    doubted: list[Doubt] = []  # those that are pinned because of that
+    doubted: list[UncertainOrder] = []  # those that are pinned because of that
     digests: dict[str, tuple[int, int, str]] = {}  # by file: its size, its time in ns, the digest of what was taken
     amended: dict[str, list[str]] = {}  # by unit: its files that were written again since it was saved
 
@@ -79,12 +79,12 @@ def is_saved_again(was: Sizes, now: Sizes) -> bool:
     return sum(now[name][0] for name in rewritten) + sum(was[name][0] for name in deleted) >= left_bytes
 
 
-def add_digests(record: Record, sizes: Sizes, files: Iterable[File]) -> None:
+def add_digests(record: TakenRecord, sizes: Sizes, files: Iterable[File]) -> None:
     """Record the bytes of the files of a unit that was taken."""
     record.digests |= {file.path: (*sizes[file.path], _digest(file)) for file in files if file.path in sizes}
 
 
-def decayed(record: Record, sizes: Sizes, files: Iterable[File]) -> list[str]:
+def decayed(record: TakenRecord, sizes: Sizes, files: Iterable[File]) -> list[str]:
     """Return the files that have the size and the time with which they were taken, and other bytes."""
     recorded = ((file, record.digests.get(file.path)) for file in files if file.path in sizes)
     return [
@@ -104,7 +104,7 @@ def _is_own_digest(digest: str) -> bool:
     return digest.startswith(f"{__version__} ")
 
 
-def add_to_series(record: Record, series: str, pair: tuple[str, int]) -> None:
+def add_to_series(record: TakenRecord, series: str, pair: tuple[str, int]) -> None:
     """Add a checkpoint to its series, and release the pins of those that are no longer among the newest."""
     newest = record.series.pop(series, [])
     record.series[series] = sorted({*newest, pair}, reverse=True)  # last in the dict, because it was saved last
@@ -116,7 +116,7 @@ def add_to_series(record: Record, series: str, pair: tuple[str, int]) -> None:
         record.released += over
 
 
-def settle(record: Record, path: str, series: str, pair: tuple[str, int]) -> None:
+def settle(record: TakenRecord, path: str, series: str, pair: tuple[str, int]) -> None:
     """Settle the doubts about what was taken before a unit of the series appeared, unless it is in doubt itself."""
     waiting = record.waiting.get(path)
     if waiting is None or any(entry.checkpoint == pair for entry in record.doubted):

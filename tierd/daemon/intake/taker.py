@@ -29,7 +29,7 @@ _ANSWER_S = 20.0  # seconds for which a unit waits for the tier's answer
 _FAILURES = (StoreUnavailable, StoreRefused, TimeoutError)
 
 
-class Taker:
+class IngestClaim:
     """This node's part in the agreement.
 
     Args:

@@ -20,7 +20,7 @@ from tierd.spool.adopt import How, adopt, is_open_for_writing
 from tierd.spool.file_io import make_private, write_file
 from tierd.spool.stage import Stage
 from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed
+from tierd.watching.inspect import ChangedFile
 from tierd.watching.listing import ListedEntry
 from tierd.watching.pointers import Pointer
 from tierd.watching.unit import Unit
@@ -109,7 +109,7 @@ def stage_unit(
             link = unit.step is not None
             file, how = adopt(source.descriptor, source.size, target, path, link=link, going=going)
             if is_open_for_writing(source.descriptor):
-                raise Changed(f"{path}: a process has opened it for writing")
+                raise ChangedFile(f"{path}: a process has opened it for writing")
         described.append(file)
         hows[how] += 1
     described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about(unit, entries, ranks, pointers).encode()))

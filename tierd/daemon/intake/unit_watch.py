@@ -26,7 +26,7 @@ from tierd.daemon.intake.refusals import Refusals
 from tierd.daemon.intake.series_pins import SeriesPins
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, check_closed, stage_unit
-from tierd.daemon.intake.watch_at_work import Stopped
+from tierd.daemon.intake.watch_at_work import WatchStopped
 from tierd.daemon.reports.watches import WatchStatus, reasons
 from tierd.formats.byte_source import ByteSource
 from tierd.priority import cpu_wait_s
@@ -35,11 +35,11 @@ from tierd.spool.conditions import condition, is_full
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.beside import made_of
-from tierd.watching.describe import Described, describe
+from tierd.watching.describe import UnitDescription, describe
 from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
+from tierd.watching.inspect import ChangedFile, InspectedUnit, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, series_of, step_of
+from tierd.watching.naming import KnownCheckpoints, UnitName, is_in_range, name_unit, order_of, series_of, step_of
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.passed_over import PassedOver, passed_over
 from tierd.watching.pointers import may_point, points_to
@@ -93,7 +93,8 @@ class UnitWatch:
         stepless: take the units without a step in their names, and leave the others; otherwise the reverse. Without any
             step, all are taken.
         room: frees disk space when a commit finds the disk full.
-        going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
+        going: called before each name of a listing, each read and each chunk; if it raises `WatchStopped`, `observe`
+            ends.
         writes: called before files are written to the spool, with the bytes of the largest.
         reads: called after a listing, before units are read and copied.
         stores: returns the tiers, on which the newest checkpoints of each series are pinned.
@@ -131,7 +132,7 @@ class UnitWatch:
         self._ordering = Ordering(self._settling, self._taken_units)
         self.pins = SeriesPins(spool, run, self._taken_units, stores)
         self._refusals = Refusals(self._settling, settle_s, reports.not_taken)
-        self._history, self._listing = History(), Listing({})
+        self._history, self._listing = KnownCheckpoints(), Listing({})
         self.wanted: CheckpointId | None = None
         self.listing_s = 0.0
         self.unreadable: tuple[str, ...] = ()
@@ -180,7 +181,7 @@ class UnitWatch:
             passed_over=self._passed_over[1],
         )
 
-    def observe(self, history: History, now_s: float, *, may_take: bool = True) -> None:
+    def observe(self, history: KnownCheckpoints, now_s: float, *, may_take: bool = True) -> None:
         """List the directory, and take every unit that is due.
 
         Args:
@@ -228,7 +229,12 @@ class UnitWatch:
         """Consider a unit. An error that nobody foresaw refuses this unit for now, so that it stops no other."""
         try:
             self._consider(tree, due_unit, listing, may_take)
-        except (Stopped, OSError, StoreRefused, ConfigError):  # these are of the directory, the spool or the daemon
+        except (
+            WatchStopped,
+            OSError,
+            StoreRefused,
+            ConfigError,
+        ):  # these are of the directory, the spool or the daemon
             raise
         except Exception as error:
             log.warning("%s: not taken", due_unit.unit.path, exc_info=error)
@@ -286,12 +292,12 @@ class UnitWatch:
         except Busy as error:
             self._refusals.wait_for_close(due_unit.unit.path, error)
             return True
-        except (Changed, OSError):
+        except (ChangedFile, OSError):
             return False
         self._refusals.closed(due_unit.unit.path)
         return False
 
-    def _inspect(self, due_unit: Due, opener: Opener) -> Inspected:
+    def _inspect(self, due_unit: Due, opener: Opener) -> InspectedUnit:
         sizes = {path: entry.size for path, entry in due_unit.shape}
 
         def open_next(path: str) -> AbstractContextManager[ByteSource]:
@@ -300,7 +306,7 @@ class UnitWatch:
 
         return inspect_unit(due_unit.unit, sizes, open_next)
 
-    def _refuse(self, tree: Tree, due_unit: Due, inspected: Inspected) -> None:
+    def _refuse(self, tree: Tree, due_unit: Due, inspected: InspectedUnit) -> None:
         path = due_unit.unit.path
         if inspected.status == "changing":
             self._wait_after_change(due_unit, inspected.findings[0].reason)
@@ -336,7 +342,9 @@ class UnitWatch:
         self._taken_units.add(due_unit.unit.path, due_unit.shape, checkpoint, saved, files)
         self._refusals.taken(due_unit.unit.path)
 
-    def _take(self, tree: Tree, due_unit: Due, described: Described, assigned: Named, created: datetime) -> None:
+    def _take(
+        self, tree: Tree, due_unit: Due, described: UnitDescription, assigned: UnitName, created: datetime
+    ) -> None:
         path, part = due_unit.unit.path, PartId(assigned.checkpoint, 0, 1)
         try:
             try:
@@ -347,7 +355,7 @@ class UnitWatch:
                 self._commit(tree, due_unit, described, assigned, created)
         except Busy as error:
             self._refusals.wait_for_close(path, error)
-        except (Changed, CorruptChunk) as error:
+        except (ChangedFile, CorruptChunk) as error:
             self._wait_after_change(due_unit, str(error))
         except (
             _UnitUnchanged
@@ -355,7 +363,7 @@ class UnitWatch:
             if error.checkpoint in self._history.made or error.checkpoint in self._history.unread:
                 self._finish(tree, due_unit, error.files)
             else:  # no place has it any more, because retention deleted it
-                reassigned = Named(error.checkpoint, self._history.origins.get(error.checkpoint.attempt))
+                reassigned = UnitName(error.checkpoint, self._history.origins.get(error.checkpoint.attempt))
                 self._take(tree, due_unit, described, reassigned, error.saved)
         except StepRefused:  # it was committed since the spool was observed
             self._finish(tree, due_unit)
@@ -395,7 +403,9 @@ class UnitWatch:
         complete = (unit for unit in self._settling.units.values() if unit.files and not unit.missing)
         return len({series_of(unit.files) for unit in complete}) > 1
 
-    def _commit(self, tree: Tree, due_unit: Due, described: Described, assigned: Named, created: datetime) -> None:
+    def _commit(
+        self, tree: Tree, due_unit: Due, described: UnitDescription, assigned: UnitName, created: datetime
+    ) -> None:
         part, entries = PartId(assigned.checkpoint, 0, 1), dict(due_unit.shape)
         self._writes(max(entry.size for entry in entries.values()))
         with self._spool.stage(part) as stage:
@@ -404,7 +414,7 @@ class UnitWatch:
             staged = stage_unit(tree, due_unit.unit, entries, described.ranks, pointers, stage, self._going)
             after = tree.again(due_unit.unit)
             if not is_unchanged(due_unit, after):
-                raise Changed("it was written to, renamed or deleted")
+                raise ChangedFile("it was written to, renamed or deleted")
             same = self._taken_units.same(due_unit.unit.path, staged.files)
             if same is not None and same != (assigned.checkpoint, created) and not self._has_decayed(same[0]):
                 raise _UnitUnchanged(*same, staged.files)

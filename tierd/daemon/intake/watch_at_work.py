@@ -39,7 +39,7 @@ class NothingTaken(TierdError):
     """No checkpoint of a watched directory was ever taken."""
 
 
-class Stopped(Exception):
+class WatchStopped(Exception):
     """The daemon ends, or the watch was removed from its configuration."""
 
 
@@ -107,9 +107,9 @@ class WatchAtWork:
         return self.silent_s >= SILENT_S
 
     def going(self) -> None:
-        """Give a sign of life. Raises `Stopped` if the call has to end."""
+        """Give a sign of life. Raises `WatchStopped` if the call has to end."""
         if self.ending:
-            raise Stopped
+            raise WatchStopped
         self.silent_s = min(self.silent_s or 0.0, 0.0)
 
     def writes(self, size: int) -> None:

@@ -14,12 +14,12 @@ from tierd.core.retention.policy import seconds
 from tierd.daemon.reconciling.backlog import Backlog
 from tierd.daemon.reconciling.pruner import Pruner
 from tierd.daemon.reconciling.records import RunRecords
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.reconciling.wording import subject
 from tierd.daemon.tier_worker import TierWorker
 
 
-class Agenda:
+class NextAction:
     """Choose each worker's next action, and when it observes its place again.
 
     Args:
@@ -32,7 +32,7 @@ class Agenda:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: ReconcilerContext,
         backlog: Backlog,
         records: RunRecords,
         pruner: Pruner,

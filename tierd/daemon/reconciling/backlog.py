@@ -11,14 +11,14 @@ from tierd.core.planning.flush_candidates import pending
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.planning.plan import flushes
-from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed, describe, remaining
-from tierd.daemon.reconciling.setup import Setup
+from tierd.core.planning.unflushed import Remaining, TierTrouble, UnflushedParts, describe, remaining
+from tierd.daemon.reconciling.setup import ReconcilerContext
 
 
 class Backlog:
     """What is left to flush and to prune under one configuration, as last observed."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ReconcilerContext) -> None:
         self._setup = setup
         # Caches, each with its inventory.
         self._planned: tuple[Inventory | None, frozenset[tuple[PartId, str]]] = None, frozenset()
@@ -42,7 +42,7 @@ class Backlog:
             unsent |= {(flush.part, flush.tier) for flush in sent if flush.tier in silent}
         return remaining(inventory, unsent)
 
-    def summary(self) -> Unflushed:
+    def summary(self) -> UnflushedParts:
         """Return the parts that are left to flush, and for each tier whether it accepts them."""
         tiers = {}
         for name, place in self._setup.tiers.observed.places.items():
@@ -54,7 +54,7 @@ class Backlog:
             moved[name] += at.done
         until = self._setup.pause.until
         undone = tuple(f"{entry.tier}: {entry}" for entry in self._setup.backfill.undone())
-        return Unflushed(
+        return UnflushedParts(
             left=self.remaining(), tiers=tiers, paused=until, moved_bytes=dict(moved), left_to_nodes=undone
         )
 

@@ -19,7 +19,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.daemon.reconciling.backlog import Backlog
 from tierd.daemon.reconciling.records import RunRecords
 from tierd.daemon.reconciling.repairs import Repairs
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.transfer.flush_pacing import Spread
 
 log = logging.getLogger("tierd.daemon")
@@ -36,7 +36,7 @@ class Flusher:
         repairs: repairs the spool's copy of a part that proved corrupt.
     """
 
-    def __init__(self, setup: Setup, backlog: Backlog, records: RunRecords, repairs: Repairs) -> None:
+    def __init__(self, setup: ReconcilerContext, backlog: Backlog, records: RunRecords, repairs: Repairs) -> None:
         self._setup, self._backlog, self._records, self._repairs = setup, backlog, records, repairs
         self._sending: dict[str, tuple[PartId, asyncio.Future[Any]]] = {}  # by tier
 

@@ -17,7 +17,7 @@ from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import seconds
 from tierd.daemon.reconciling.backfill import Backfill
-from tierd.daemon.reconciling.phase import Phase
+from tierd.daemon.reconciling.phase import RunMode
 from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.spool_observer import SpoolObserver
@@ -57,7 +57,7 @@ class LiveInventory:
         spool: Spool,
         requests: ClientRequests,
         repairer: Repairer,
-        phase: Phase,
+        phase: RunMode,
         on_observed: Callable[[bool], None],
         timings: DaemonTimings,
     ) -> None:

@@ -10,7 +10,7 @@ _HURRY = 60.0  # seconds after `hurry` for which no flush pauses
 _ENDING = 600.0  # seconds after `node_ends` for which the newest checkpoints are sent first
 
 
-class Phase:
+class RunMode:
     """The phase of the reconciler.
 
     Attributes:

@@ -25,7 +25,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.planning.pruning import lost_to, relied_on, together
 from tierd.daemon.reconciling.releases import Releases
 from tierd.daemon.reconciling.repairs import REFUSED_S
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.tiers.prune import quarantine
 
 log = logging.getLogger("tierd.daemon")
@@ -40,7 +40,7 @@ class Pruner:
         observe: observes one place afresh.
     """
 
-    def __init__(self, setup: Setup, observe: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, setup: ReconcilerContext, observe: Callable[[str], Awaitable[None]]) -> None:
         self._setup, self._observe = setup, observe
         self._copy_to_verify: dict[
             CheckpointId, PartId

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from tierd.core.errors import SpoolUnusable, StoreRefused, StoreUnavailable
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.tiers.heads import remembering
 from tierd.spool.records import remember
 
@@ -18,7 +18,7 @@ log = logging.getLogger("tierd.daemon")
 class RunRecords:
     """Write the records of runs. A daemon that drains records no policies."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ReconcilerContext) -> None:
         self._setup = setup
         self._remembering = asyncio.Lock()  # each tier's worker adds to what the others wrote
 

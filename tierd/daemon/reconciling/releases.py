@@ -13,7 +13,7 @@ from tierd.core.errors import FormatTooNew, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.actions import Prune
 from tierd.core.planning.place import Place
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.tiers.release import QuarantinedCopy
 
 log = logging.getLogger("tierd.daemon")
@@ -24,7 +24,7 @@ _VERIFYING_S = 10.0  # for which copies are read in a row, because flushes to th
 class Releases:
     """The quarantined copies on tiers that are being verified once more."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ReconcilerContext) -> None:
         self._setup = setup
         self._copies: dict[tuple[str, PartId], QuarantinedCopy] = {}
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tierd.core.errors import CorruptChunk, DeleteRefused, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, Wanted
@@ -27,7 +27,7 @@ class Repairs:
         repairer: replaces corrupt and missing bytes.
     """
 
-    def __init__(self, setup: Setup, repairer: Repairer) -> None:
+    def __init__(self, setup: ReconcilerContext, repairer: Repairer) -> None:
         self._setup, self._repairer = setup, repairer
 
     async def repair(self, part: PartId, tier: str, *, counted: bool = False) -> None:

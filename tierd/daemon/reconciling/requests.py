@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.daemon.presence import Presence
+from tierd.daemon.presence import TrainerActivity
 
 
 class ClientRequests:
@@ -26,7 +26,7 @@ class ClientRequests:
     def __init__(self) -> None:
         self.writers: Callable[[], frozenset[str]] = frozenset
         self.attended: Callable[[], bool] = lambda: True
-        self.presence = Presence()
+        self.presence = TrainerActivity()
         self.held: Counter[CheckpointId] = Counter()
         self.needed: Counter[CheckpointId] = Counter()
         self.awaited: Counter[PartId] = Counter()

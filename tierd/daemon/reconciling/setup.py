@@ -10,7 +10,7 @@ from tierd.core.planning.plan import Planner
 from tierd.daemon.pause import TierPause
 from tierd.daemon.reconciling.backfill import Backfill
 from tierd.daemon.reconciling.live_inventory import LiveInventory
-from tierd.daemon.reconciling.phase import Phase
+from tierd.daemon.reconciling.phase import RunMode
 from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.tier_worker import TierWorker
@@ -23,7 +23,7 @@ from tierd.stores.base import Store
 
 
 @dataclass(frozen=True)
-class Setup:
+class ReconcilerContext:
     """The configuration, what was opened and made for it, and what outlives it.
 
     Attributes:
@@ -48,6 +48,6 @@ class Setup:
     journal: Journal
     save_events: SaveEvents
     pause: TierPause
-    phase: Phase
+    phase: RunMode
     wake: Callable[[], None]
     timings: DaemonTimings

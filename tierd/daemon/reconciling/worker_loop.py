@@ -13,12 +13,12 @@ import random
 from tierd.core.errors import StoreFull, StoreRefused, TierdError, is_exhausted
 from tierd.core.planning.actions import Action, Discard, Flush, Prune, RepairCopy
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.reconciling.agenda import Agenda
+from tierd.daemon.reconciling.agenda import NextAction
 from tierd.daemon.reconciling.backlog import Backlog
 from tierd.daemon.reconciling.flusher import Flusher
 from tierd.daemon.reconciling.pruner import Pruner
 from tierd.daemon.reconciling.repairs import Repairs
-from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.reconciling.setup import ReconcilerContext
 from tierd.daemon.reconciling.wording import describe, subject, verb
 from tierd.daemon.tier_worker import TierWorker
 
@@ -41,8 +41,8 @@ class WorkerLoop:
 
     def __init__(
         self,
-        setup: Setup,
-        agenda: Agenda,
+        setup: ReconcilerContext,
+        agenda: NextAction,
         backlog: Backlog,
         acts: tuple[Flusher, Pruner, Repairs],
         moved: asyncio.Condition,

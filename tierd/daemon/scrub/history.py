@@ -27,7 +27,7 @@ _LARGEST = 32 << 20  # bytes of the file that are read
 _MAX_COPIES = 100_000  # copies that are recorded
 
 
-class Scrubbed(dict[ScrubbedCopy, float]):
+class ScrubHistory(dict[ScrubbedCopy, float]):
     """By copy, when it was last found right, seconds since 1970."""
 
     def __init__(self, path: Path) -> None:

@@ -21,7 +21,7 @@ from tierd.daemon.scrub.tier_repair import TierRepairer
 from tierd.daemon.tiers.objects import manifest_now
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
-from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
+from tierd.daemon.transfer.fetch import FetchResult, Partial, fetch
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
@@ -138,7 +138,7 @@ class Repairer:
 
     async def _fetch(
         self, part: PartId, chunk_runs: Wanted | None, stores: Mapping[str, Store], progress: Progress
-    ) -> Fetched:
+    ) -> FetchResult:
         lock = self._locks.setdefault(part, asyncio.Lock())
         async with lock:
             self.fetching[part] = progress

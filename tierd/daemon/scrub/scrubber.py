@@ -32,7 +32,7 @@ from tierd.core.planning.scrub_schedule import DueScrub, ScrubbedCopy, again, ag
 from tierd.core.rate import rate
 from tierd.core.retention.policy import seconds
 from tierd.daemon.pause import TierPause
-from tierd.daemon.scrub.history import Scrubbed
+from tierd.daemon.scrub.history import ScrubHistory
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.scrub_status import ScrubStatus
 from tierd.daemon.scrub.verifier import CopyVerifier
@@ -115,7 +115,7 @@ class Scrubber:
             spool, stores, repairer, journal, budget, self._rate, self._pause_before_chunk, held
         )
         self._reader.doubted = self._expedite_copies
-        self._remembered = Scrubbed(spool.control / "scrubbed.json")
+        self._remembered = ScrubHistory(spool.control / "scrubbed.json")
         self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *stores)}
         self._verified_parts: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
         self._suspected: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong

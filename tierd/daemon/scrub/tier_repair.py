@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from tierd.codec.codec import RAW, Encoded, encode, encode_patch
+from tierd.codec.codec import RAW, EncodedChunk, encode, encode_patch
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, Manifest, Stored, Where, is_patch
@@ -157,7 +157,7 @@ class TierRepairer:
             self.repaired += 1
             return chunk
         plain = self._raw_entry(chunk)
-        await self._put_verified(Encoded(plain, await self._read_raw(manifest, where)))
+        await self._put_verified(EncodedChunk(plain, await self._read_raw(manifest, where)))
         return plain
 
     async def _is_right(self, link: Chunk) -> bool:
@@ -186,7 +186,7 @@ class TierRepairer:
             await self._put_verified(encoded)
         return True
 
-    async def _put_verified(self, encoded: Encoded) -> None:
+    async def _put_verified(self, encoded: EncodedChunk) -> None:
         key = f"{self._run}/{encoded.stored.key}"
         await self._store.put(key, encoded.data)
         try:
@@ -194,7 +194,7 @@ class TierRepairer:
         except CorruptChunk as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put: {error}") from error
 
-    async def _same_bytes(self, link: Chunk, where: Where) -> Encoded | None:
+    async def _same_bytes(self, link: Chunk, where: Where) -> EncodedChunk | None:
         """Read an object's bytes from another tier; None if no tier has the same bytes."""
         for name, store in self._other_stores.items():
             manifest = self._copies.manifests.get(name)
@@ -205,16 +205,16 @@ class TierRepairer:
                 except TierdError:
                     continue
                 self.sources.add(name)
-                return Encoded(link, data)
+                return EncodedChunk(link, data)
         return None
 
-    async def _encoded_again(self, manifest: Manifest, link: Chunk, where: Where) -> Encoded | None:
+    async def _encoded_again(self, manifest: Manifest, link: Chunk, where: Where) -> EncodedChunk | None:
         """Encode a link of a chunk's chain as its manifest says; None if the encoder does not produce that any more."""
         base = link.stored.base if link.stored else None
         raw = await self._link(manifest, link, where)
         base_raw = await self._link(manifest, base, where) if base else None
         encoded = await to_the_end(self._encode, link, raw, base, base_raw)
-        return Encoded(link, encoded.data) if encoded and _are_equal(encoded.chunk, link) else None
+        return EncodedChunk(link, encoded.data) if encoded and _are_equal(encoded.chunk, link) else None
 
     async def _link(self, manifest: Manifest, link: Chunk, where: Where) -> Buffer:
         """Return the raw bytes of a link of a chunk's chain: from the part that wrote it in the spool, or the tiers."""
@@ -256,7 +256,7 @@ class TierRepairer:
         self.sources |= self._copies.used
         return raw
 
-    def _encode(self, link: Chunk, raw: Buffer, base: Chunk | None, base_raw: Buffer | None) -> Encoded | None:
+    def _encode(self, link: Chunk, raw: Buffer, base: Chunk | None, base_raw: Buffer | None) -> EncodedChunk | None:
         if base is not None and base_raw is not None:
             return encode_patch(self._part, link, raw, base, base_raw, "")
         return encode(self._part, link, raw, pack=link.stored is None or link.stored.codec != RAW)

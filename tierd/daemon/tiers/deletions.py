@@ -91,7 +91,7 @@ class Deletions:
 
 
 @dataclass(slots=True)
-class Pass:
+class PrunePass:
     """One prune's decision about which objects it can delete.
 
     Invariant: it puts marks first and lists afterwards, again after each further mark. So a flush or a pin that the

@@ -33,7 +33,7 @@ _SORTS = (manifests_prefix, quarantine_prefix, flushing_prefix, pins_prefix, pru
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LaunchObjectCounts:
     """The objects of one launch on one tier, as counts.
 
     Attributes:
@@ -51,16 +51,16 @@ class Claim:
 
 
 @dataclass(slots=True)
-class Claimed:
+class LaunchObjects:
     """A launch's objects on one tier, in the order in which they are deleted."""
 
     keys: list[str] = field(default_factory=list)
     ranks: dict[CheckpointId, dict[int, set[int]]] = field(default_factory=dict)
     readable: set[CheckpointId] = field(default_factory=set)
 
-    def claim(self, place: str) -> Claim:
+    def claim(self, place: str) -> LaunchObjectCounts:
         complete = {checkpoint for checkpoint in self.readable if is_complete(self.ranks.get(checkpoint, {}))}
-        return Claim(place, len(self.ranks), len(self.readable), len(complete), len(self.keys))
+        return LaunchObjectCounts(place, len(self.ranks), len(self.readable), len(complete), len(self.keys))
 
 
 def leases_here(run: str, attempt: str) -> dict[int, str]:
@@ -68,13 +68,13 @@ def leases_here(run: str, attempt: str) -> dict[int, str]:
     return on_this_machine(run, attempt)
 
 
-async def claimed(store: Store, run: str, attempt: str) -> Claimed:
+async def claimed(store: Store, run: str, attempt: str) -> LaunchObjects:
     """List the objects of a launch on a tier, and read all its manifests, quarantined or not.
 
     Raises:
         StoreUnavailable, StoreRefused: the tier failed.
     """
-    holdings = Claimed()
+    holdings = LaunchObjects()
     manifests: list[tuple[ObjectInfo, PartId]] = []
     for prefix in (sort(run) for sort in _SORTS):
         async for info in store.scan(prefix):

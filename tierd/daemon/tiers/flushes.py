@@ -23,12 +23,12 @@ from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import base_of
 from tierd.daemon.tiers.overview import check_key
 from tierd.daemon.timings import DaemonTimings
-from tierd.daemon.transfer.chunk_source import Twin
-from tierd.daemon.transfer.flush import Flushed, flush
+from tierd.daemon.transfer.chunk_source import ReferenceCopy
+from tierd.daemon.transfer.flush import FlushResult, flush
 from tierd.daemon.transfer.flush_pacing import Spread
 from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
 from tierd.daemon.transfer.relay import relay
-from tierd.daemon.transfer.route import Moved, Route
+from tierd.daemon.transfer.route import FlushProgress, TierUploadContext
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool
@@ -69,7 +69,7 @@ class TierFlushes:
         self.throughput = Throughput()
         encoding = Encoding(self.throughput)
         self._routes = {
-            name: Route(
+            name: TierUploadContext(
                 store,
                 name,
                 identity.id,
@@ -83,7 +83,7 @@ class TierFlushes:
             for name, store in stores.items()
         }
 
-    async def flush(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
+    async def flush(self, part: PartId, tier: str, spread: Spread | None = None) -> FlushResult:
         """Flush a part to a tier as `flush.flush` does, using the copies on other tiers and the chunks already there.
 
         Raises:
@@ -96,10 +96,10 @@ class TierFlushes:
             self._spool, part, self._route(tier), twin=twin, base=whose, worn_out=worn_out, spread=spread
         )
 
-    def _route(self, tier: str) -> Route:
+    def _route(self, tier: str) -> TierUploadContext:
         return replace(self._routes[tier], who=self._identity.id)
 
-    def moving(self) -> Iterator[tuple[str, PartId, Moved]]:
+    def moving(self) -> Iterator[tuple[str, PartId, FlushProgress]]:
         """Yield each flush under way: its tier, its part, and how far it is."""
         for tier, route in self._routes.items():
             for part, moved in route.moving.items():
@@ -110,12 +110,12 @@ class TierFlushes:
         senders = await announced(self._stores[tier], run, self._identity.id, self._timings)
         self._observed.update(tier, lambda place: replace(place, announced=senders).like(place))
 
-    async def flush_aloud(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
+    async def flush_aloud(self, part: PartId, tier: str, spread: Spread | None = None) -> FlushResult:
         """Flush a part, and announce its checkpoint to other nodes meanwhile."""
         async with announcing(self._stores[tier], part.checkpoint, self._identity.id, self._timings):
             return await self.flush(part, tier, spread)
 
-    async def relay(self, part: PartId, tier: str, _: Spread | None = None) -> Flushed:
+    async def relay(self, part: PartId, tier: str, _: Spread | None = None) -> FlushResult:
         """Copy a part to a tier from the other tiers, as `relay.relay` does.
 
         Raises:
@@ -158,13 +158,13 @@ class TierFlushes:
         place = self._observed.places[tier]
         return (await base_of(self._stores[tier], place, part)) if place else (None, frozenset())
 
-    async def _reference_copy(self, part: PartId, tier: str) -> Twin | None:
+    async def _reference_copy(self, part: PartId, tier: str) -> ReferenceCopy | None:
         """Find another tier that, as last observed, holds the part, because a chunk is the same on every tier."""
         for name, store in self._stores.items():
             if name != tier and self._observed.has(part, name):
                 try:
                     async with asyncio.timeout(self._timings.twin_s):
-                        return Twin(store, await read_manifest(store, part))
+                        return ReferenceCopy(store, await read_manifest(store, part))
                 except TimeoutError:
                     self._observed.doubt(name)  # so that not every part waits for it; its own worker observes it again
                 except TierdError:

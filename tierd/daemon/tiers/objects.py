@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from tierd.codec.codec import check_stored, recognize
-from tierd.core.corruption import Reading, Verdict, judge, reading_of, unstable
+from tierd.core.corruption import Reading, ReadVerdict, judge, reading_of, unstable
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Chunk, Manifest, Stored
@@ -42,9 +42,9 @@ async def surely(read: Callable[[], Awaitable[T]]) -> T:
         except (CorruptChunk, ManifestError) as error:
             readings.append(reading_of(error))
             verdict = judge(readings)
-            if verdict is Verdict.CORRUPT:
+            if verdict is ReadVerdict.CORRUPT:
                 raise
-            if verdict is Verdict.UNSTABLE:
+            if verdict is ReadVerdict.UNSTABLE:
                 raise unstable(str(error)) from None
             log.warning("read once more: %s", error)
         # The next read is outside the handler, where the error no longer keeps the first bytes in memory.
@@ -208,9 +208,9 @@ async def agreed(store: Store, key: str) -> bytes:
         data = bytes(octets(await store.get(key)))
         readings.append(Reading(digest(data)))
         verdict = judge(readings)
-        if verdict is Verdict.CORRUPT:  # the same bytes twice, whatever they are
+        if verdict is ReadVerdict.CORRUPT:  # the same bytes twice, whatever they are
             return data
-        if verdict is Verdict.UNSTABLE:
+        if verdict is ReadVerdict.UNSTABLE:
             raise unstable(key)
 
 

@@ -62,7 +62,7 @@ class RunOverview:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RunOnTier:
     """One run on one tier.
 
     Attributes:
@@ -76,13 +76,13 @@ class Seen:
     ranks: Mapping[int, frozenset[int]]
 
 
-async def observe(store: Store) -> dict[str, Seen]:
+async def observe(store: Store) -> dict[str, RunOnTier]:
     """Observe every run of a tier that has a checkpoint there.
 
     Raises:
         StoreUnavailable, StoreRefused: the tier failed to answer a request.
     """
-    by_run: dict[str, Seen] = {}
+    by_run: dict[str, RunOnTier] = {}
 
     async def observe(run: str) -> None:
         if observed := await _observe_run(store, run):
@@ -92,7 +92,7 @@ async def observe(store: Store) -> dict[str, Seen]:
     return dict(sorted(by_run.items()))
 
 
-async def _observe_run(store: Store, run: str) -> Seen | None:
+async def _observe_run(store: Store, run: str) -> RunOnTier | None:
     names = await _names(store, manifests_prefix(run))
     newest = sorted((parsed for name in names if (parsed := CheckpointId.parse(run, name))), reverse=True)
     present: list[CheckpointId] = []
@@ -107,8 +107,8 @@ async def _observe_run(store: Store, run: str) -> Seen | None:
         if sizes := complete_world_sizes(ranks):
             manifests = await _manifests(store, checkpoint, min(sizes))
             if manifests:
-                return Seen((*present, *newest[number + 1 :]), (checkpoint, manifests), first)
-    return Seen(tuple(present), None, first) if present else None
+                return RunOnTier((*present, *newest[number + 1 :]), (checkpoint, manifests), first)
+    return RunOnTier(tuple(present), None, first) if present else None
 
 
 async def check_key(store: Store, run: str) -> None:
@@ -166,7 +166,7 @@ async def _manifests(store: Store, checkpoint: CheckpointId, world: int) -> tupl
 
 
 def overview(
-    tiers: Mapping[str, Mapping[str, Seen]], local: Iterable[CheckpointId], now: datetime
+    tiers: Mapping[str, Mapping[str, RunOnTier]], local: Iterable[CheckpointId], now: datetime
 ) -> tuple[RunOverview, ...]:
     """Compare what each tier shows of each run.
 
@@ -190,7 +190,7 @@ def overview(
     )
 
 
-def _describe_run(tier: str, observed: Seen, ahead: CheckpointId, now: datetime) -> RunOverview:
+def _describe_run(tier: str, observed: RunOnTier, ahead: CheckpointId, now: datetime) -> RunOverview:
     checkpoint, manifests = observed.verified or (None, ())
     worlds = complete_world_sizes(observed.ranks) or [max(observed.ranks)]
     missing = set(range(min(worlds))) - observed.ranks[min(worlds)]

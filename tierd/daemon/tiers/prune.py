@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tierd.core.errors import DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.planning.place import Place
-from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
+from tierd.daemon.tiers.deletions import Confirm, Deletions, PrunePass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import READERS, Manifests
 from tierd.daemon.tiers.objects import manifest_bytes, put_manifest, read_manifest
@@ -33,7 +33,7 @@ _QUARANTINE_S = 60.0  # seconds
 _PAGE = 999  # chunks of other checkpoints after which a new listing is cheaper than reading on
 
 
-class Pruned(NamedTuple):
+class PruneResult(NamedTuple):
     """The result of one prune.
 
     Attributes:
@@ -59,7 +59,7 @@ async def prune(
     confirm: Confirm | None = None,
     timings: DaemonTimings = USUAL,
     deleted: Callable[[Collection[CheckpointId]], None] = lambda checkpoints: None,
-) -> Pruned:
+) -> PruneResult:
     """Delete checkpoints of one run from a tier in one pass, with the chunks that only they named.
 
     Invariant: every surviving manifest is read before anything is deleted, so its chunks are known. No checkpoint is
@@ -82,16 +82,16 @@ async def prune(
     """
     runs = {checkpoint.run for checkpoint in checkpoints}
     if not runs:
-        return Pruned(set(), set())
+        return PruneResult(set(), set())
     (run,) = runs
     known = known or Manifests(store)
     if known.unread(run) > _FEW or not all(known.is_read(checkpoint) for checkpoint in checkpoints):
         await known.learn(run, checkpoints)  # before the marks are put, because flushes wait for them
     async with deleting(store, run, who, timings) as marks:
-        decided = Pass(store, set(checkpoints), who, known, marks, seen or Place(), confirm, timings)
+        decided = PrunePass(store, set(checkpoints), who, known, marks, seen or Place(), confirm, timings)
         going = await decided.settle(listed=seen is None)
         if not going.to_delete:
-            return Pruned(set(), set(), going.held, going.is_stale)
+            return PruneResult(set(), set(), going.held, going.is_stale)
         manifest_keys = going.listed.own
         # Those of the inventory as well, because some stores list what is there only after a while, and no manifest may
         # outlive its chunks.
@@ -114,7 +114,7 @@ async def prune(
         await store.delete([mark for checkpoint in sorted(going.to_delete) for mark in going.cut.get(checkpoint, [])])
     known.cut[run] -= going.to_delete
     bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
-    return Pruned(
+    return PruneResult(
         going.to_delete & {*manifest_keys, *(_owner_of(run, key) for key in chunk_keys + moved)}, bare, going.held
     )
 

@@ -31,7 +31,7 @@ _UNREADABLE = (CorruptChunk, ManifestError, FormatTooNew)
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class TierAccess:
     """The operations that a tier was found to allow.
 
     Attributes:
@@ -45,7 +45,7 @@ class Reach:
     failure: Literal["no answer", "refused", "full"] | None = None
 
 
-async def reach(store: Store) -> Reach:
+async def reach(store: Store) -> TierAccess:
     """List, delete, put, read back and delete again, with all options of the tier's URL (storage class, KMS key).
 
     Also try whether each kind of object may be deleted.
@@ -56,11 +56,11 @@ async def reach(store: Store) -> Reach:
         why_kept = await _refuses_to_delete(store) or await _why_kinds_are_kept(store)
         return await _try(store, CHECK_KEY if not why_kept else README_KEY, why_kept)
     except StoreFull as error:
-        return Reach(None, str(error), "full")
+        return TierAccess(None, str(error), "full")
     except StoreRefused as error:
-        return Reach(None, str(error), "refused")
+        return TierAccess(None, str(error), "refused")
     except StoreUnavailable as error:
-        return Reach(None, str(error), "no answer")
+        return TierAccess(None, str(error), "no answer")
 
 
 async def _refuses_to_delete(store: Store) -> str:
@@ -96,13 +96,13 @@ async def _why_kinds_are_kept(store: Store) -> str:
     )
 
 
-async def _try(store: Store, key: str, why_kept: str) -> Reach:
+async def _try(store: Store, key: str, why_kept: str) -> TierAccess:
     data = introduction()
     try:
         await store.put(key, data)
     except StoreRefused as error:
         await _read(store, README_KEY)
-        return Reach("read-only", str(error))
+        return TierAccess("read-only", str(error))
     try:
         for tries_left in reversed(range(_TRIES)):
             if (read_back := await _read(store, key)) is not None and octets(read_back) == octets(data):
@@ -116,7 +116,7 @@ async def _try(store: Store, key: str, why_kept: str) -> Reach:
             await clear(store, [key])
     if not why_kept and await _outlives_deletion(store, key):
         why_kept = f"{key} was deleted, and is still there: the tier keeps what it has (a lock on objects?)"
-    return Reach("append-only", why_kept) if why_kept else Reach("read-write")
+    return TierAccess("append-only", why_kept) if why_kept else TierAccess("read-write")
 
 
 async def _outlives_deletion(store: Store, key: str) -> bool:

@@ -18,12 +18,12 @@ from typing import Protocol
 import msgspec
 
 from tierd.codec import patch
-from tierd.codec.codec import Encoded, decode, encode_patch
+from tierd.codec.codec import EncodedChunk, decode, encode_patch
 from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, Content, File, Manifest, Where
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.shared_encoding import Encoding, Taker
+from tierd.daemon.transfer.shared_encoding import EncodedChunkConsumer, Encoding
 from tierd.spool.direct_io import memory_for
 from tierd.spool.file_io import open_plain
 from tierd.spool.spool import Spool
@@ -76,7 +76,7 @@ class ChunkSource(Protocol):
         """Return the content in `todo` that is cheapest to read next, of those that `accepts` allows; None if none."""
         ...
 
-    def read(self, where: Where, file: File) -> AbstractAsyncContextManager[Encoded]:
+    def read(self, where: Where, file: File) -> AbstractAsyncContextManager[EncodedChunk]:
         """A context with one verified chunk, encoded for the tier under a key of this part.
 
         The chunk is in memory until the context ends.
@@ -89,7 +89,7 @@ class ChunkSource(Protocol):
 
 
 @dataclass(slots=True)
-class Twin:
+class ReferenceCopy:
     """Another tier's copy of the part. While that tier answers, its stored bytes are copied byte for byte.
 
     Attributes:
@@ -105,13 +105,13 @@ class Twin:
     answer_s: float = 60.0
 
 
-class Spooled:
+class SpoolChunkSource:
     """The spool's copy of a part, in the encoding that the twin uses."""
 
-    def __init__(self, spool: Spool, part: PartId, encoding: Encoding, twin: Twin | None) -> None:
+    def __init__(self, spool: Spool, part: PartId, encoding: Encoding, twin: ReferenceCopy | None) -> None:
         self._spool, self._home, self._part = spool, spool.path(part), part
         self._encoding, self._twin = encoding, twin
-        self._taker: Taker | None = None
+        self._taker: EncodedChunkConsumer | None = None
         self._bases: dict[Content, PatchBase] = {}
         self._token = ""
 
@@ -152,7 +152,7 @@ class Spooled:
         return self._taker.next(todo, accepts)
 
     @asynccontextmanager
-    async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
+    async def read(self, where: Where, file: File) -> AsyncIterator[EncodedChunk]:
         assert self._taker is not None
         chunk, room = file.chunks[where[1]], room_for_chunk(file, where[1])
         base = self._bases.get(chunk.content)
@@ -164,7 +164,7 @@ class Spooled:
         async with self._taker.take(chunk, room, partial(self._read, file, where[1])) as encoded:
             yield await self._encode_as_reference(where, encoded)
 
-    def _encode_patch(self, file: File, index: int, base: PatchBase) -> Encoded | None:
+    def _encode_patch(self, file: File, index: int, base: PatchBase) -> EncodedChunk | None:
         """Return the chunk as a patch; None if too much differs, or the base is not right in the spool any more."""
         path, size = self._spool.path(base.part) / base.older.path, room_for_chunk(base.older, base.index)
         try:
@@ -182,7 +182,7 @@ class Spooled:
                 raise ObjectNotFound(f"{self._part} is not in the spool any more") from None
             raise
 
-    async def _encode_as_reference(self, where: Where, encoded: Encoded) -> Encoded:
+    async def _encode_as_reference(self, where: Where, encoded: EncodedChunk) -> EncodedChunk:
         twin = self._twin
         chunk = twin.manifest.chunk(where) if twin else None
         if not (twin and twin.answers and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
@@ -222,9 +222,9 @@ def _share_that_differs(new: tuple[int, int], old: tuple[int, int], size: int) -
     return sum(shares) / len(shares)
 
 
-def stored_as(part: PartId, chunk: Chunk, data: Buffer) -> Encoded:
+def stored_as(part: PartId, chunk: Chunk, data: Buffer) -> EncodedChunk:
     """Return a chunk in another tier's encoding, under its key in `part`."""
     assert chunk.stored is not None
     key = chunk_key(part, chunk.xxh3_128, chunk.stored.codec)
     stored = msgspec.structs.replace(chunk.stored, key=key, checked="")
-    return Encoded(msgspec.structs.replace(chunk, stored=stored), data)
+    return EncodedChunk(msgspec.structs.replace(chunk, stored=stored), data)

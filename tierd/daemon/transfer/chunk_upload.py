@@ -19,7 +19,7 @@ from tierd.daemon.tiers.objects import get_object, get_recognized, surely
 from tierd.daemon.transfer.chunk_source import ChunkSource
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Hold
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.stores.base import digesting, digests, weight
 
 log = logging.getLogger("tierd.daemon")
@@ -31,7 +31,7 @@ class ChunkUpload:
     def __init__(
         self,
         source: ChunkSource,
-        route: Route,
+        route: TierUploadContext,
         part: PartId,
         keys_by_digest: Mapping[str, list[str]],
         where: Where,

@@ -41,7 +41,7 @@ from tierd.daemon.tiers.overview import check_key
 from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.relay import relay
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.stores.base import Store
 
 _LISTINGS = 3  # of the source, because checkpoints may be pruned there, and newer ones arrive, during a copy
@@ -118,7 +118,7 @@ async def copy_run(
     _check_readable(source_place, run, "the source")
     selected = _select_checkpoints(source_place, run, step, attempt)
     target_place = await TierObserver(target).observe({to_run}, {to_run: source_place.run(run).ranks}, chunks=False)
-    work = _Copy(source, target, run, to_run, source_place, target_place, progress, Route(target))
+    work = _Copy(source, target, run, to_run, source_place, target_place, progress, TierUploadContext(target))
     _check_readable(target_place, to_run, "the target")
     await work.check_target()
     if not target_place.checkpoints:
@@ -195,7 +195,7 @@ class _Copy:
     source_place: Place
     target_place: Place
     progress: Progress
-    route: Route
+    route: TierUploadContext
 
     def renamed(self, checkpoint: CheckpointId) -> CheckpointId:
         return replace(checkpoint, run=self.to_run)

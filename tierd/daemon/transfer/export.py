@@ -48,7 +48,7 @@ _LISTINGS = 3  # listings of the tiers, because a checkpoint may be pruned betwe
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class RestoredDirectory:
     """A checkpoint that was restored into a directory.
 
     Attributes:
@@ -77,7 +77,7 @@ async def export(
     best: Goal | None = None,
     rank: int | None = None,
     accept: Callable[[Manifest], None] = lambda manifest: None,
-) -> Exported:
+) -> RestoredDirectory:
     """Restore every rank's files of the newest verified checkpoint, or of the best one, into a directory.
 
     Args:
@@ -115,7 +115,7 @@ async def export(
 
 async def export_one(
     stores: Mapping[str, Store], candidate: Candidate, target: Path, progress: Progress, budget: Budget
-) -> Exported:
+) -> RestoredDirectory:
     """Restore one known checkpoint, as `export` does, without a listing of the tiers.
 
     Raises:
@@ -172,7 +172,9 @@ class _Export:
             raise StoreUnavailable(f"rank 0's manifest of {resume.unread[0]} cannot be read, and it may be the best")
         return resume
 
-    async def first(self, resume: RestoreOrder, home: Path, step: int | None, pruned: list[str]) -> Exported | None:
+    async def first(
+        self, resume: RestoreOrder, home: Path, step: int | None, pruned: list[str]
+    ) -> RestoredDirectory | None:
         """Restore the first candidate that is right; None if one was pruned meanwhile, which is added to `pruned`.
 
         After None the caller lists the tiers again.
@@ -199,7 +201,7 @@ class _Export:
         home: Path,
         skipped: Sequence[str],
         origins: Mapping[str, CheckpointId | None],
-    ) -> Exported:
+    ) -> RestoredDirectory:
         """Restore one candidate.
 
         Args:
@@ -211,7 +213,7 @@ class _Export:
         """
         parts, tiers = await self._restore_parts(candidate, home, dict(origins))
         publish(home, self.target, {manifest.part.name for manifest in parts})
-        return Exported(
+        return RestoredDirectory(
             self.run,
             candidate.checkpoint.step,
             candidate.checkpoint.attempt,

@@ -32,7 +32,7 @@ _SPARE_SHARE = 32  # on a small disk, this fraction (1/32) of it is left free
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchResult:
     """The result of a fetch.
 
     Attributes:
@@ -55,7 +55,7 @@ async def fetch(
     wanted: Wanted | None = None,
     partial: Partial | None = None,
     answer_s: float = ANSWER_S,
-) -> Fetched:
+) -> FetchResult:
     """Make the spool's copy of `part` whole, from any state including an absent copy.
 
     Args:
@@ -110,7 +110,7 @@ async def fetch(
         except CorruptChunk:
             if reference is contents[-1]:
                 raise
-    return Fetched(progress.tiers, copies.defects, progress.written)
+    return FetchResult(progress.tiers, copies.defects, progress.written)
 
 
 def _local_manifest(spool: Spool, part: PartId) -> tuple[Manifest | None, ManifestError | OSError | None]:

@@ -36,11 +36,11 @@ from tierd.daemon.tiers.intents import left_over, naming
 from tierd.daemon.tiers.objects import put_manifest
 from tierd.daemon.tiers.observe import chunks_there, missing_chunks
 from tierd.daemon.timings import DaemonTimings
-from tierd.daemon.transfer.chunk_source import ChunkSource, PatchBase, Spooled, Twin
+from tierd.daemon.transfer.chunk_source import ChunkSource, PatchBase, ReferenceCopy, SpoolChunkSource
 from tierd.daemon.transfer.chunk_upload import ChunkUpload
 from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.flush_pacing import Spread
-from tierd.daemon.transfer.route import Moved, Route
+from tierd.daemon.transfer.route import FlushProgress, TierUploadContext
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, clear
@@ -49,7 +49,7 @@ _CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
 
 
 @dataclass(frozen=True, slots=True)
-class Flushed:
+class FlushResult:
     """The result of one flush.
 
     Attributes:
@@ -70,13 +70,13 @@ class Flushed:
 async def flush(
     spool: Spool,
     part: PartId,
-    route: Route,
+    route: TierUploadContext,
     *,
-    twin: Twin | None = None,
+    twin: ReferenceCopy | None = None,
     base: Manifest | None = None,
     worn_out: Collection[CheckpointId] = (),
     spread: Spread | None = None,
-) -> Flushed:
+) -> FlushResult:
     """Copy a committed part to a tier.
 
     Args:
@@ -97,18 +97,20 @@ async def flush(
     manifest = await asyncio.to_thread(spool.manifest, part)
     if twin and not twin.manifest.same_content(manifest):
         twin = None
-    return await send(manifest, part, route, Spooled(spool, part, route.encoding, twin), base, worn_out, spread)
+    return await send(
+        manifest, part, route, SpoolChunkSource(spool, part, route.encoding, twin), base, worn_out, spread
+    )
 
 
 async def send(
     manifest: Manifest,
     part: PartId,
-    route: Route,
+    route: TierUploadContext,
     source: ChunkSource,
     base: Manifest | None,
     worn_out: Collection[CheckpointId],
     spread: Spread | None = None,
-) -> Flushed:
+) -> FlushResult:
     """Put the chunks that a part's manifest describes on a tier, and the manifest last.
 
     Args:
@@ -140,7 +142,7 @@ async def send(
         await source.compare(bases, token)
     with source.reading([content for content in todo if content[0] not in keys_by_digest]):
         pauses = partial((spread or Spread()).pause, len(todo))
-        moved = route.moving[part] = Moved(sum(size for _, size in todo))
+        moved = route.moving[part] = FlushProgress(sum(size for _, size in todo))
         hands = [_send_each(todo, source, route, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
         try:
             sent = await together(_CHUNKS, hands)
@@ -150,11 +152,15 @@ async def send(
     await _show(route, part, tiered)
     await clear(route.store, [part.quarantine_key])
     reused = sum(size for _, size in work.keys() & shared.keys())
-    return Flushed(manifest.size, tiered.stored_size, sum(sent), reused, ManifestFacts.of(tiered))
+    return FlushResult(manifest.size, tiered.stored_size, sum(sent), reused, ManifestFacts.of(tiered))
 
 
 async def _send_each(
-    todo: OrderedDict[Content, ChunkUpload], source: ChunkSource, route: Route, pauses: Pause, moved: Moved
+    todo: OrderedDict[Content, ChunkUpload],
+    source: ChunkSource,
+    route: TierUploadContext,
+    pauses: Pause,
+    moved: FlushProgress,
 ) -> int:
     """Send chunks of `todo`, together with concurrent calls, until none is left. Returns the bytes that were put."""
     sent = 0
@@ -207,7 +213,7 @@ async def _shared_with(
     }
 
 
-async def _show(route: Route, part: PartId, manifest: Manifest) -> None:
+async def _show(route: TierUploadContext, part: PartId, manifest: Manifest) -> None:
     """Put and confirm the manifest if every chunk that it names is still there, while no prune deletes those chunks."""
     try:
         data = encode_manifest(manifest)

@@ -13,29 +13,29 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
-from tierd.codec.codec import Encoded
+from tierd.codec.codec import EncodedChunk
 from tierd.core.errors import CorruptChunk, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Content, File, Manifest, Where
 from tierd.daemon.tiers.objects import get_stored, surely
 from tierd.daemon.transfer.chunk_source import PatchBase, stored_as
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.flush import Flushed, send
+from tierd.daemon.transfer.flush import FlushResult, send
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.daemon.transfer.route import Route
+from tierd.daemon.transfer.route import TierUploadContext
 from tierd.stores.base import Store
 
 
 async def relay(
     stores: Mapping[str, Store],
     part: PartId,
-    route: Route,
+    route: TierUploadContext,
     *,
     base: Manifest | None = None,
     worn_out: Collection[CheckpointId] = (),
     run: str = "",
     read: Callable[[int], None] = lambda size: None,
-) -> Flushed:
+) -> FlushResult:
     """Copy a part to a tier from the other tiers that have it.
 
     Args:
@@ -75,7 +75,7 @@ class _TierChunkSource:
         read: called with the raw bytes of each chunk that was read.
     """
 
-    def __init__(self, copies: Replicas, part: PartId, route: Route, read: Callable[[int], None]) -> None:
+    def __init__(self, copies: Replicas, part: PartId, route: TierUploadContext, read: Callable[[int], None]) -> None:
         self._copies, self._part, self._route, self._on_read = copies, part, route, read
 
     def copies(self, content: Content) -> int:
@@ -92,11 +92,11 @@ class _TierChunkSource:
         return next(filter(accepts, todo), None)
 
     @asynccontextmanager
-    async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
+    async def read(self, where: Where, file: File) -> AsyncIterator[EncodedChunk]:
         yield await self._read(where, file)
         self._on_read(file.chunks[where[1]].size)
 
-    async def _read(self, where: Where, file: File) -> Encoded:
+    async def _read(self, where: Where, file: File) -> EncodedChunk:
         for name, manifest in list(self._copies.manifests.items()):
             chunk = manifest.chunk(where)
             if chunk.stored and chunk.stored.base:

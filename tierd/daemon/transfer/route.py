@@ -14,7 +14,7 @@ from tierd.stores.base import Store
 
 
 @dataclass(slots=True)
-class Moved:
+class FlushProgress:
     """How far a flush is, in raw bytes: `done` are confirmed on the tier, of `total`."""
 
     total: int
@@ -22,7 +22,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class TierUploadContext:
     """Everything that a flush needs to reach one tier.
 
     Attributes:
@@ -44,7 +44,7 @@ class Route:
     budget: Budget = field(default_factory=lambda: Budget(FLUSHES))
     encoding: Encoding = field(default_factory=Encoding)
     pause: Pause = at_once
-    moving: dict[PartId, Moved] = field(default_factory=dict)
+    moving: dict[PartId, FlushProgress] = field(default_factory=dict)
     timings: DaemonTimings = USUAL
 
     @property

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tierd.codec.codec import Encoded
+from tierd.codec.codec import EncodedChunk
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, Content
 from tierd.daemon.transfer.buffers import Buffers
@@ -43,7 +43,7 @@ class _Entry:
     """
 
     chunk: Chunk
-    work: asyncio.Task[Encoded]
+    work: asyncio.Task[EncodedChunk]
     users: int = 0
     kept: Hold | None = None
     memory: memoryview | None = None
@@ -59,7 +59,7 @@ class _Pass:
         packed: by content, whether the chunk is compressed.
     """
 
-    flushes: list[Taker] = field(default_factory=list)
+    flushes: list[EncodedChunkConsumer] = field(default_factory=list)
     entries: dict[Content, _Entry] = field(default_factory=dict)  # the oldest first
     packed: dict[Content, bool] = field(default_factory=dict)
 
@@ -86,10 +86,10 @@ class Encoding:
         self._window: dict[_Entry, _Pass] = {}  # kept chunks, the oldest first
 
     @contextmanager
-    def taking(self, part: PartId, contents: Collection[Content]) -> Iterator[Taker]:
+    def taking(self, part: PartId, contents: Collection[Content]) -> Iterator[EncodedChunkConsumer]:
         """Register a flush of `part` that needs the chunks with these `contents`, until the context ends."""
         shared = self._passes.setdefault(part, _Pass())
-        taker = Taker(self, part, shared, set(contents))
+        taker = EncodedChunkConsumer(self, part, shared, set(contents))
         shared.flushes.append(taker)
         try:
             yield taker
@@ -108,19 +108,19 @@ class Encoding:
             shared.packed[chunk.content] = self.throughput.packs()
         entry: _Entry
 
-        async def work() -> Encoded:
+        async def work() -> EncodedChunk:
             return await self._encode(entry, part, room, read, shared.packed[chunk.content])
 
         entry = _Entry(chunk, asyncio.ensure_future(work()))
         return shared.entries.setdefault(chunk.content, entry)
 
-    async def _encode(self, entry: _Entry, part: PartId, room: int, read: Read, pack: bool) -> Encoded:
+    async def _encode(self, entry: _Entry, part: PartId, room: int, read: Read, pack: bool) -> EncodedChunk:
         async with self._threads.take(1):
             self._make_room(entry.chunk.size)
             async with self._budget.take(entry.chunk.size):
                 entry.memory = memory = self.buffers.take(room)
 
-                def work() -> tuple[Encoded, bool]:
+                def work() -> tuple[EncodedChunk, bool]:
                     raw = read(memory[:room])
                     encoded = self.throughput.encode(part, entry.chunk, raw, pack)
                     return encoded, encoded.data is raw
@@ -188,7 +188,7 @@ class Encoding:
         self._keep(shared, entry)
 
 
-class Taker:
+class EncodedChunkConsumer:
     """One flush's access to the shared chunks of its part.
 
     Attributes:
@@ -212,7 +212,7 @@ class Taker:
         self.lacking.discard(content)
 
     @asynccontextmanager
-    async def take(self, chunk: Chunk, room: int, read: Read) -> AsyncIterator[Encoded]:
+    async def take(self, chunk: Chunk, room: int, read: Read) -> AsyncIterator[EncodedChunk]:
         """A context with one encoded chunk for the tier.
 
         The caller's own budget must cover the chunk until the context ends.
@@ -240,7 +240,7 @@ def _is_lacked(shared: _Pass, entry: _Entry) -> bool:
     return any(entry.chunk.content in flush.lacking for flush in shared.flushes)
 
 
-async def _await_end(work: asyncio.Task[Encoded]) -> None:
+async def _await_end(work: asyncio.Task[EncodedChunk]) -> None:
     """Wait until a cancelled task has ended, even if the wait is cancelled, because its thread may still read."""
     cancelled = False
     while not work.done():

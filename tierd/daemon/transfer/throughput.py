@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from tierd.codec.codec import Encoded, encode
+from tierd.codec.codec import EncodedChunk, encode
 from tierd.core.compression_policy import CompressionChoice, compression_choice
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk
@@ -22,7 +22,7 @@ _FADE_BYTES = 4 << 30  # bytes that were compressed; older ones fade, because ra
 _TRY = 64  # one chunk in so many is compressed even if that does not pay, as a measurement
 
 
-class Meter:
+class ThroughputMeter:
     """Bytes over time. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, enough: int = _MIN_MEASURED_BYTES) -> None:
@@ -70,15 +70,15 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._links: dict[str, Meter] = {}
-        self._encoder = Meter()
+        self._links: dict[str, ThroughputMeter] = {}
+        self._encoder = ThroughputMeter()
         self._raw = self._stored = 0.0  # bytes that were compressed, before and after
         self._choices: dict[str, CompressionChoice] = {}
         self._unpacked = 0
 
-    def link(self, tier: str) -> Meter:
+    def link(self, tier: str) -> ThroughputMeter:
         """Return the meter of the bytes that are put on a tier."""
-        return self._links.setdefault(tier, Meter())
+        return self._links.setdefault(tier, ThroughputMeter())
 
     def compression(self, tier: str) -> CompressionChoice:
         """Return whether compression pays for this tier alone, and why."""
@@ -94,7 +94,7 @@ class Throughput:
         self._unpacked = 0 if pays else self._unpacked + 1
         return pays or not self._unpacked % _TRY
 
-    def encode(self, part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview, pack: bool) -> Encoded:
+    def encode(self, part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview, pack: bool) -> EncodedChunk:
         """Encode a chunk as `codec.encode` does, and measure it."""
         if not pack:
             return encode(part, chunk, raw, pack=False)

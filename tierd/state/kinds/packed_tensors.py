@@ -54,7 +54,7 @@ def is_plain(values: Iterable[object]) -> bool:
     return PLAIN.issuperset(map(type, values))
 
 
-class Named(str):
+class PackedReference(str):
     """The JSON that refers to a packed run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Named(str):
     values: int
 
 
-class Packed(NamedTuple):
+class PackedRun(NamedTuple):
     """A packed run.
 
     Attributes:
@@ -80,10 +80,10 @@ class Packed(NamedTuple):
     values: int
     tensor: torch.Tensor
 
-    def named(self, name: str) -> Named:
+    def named(self, name: str) -> PackedReference:
         """Return the JSON that refers to the run if its tensor has this name."""
         text = json.dumps({"$values": [name, self.kind, self.size]}, ensure_ascii=False, separators=(",", ":"))
-        reference = Named(text)
+        reference = PackedReference(text)
         reference.values = self.values
         return reference
 
@@ -102,7 +102,7 @@ def room(size: int) -> int:
     return -(-size // step) * step
 
 
-def pack(value: Any) -> list[Packed] | None:
+def pack(value: Any) -> list[PackedRun] | None:
     """Pack a container, `bytes` or `bytearray` as it is now.
 
     Returns one run, two for a mapping, or None if it must be stored as JSON.
@@ -118,7 +118,7 @@ def pack(value: Any) -> list[Packed] | None:
     return None if run is None else [run]
 
 
-def pack_run(parts: tuple[Any, ...]) -> Packed | None:
+def pack_run(parts: tuple[Any, ...]) -> PackedRun | None:
     """Pack a run of values; returns None if it must be stored as JSON."""
     if len(parts) < FEWEST or not _is_likely(parts[0], parts[-1]):
         return None
@@ -138,7 +138,7 @@ def pack_run(parts: tuple[Any, ...]) -> Packed | None:
         return None
 
 
-def _pack_numbers(parts: tuple[Any, ...], kind: type) -> Packed | None:
+def _pack_numbers(parts: tuple[Any, ...], kind: type) -> PackedRun | None:
     data = bytearray(room(len(parts)) * 8)
     # In windows, so that types and values are read while they are in the CPU cache.
     for begin in range(0, len(parts), _WINDOW):
@@ -149,10 +149,10 @@ def _pack_numbers(parts: tuple[Any, ...], kind: type) -> Packed | None:
             struct.pack_into(f"{len(window)}{_STRUCTS[kind]}", data, 8 * begin, *window)
         except struct.error:  # an int of more than 64 bits
             return None
-    return Packed(kind.__name__, len(parts), len(parts), torch.frombuffer(data, dtype=DTYPES[kind.__name__]))
+    return PackedRun(kind.__name__, len(parts), len(parts), torch.frombuffer(data, dtype=DTYPES[kind.__name__]))
 
 
-def _pack_mapping(value: Any) -> list[Packed] | None:
+def _pack_mapping(value: Any) -> list[PackedRun] | None:
     if type(value) is dict:
         pairs = value.copy()  # in one call, because another thread may add members meanwhile
         keys, values = tuple(pairs), tuple(pairs.values())
@@ -169,10 +169,10 @@ def _is_likely(first: object, last: object) -> bool:
     return type(first) is type(last) and type(first) in _RUNS
 
 
-def _pack_bytes(kind: str, data: bytes | bytearray, values: int) -> Packed:
+def _pack_bytes(kind: str, data: bytes | bytearray, values: int) -> PackedRun:
     padded = bytearray(room(len(data)))
     padded[: len(data)] = data
-    return Packed(kind, len(data), values, torch.frombuffer(padded, dtype=DTYPES[kind]))
+    return PackedRun(kind, len(data), values, torch.frombuffer(padded, dtype=DTYPES[kind]))
 
 
 def check_form(dtype: torch.dtype, shape: Sequence[int], kind: str, size: int) -> None:

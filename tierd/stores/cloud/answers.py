@@ -40,7 +40,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ErrorText:
     """What obstore's text tells of a response.
 
     Attributes:
@@ -54,13 +54,13 @@ class Answer:
     is_of_credentials: bool
 
 
-def read(text: str) -> Answer:
+def read(text: str) -> ErrorText:
     """Read the text of an error of obstore."""
     summary = text.partition("Debug source")[0]  # what follows repeats it in another form
     status, code = _STATUS.search(summary), _CODE.search(summary)
     head = summary[: status.start()] if status else summary
     bare = _ADDRESS.sub("", _NAMES.sub("", head))
-    return Answer(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(bare) is not None)
+    return ErrorText(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(bare) is not None)
 
 
 def translated(place: str, doing: str, error: BaseException) -> TierdError:
@@ -72,13 +72,13 @@ def translated(place: str, doing: str, error: BaseException) -> TierdError:
     """
     answer, name = read(str(error)), type(error).__name__
     if isinstance(error, FileNotFoundError) and not answer.status:  # a store in memory, or one key of a batch
-        answer = Answer(404, "NoSuchKey", is_of_credentials=False)
+        answer = ErrorText(404, "NoSuchKey", is_of_credentials=False)
     kind, advice = _condition(place.partition(":")[0], doing.partition(" ")[0], answer, str(error))
     codes = " ".join(filter(None, (answer.code, str(answer.status or ""))))
     return kind(f"{place}: {doing}: {codes or name}{advice}")
 
 
-def _condition(scheme: str, action: str, answer: Answer, text: str) -> tuple[type[TierdError], str]:
+def _condition(scheme: str, action: str, answer: ErrorText, text: str) -> tuple[type[TierdError], str]:
     status, code = answer.status, answer.code
     if answer.is_of_credentials:
         return _without_credentials(scheme, status)

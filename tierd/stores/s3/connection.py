@@ -29,7 +29,7 @@ from urllib.parse import SplitResult
 
 from botocore import exceptions as botocore
 
-from tierd.stores.s3.http1 import Unanswered
+from tierd.stores.s3.http1 import NoResponse
 
 T = TypeVar("T")
 
@@ -57,17 +57,17 @@ class StallTimer:
         """Return for how many more seconds the caller may wait.
 
         Raises:
-            Unanswered: the time is over.
+            NoResponse: the time is over.
         """
         if moved != self._moved:
             self._last, self._moved = now, moved
         stalled = self._last + self.stall_s - now
         slow = self._started_at + self.stall_s + (moved - self._base) / SLOWEST - now
         if stalled <= 0:
-            raise Unanswered(f"stalled: no byte for {self.stall_s:g} s {self._when}")
+            raise NoResponse(f"stalled: no byte for {self.stall_s:g} s {self._when}")
         if slow <= 0:
             moved -= self._base
-            raise Unanswered(f"stalled: no more than {moved} bytes in {now - self._started_at:.1f} s {self._when}")
+            raise NoResponse(f"stalled: no more than {moved} bytes in {now - self._started_at:.1f} s {self._when}")
         return min(stalled, slow)
 
 
@@ -142,15 +142,15 @@ class Connection:
         try:
             context = self._tls()
         except OSError as error:
-            raise Unanswered(f"the certificates to verify by cannot be read: {reason(error)}", refused=True) from error
+            raise NoResponse(f"the certificates to verify by cannot be read: {reason(error)}", refused=True) from error
         try:
             tls = context.wrap_socket(self.sock, server_hostname=self._address[0], do_handshake_on_connect=False)
             self._adopt(tls)
             self._retry_when_ready(tls.do_handshake, select.POLLIN)
         except ssl.SSLCertVerificationError as error:
-            raise Unanswered(_distrust(error, self._address[0]), refused=True) from error
+            raise NoResponse(_distrust(error, self._address[0]), refused=True) from error
         except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise Unanswered(f"the TLS handshake was cut off: {reason(error)}") from error
+            raise NoResponse(f"the TLS handshake was cut off: {reason(error)}") from error
         except ssl.SSLError as error:
             raise botocore.SSLError(endpoint_url=self._place, error=error) from error
 

@@ -1,6 +1,6 @@
 """The client side of HTTP/1.1 without I/O: format request heads, parse response heads.
 
-Invariant: parsing is strict. It raises `Unanswered`, with the reason, for an incomplete head and for sizes that
+Invariant: parsing is strict. It raises `NoResponse`, with the reason, for an incomplete head and for sizes that
 contradict each other. It also raises for a body without a delimiter, or with an encoding that no request asked for. It
 never guesses where a body ends.
 """
@@ -26,7 +26,7 @@ _TLS_ALERT = b"\x15\x03"  # how a server that speaks TLS responds to plain HTTP
 _PLAIN = {"", "identity", "aws-chunked"}  # Content-Encodings that leave the bytes as they were put
 
 
-class Unanswered(botocore.HTTPClientError):  # type: ignore[misc]
+class NoResponse(botocore.HTTPClientError):  # type: ignore[misc]
     """There was no response, or none that can be used.
 
     Attributes:
@@ -79,23 +79,23 @@ def request_head(method: str, url: SplitResult, headers: Mapping[str, Any]) -> b
 
 
 def check_begin(data: bytes | bytearray) -> None:
-    """Raise `Unanswered` as soon as the received bytes cannot be the start of a response."""
+    """Raise `NoResponse` as soon as the received bytes cannot be the start of a response."""
     if data.startswith(_TLS_ALERT):
-        raise Unanswered("the server speaks TLS on this port; write endpoint=https://…", refused=True)
+        raise NoResponse("the server speaks TLS on this port; write endpoint=https://…", refused=True)
     if not b"HTTP/1.".startswith(bytes(data[:7])):
-        raise Unanswered(f"what came is no HTTP: it begins with {bytes(data[:16])!r}")
+        raise NoResponse(f"what came is no HTTP: it begins with {bytes(data[:16])!r}")
 
 
 def parse_head(raw: bytes, method: str) -> MessageHead:
     """Parse a response's head, given without the empty line after it.
 
     Raises:
-        Unanswered: the head is invalid, does not say where the body ends, or announces an encoded body.
+        NoResponse: the head is invalid, does not say where the body ends, or announces an encoded body.
     """
     first, *lines = raw.decode("latin-1").split("\r\n")
     match = _STATUS.fullmatch(first)
     if not match:
-        raise Unanswered(f"what came is no answer: {first[:40]!r}")
+        raise NoResponse(f"what came is no answer: {first[:40]!r}")
     status, fields = int(match[2]), _fields(lines)
     tokens = {token.strip().lower() for token in fields.get("connection", "").split(",")}
     keeps = "close" not in tokens if match[1] == "1" else "keep-alive" in tokens
@@ -106,14 +106,14 @@ def parse_head(raw: bytes, method: str) -> MessageHead:
     if status >= 300 and (encoding not in _PLAIN or (size is None and coding != "chunked")):
         return MessageHead(status, fields, 0, keeps=False, opaque=True)  # the status alone gives the error's meaning
     if encoding not in _PLAIN:
-        raise Unanswered(
+        raise NoResponse(
             f"a body with Content-Encoding {encoding[:40]!r}, which nobody asked for: something between here and the "
             "server changes what it carries"
         )
     if coding == "chunked":
         return MessageHead(status, fields, None, keeps and size is None)
     if coding or size is None:
-        raise Unanswered("an answer that does not say where it ends")
+        raise NoResponse("an answer that does not say where it ends")
     return MessageHead(status, fields, size, keeps)
 
 
@@ -122,7 +122,7 @@ def _fields(lines: list[str]) -> dict[str, str]:
     for line in lines:
         match = _FIELD.fullmatch(line)
         if not match:
-            raise Unanswered(f"an answer with a header that is none: {line[:40]!r}")
+            raise NoResponse(f"an answer with a header that is none: {line[:40]!r}")
         name, value = match[1].lower(), match[2]
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     return fields
@@ -133,7 +133,7 @@ def _size(fields: dict[str, str]) -> int | None:
     if not lengths:
         return None
     if len(lengths) > 1 or not _SIZE.fullmatch(length := lengths.pop()):
-        raise Unanswered(f"an answer whose Content-Length is {fields['content-length'][:40]!r}")
+        raise NoResponse(f"an answer whose Content-Length is {fields['content-length'][:40]!r}")
     return int(length)
 
 
@@ -141,11 +141,11 @@ def chunk_size(line: bytes) -> int:
     """Parse the size of a chunked body's next chunk; 0 marks the end.
 
     Raises:
-        Unanswered: the line holds no size.
+        NoResponse: the line holds no size.
     """
     match = _CHUNK.fullmatch(line)
     if not match:
-        raise Unanswered(f"a body in chunks, one of which has no size but {line[:20]!r}")
+        raise NoResponse(f"a body in chunks, one of which has no size but {line[:20]!r}")
     return int(match[1], 16)
 
 
@@ -155,12 +155,12 @@ def check_xml(body: bytes) -> None:
     botocore would report any other body as the server's error 500.
 
     Raises:
-        Unanswered: the body is not XML.
+        NoResponse: the body is not XML.
     """
     try:
         expat.ParserCreate().Parse(body, True)
     except expat.ExpatError as error:
-        raise Unanswered(
+        raise NoResponse(
             f"answered 200 with {len(body)} bytes that are no XML ({expat.ErrorString(error.code)}) and begin with "
             f"{body[:24]!r}: something between here and the server may answer in its place, or cut its answers"
         ) from None

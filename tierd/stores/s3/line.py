@@ -26,7 +26,7 @@ from tierd.stores.s3.connection import Connection, reason, where
 from tierd.stores.s3.http1 import (
     LONGEST_HEAD,
     MessageHead,
-    Unanswered,
+    NoResponse,
     check_begin,
     chunk_size,
     parse_head,
@@ -66,7 +66,7 @@ class Body(io.RawIOBase):
         return self._at
 
 
-class State(Enum):
+class ExchangeState(Enum):
     NEW = "not connected yet"
     BUSY = "an exchange is under way"
     IDLE = "all of the last answer was read"
@@ -81,7 +81,7 @@ class HttpLine:
 
     def __init__(self, url: SplitResult, tls: Callable[[], ssl.SSLContext], limits: S3Limits) -> None:
         self.place = url.scheme, url.netloc
-        self.state = State.NEW
+        self.state = ExchangeState.NEW
         self.connection = Connection(url, tls, limits.connect_s)
         self._limits = limits
         self._job: Future[Any] | None = None  # a cancelled call that may still be running
@@ -102,11 +102,11 @@ class HttpLine:
             botocore.HTTPClientError: there was no response, or none that can be used.
         """
         with self._fatal():
-            if self.state is State.NEW:
+            if self.state is ExchangeState.NEW:
                 self.connection.connect()
-            elif self.state is not State.IDLE:
-                raise Unanswered(f"a line that is {self.state.name} was taken for another exchange")
-            self.state, self._received = State.BUSY, 0
+            elif self.state is not ExchangeState.IDLE:
+                raise NoResponse(f"a line that is {self.state.name} was taken for another exchange")
+            self.state, self._received = ExchangeState.BUSY, 0
             self.connection.watch(self._limits.stall_s, "while the request was sent")
             cut = self.connection.send(request_head(request.method, url, request.headers), _view(request.body))
             self.connection.watch(self._limits.answer_s, "before the answer began")
@@ -124,14 +124,14 @@ class HttpLine:
         """
         try:
             head = self._read_head(method)
-        except (Unanswered, OSError):
+        except (NoResponse, OSError):
             if cut and not self.connection.aborted:
-                raise Unanswered(f"the connection broke while the request was sent: {reason(cut)}") from cut
+                raise NoResponse(f"the connection broke while the request was sent: {reason(cut)}") from cut
             raise
         if cut and head.status < 300:
-            raise Unanswered("a success before the end of what was sent") from cut
+            raise NoResponse("a success before the end of what was sent") from cut
         if cut or head.opaque:
-            self.state = State.DEAD
+            self.state = ExchangeState.DEAD
         return head
 
     def _read_head(self, method: str) -> MessageHead:
@@ -139,15 +139,15 @@ class HttpLine:
             while (end := self._ahead.find(b"\r\n\r\n")) < 0:
                 check_begin(self._ahead)
                 if len(self._ahead) > LONGEST_HEAD:
-                    raise Unanswered(f"an answer's head of more than {LONGEST_HEAD} bytes")
+                    raise NoResponse(f"an answer's head of more than {LONGEST_HEAD} bytes")
                 if not self._receive():
                     where = "within its answer's head" if self._ahead else "before it answered"
-                    raise Unanswered(f"the server ended the connection {where}")
+                    raise NoResponse(f"the server ended the connection {where}")
             head = parse_head(bytes(self._ahead[:end]), method)
             del self._ahead[: end + 4]
             if head.status >= 200:
                 return head
-        raise Unanswered("one interim answer after another")
+        raise NoResponse("one interim answer after another")
 
     def readinto(self, view: memoryview) -> int:
         """Fill `view` with the response's body, and return the number of bytes; fewer if the body ends first."""
@@ -182,7 +182,7 @@ class HttpLine:
         piece = view[: self._remaining]
         count = self._fill(piece) if piece else 0
         if self._has_more_chunks and not self._remaining and count and self._text_line():
-            raise Unanswered("a body in chunks, one of which is longer than it says")
+            raise NoResponse("a body in chunks, one of which is longer than it says")
         return count
 
     def _fill(self, piece: memoryview) -> int:
@@ -191,12 +191,12 @@ class HttpLine:
         before = self.connection.moved - min(len(piece), len(self._ahead))
         try:
             count = self.connection.fill(piece, self._ahead)
-        except Unanswered as stall:
-            raise Unanswered(f"{stall.said}, after {self._received + self.connection.moved - before}{of}") from stall
+        except NoResponse as stall:
+            raise NoResponse(f"{stall.said}, after {self._received + self.connection.moved - before}{of}") from stall
         self._remaining -= count
         self._received += count
         if not count:
-            raise Unanswered(f"the connection ended after {self._received}{of}")
+            raise NoResponse(f"the connection ended after {self._received}{of}")
         return count
 
     def _begin_chunk(self) -> None:
@@ -209,7 +209,7 @@ class HttpLine:
     def _text_line(self) -> bytes:
         while (end := self._ahead.find(b"\r\n")) < 0:
             if len(self._ahead) > LONGEST_HEAD or not self._receive():
-                raise Unanswered(f"a body in chunks broke off after {self._received} bytes")
+                raise NoResponse(f"a body in chunks broke off after {self._received} bytes")
         line = bytes(self._ahead[:end])
         del self._ahead[: end + 2]
         return line
@@ -221,9 +221,9 @@ class HttpLine:
 
     def _end(self) -> None:
         """Mark the end of the body, and decide whether the line may be used again."""
-        if self.state is State.BUSY:
+        if self.state is ExchangeState.BUSY:
             keeps = self._head is not None and self._head.keeps and not self._ahead
-            self.state, self._idle_since = State.IDLE if keeps else State.DEAD, time.monotonic()
+            self.state, self._idle_since = ExchangeState.IDLE if keeps else ExchangeState.DEAD, time.monotonic()
 
     @contextmanager
     def _fatal(self) -> Iterator[None]:
@@ -231,18 +231,18 @@ class HttpLine:
         try:
             yield
         except botocore.BotoCoreError:
-            self.state = State.DEAD
+            self.state = ExchangeState.DEAD
             raise
         except Exception as error:
-            self.state = State.DEAD
+            self.state = ExchangeState.DEAD
             why = reason(error) if isinstance(error, OSError) else f"tierd's own mistake: {where(error)}"
-            raise Unanswered(f"the connection broke: {why}") from error
+            raise NoResponse(f"the connection broke: {why}") from error
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
     def is_idle(self) -> bool:
         """Return whether the line may be used again."""
-        return self.state is State.IDLE and not self.connection.aborted
+        return self.state is ExchangeState.IDLE and not self.connection.aborted
 
     def is_fresh(self) -> bool:
         """Return whether a parked line is still usable.
@@ -262,7 +262,7 @@ class HttpLine:
 
     def close(self) -> None:
         """Close the connection, now or as soon as the job that uses it has ended."""
-        self.state = State.DEAD
+        self.state = ExchangeState.DEAD
         if self._job is not None:
             self._job.add_done_callback(lambda _: self.connection.close())
         else:

@@ -9,7 +9,7 @@ from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.httpsession import AIOHTTPSession
 
 from tierd.stores.s3.connection import StallTimer
-from tierd.stores.s3.http1 import LONGEST_REPLY, Unanswered, check_xml
+from tierd.stores.s3.http1 import LONGEST_REPLY, NoResponse, check_xml
 from tierd.stores.s3.limits import S3Limits
 
 
@@ -49,7 +49,7 @@ class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
 async def _reply(raw: Any, stall_s: float) -> bytes:
     """Read through aiohttp the body of a response that is not an object."""
     if (size := raw.content_length or 0) > LONGEST_REPLY:
-        raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
+        raise NoResponse(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
     loop, data = asyncio.get_running_loop(), bytearray()
     watch = StallTimer(stall_s, loop.time(), 0, "in the middle of an answer")
     while len(data) <= LONGEST_REPLY:
@@ -61,4 +61,4 @@ async def _reply(raw: Any, stall_s: float) -> bytes:
         if not piece:
             return bytes(data)
         data += piece
-    raise Unanswered(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
+    raise NoResponse(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")

@@ -43,7 +43,7 @@ from tierd.stores.s3.credentials import Chain, check_bundle
 from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.line import Body
 from tierd.stores.s3.proxied import ProxiedSession
-from tierd.stores.s3.transport import Answer, DirectSession, exchanges, http_session
+from tierd.stores.s3.transport import DirectSession, HttpResponse, exchanges, http_session
 
 _DELETE_BATCH = 1000  # S3's own limit
 
@@ -128,7 +128,7 @@ class S3Store:
     async def _read(raw: Any, size: int | None, into: memoryview | None, doing: str) -> Buffer:
         if into is None:
             check_size(size or 0, doing)
-        if isinstance(raw, Answer) and size is not None and size >= 0:
+        if isinstance(raw, HttpResponse) and size is not None and size >= 0:
             view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
             count = await raw.readinto(view)
         else:  # through a proxy, or chunked
@@ -281,7 +281,7 @@ class S3Store:
 
 async def _bounded(raw: Any, max_bytes: int) -> Buffer:
     """Read a body of unknown size, or its first `max_bytes` bytes."""
-    if isinstance(raw, Answer):
+    if isinstance(raw, HttpResponse):
         return await raw.read(max_bytes)
     data = bytearray()
     while len(data) < max_bytes and (piece := await raw.content.read(max_bytes - len(data))):

@@ -3,10 +3,10 @@
 Invariant: ownership is defined from the first moment to the last.
 
 - A *slot* is the right to have one exchange in flight; there are `S3Limits.connections` slots. `send` takes one and
-  gives it to an `Answer` at once, before anything can fail. `Answer.close` returns it exactly once, also after an
-  error.
-- A *line* (see `line` for its states) belongs to the answer from `send` on. `Answer.close` parks it if it is IDLE, and
-  closes it otherwise. If a cancelled call still runs on the line, that call's thread closes it at its end.
+  gives it to an `HttpResponse` at once, before anything can fail. `HttpResponse.close` returns it exactly once, also
+  after an error.
+- A *line* (see `line` for its states) belongs to the answer from `send` on. `HttpResponse.close` parks it if it is
+  IDLE, and closes it otherwise. If a cancelled call still runs on the line, that call's thread closes it at its end.
 - An *answer* (a response) belongs to the store's call that received it. When the call ends, `exchanges` closes each
   answer that is still open, because the client library drops an answer that it cannot parse without closing it.
 
@@ -35,7 +35,7 @@ from botocore.httpsession import get_cert_path
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.priority import Pools
-from tierd.stores.s3.http1 import LONGEST_REPLY, MessageHead, Unanswered, check_xml
+from tierd.stores.s3.http1 import LONGEST_REPLY, MessageHead, NoResponse, check_xml
 from tierd.stores.s3.limits import S3Limits
 from tierd.stores.s3.line import HttpLine
 from tierd.stores.s3.proxied import ProxiedSession
@@ -43,10 +43,10 @@ from tierd.stores.s3.proxied import ProxiedSession
 T = TypeVar("T")
 
 
-_call_answers: ContextVar[list[Answer] | None] = ContextVar("answers of this call", default=None)
+_call_answers: ContextVar[list[HttpResponse] | None] = ContextVar("answers of this call", default=None)
 
 
-class Answer:
+class HttpResponse:
     """The body of one response; aiobotocore calls it the raw response. It owns a slot and a line until `close`."""
 
     def __init__(self, session: DirectSession) -> None:
@@ -68,7 +68,7 @@ class Answer:
         """Read the whole body, or its first `max_bytes` bytes, and close the answer.
 
         Raises:
-            Unanswered: the body is longer than `LONGEST_REPLY`, and `max_bytes` was not given.
+            NoResponse: the body is longer than `LONGEST_REPLY`, and `max_bytes` was not given.
         """
         if self._session is None or self.line is None or self.head is None or self.head.opaque or self.line.is_idle():
             self.close()
@@ -76,11 +76,11 @@ class Answer:
         try:
             size = self.head.size or 0
             if max_bytes is None and size > LONGEST_REPLY:
-                raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
+                raise NoResponse(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
             limit = LONGEST_REPLY + 1 if max_bytes is None else max_bytes
             data = await self._session.run(self.line, self.line.read, limit)
             if max_bytes is None and len(data) > LONGEST_REPLY:
-                raise Unanswered(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
+                raise NoResponse(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
             return bytes(data)
         finally:
             self.close()
@@ -152,7 +152,7 @@ class DirectSession:
         """
         await self._slots.acquire()
         self.in_use += 1
-        answer = Answer(self)
+        answer = HttpResponse(self)
         try:
             url = urlsplit(request.url)
             answer.line = line = self._take_line(url)
@@ -170,7 +170,7 @@ class DirectSession:
     async def run(self, line: HttpLine, call: Callable[..., T], *args: Any) -> T:
         """Run `call` in a thread. A cancelled call stops using its buffers before the cancellation is raised."""
         if self._closed:
-            raise Unanswered("the store was closed")
+            raise NoResponse("the store was closed")
         job = self._threads.here().submit(call, *args)
         try:
             return await asyncio.wrap_future(job)
@@ -179,7 +179,7 @@ class DirectSession:
             line.used_by(job)
             task = asyncio.current_task()
             if job.cancelled() and not (task and task.cancelling()):  # the session was closed before the call began
-                raise Unanswered("the store was closed") from None
+                raise NoResponse("the store was closed") from None
             raise
 
     def _take_line(self, url: SplitResult) -> HttpLine:
@@ -231,11 +231,11 @@ def exchanges(doing: str) -> Iterator[None]:
     Raises:
         StoreUnavailable, StoreRefused: there was no response, or none that can be used.
     """
-    opened: list[Answer] = []
+    opened: list[HttpResponse] = []
     token = _call_answers.set(opened)
     try:
         yield
-    except Unanswered as error:
+    except NoResponse as error:
         raise (StoreRefused if error.refused else StoreUnavailable)(f"{doing}: {error.said}") from error
     finally:
         _call_answers.reset(token)
