@@ -7,13 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from support.bad_readers import BadDisk
+from support.bad_readers import BadDisk, WrongPath
 
 from tierd.core.corruption import UnstableRead
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import File
 from tierd.spool import adopt
 from tierd.spool.describe import describe_file
+from tierd.spool.direct_io import set_direct
 from tierd.spool.file_io import digest
 from tierd.spool.verified_reads import bad_chunks
 
@@ -61,6 +62,20 @@ def test_digests_of_a_bad_disk_are_right_or_none(path, monkeypatch, one_in, is_w
     found = [file for file in files if file]
     assert found or one_in == 2
     assert not [defect for file in found for defect in bad_chunks(path, file)]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_same_wrong_bytes_by_one_path_are_neither_corrupt_nor_described(path, monkeypatch, direct):
+    """The third read repeats the first one's wrong bytes. The other path never gives them, so they prove nothing."""
+    with path.open("r+b") as file:
+        if not set_direct(file.fileno(), True):
+            pytest.skip("SKIPPED WITHOUT PROOF: no O_DIRECT on the file system of the tests")
+    file = described(path)
+    on_disk(monkeypatch)
+    for read in (lambda: bad_chunks(path, file) == [], lambda: described(path) is None):
+        with monkeypatch.context() as patched:
+            WrongPath(patched, path, direct=direct)
+            assert read()
 
 
 def test_a_file_in_the_page_cache_is_read_once(path, monkeypatch):

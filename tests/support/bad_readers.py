@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.doubles import Double
+from support.doubles import Double, flipped
 
 from tierd.stores.base import Buffer, Store
 
@@ -43,6 +44,43 @@ class BadDisk:
     def is_bad(self) -> bool:
         """Decide whether a read is wrong."""
         return self._random.randrange(self._one_in) == 0
+
+
+class WrongPages:
+    """The page cache has a file with a flipped bit until the file's pages are dropped; the disk has the right bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self._path, self._right, self._advise = path, path.read_bytes(), os.posix_fadvise
+        path.write_bytes(flipped(self._right))
+        monkeypatch.setattr(os, "posix_fadvise", self._fadvise)
+
+    def _fadvise(self, fd: int, offset: int, size: int, advice: int) -> None:
+        self._advise(fd, offset, size, advice)
+        if advice == os.POSIX_FADV_DONTNEED and os.path.samestat(os.fstat(fd), self._path.stat()):
+            self._path.write_bytes(self._right)
+
+
+class WrongPath:
+    """Flips the same bit of a file at every read by one path, and another bit at the first read by the other path.
+
+    Args:
+        direct: the path that is always wrong: past the page cache, or through it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, *, direct: bool) -> None:
+        self._path, self._direct, self._is_first, self._read = path, direct, True, os.preadv
+        monkeypatch.setattr(os, "preadv", self._preadv)
+
+    def _preadv(self, fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        count = self._read(fd, buffers, offset, flags)
+        if offset == 0 and count and os.path.samestat(os.fstat(fd), self._path.stat()):
+            is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+            if is_direct == self._direct:
+                buffers[0][0] ^= 1
+            elif self._is_first:
+                buffers[0][0] ^= 2
+                self._is_first = False
+        return count
 
 
 class BadNetwork(Double):
