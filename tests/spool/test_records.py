@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.bad_readers import WrongPages
 from support.world import RUN, attempt, commit, part
 
 from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, SpoolUnusable
@@ -17,6 +18,7 @@ from tierd.core.ids import parse_retention, retention_key
 from tierd.core.planning.place import LocalLaunch
 from tierd.core.retention.policy import Best, RetentionPolicy, checked
 from tierd.core.retention.stored import StoredRetention, decode, encode
+from tierd.core.timeline.head import Head
 from tierd.daemon.tiers.observe import SpoolEye
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
@@ -27,10 +29,12 @@ from tierd.spool.records import (
     committed,
     forget_committed,
     forget_launch,
+    heads,
     launches,
     mark_saved,
     note_committed,
     policies,
+    remember,
     saved,
     set_policy,
 )
@@ -167,6 +171,13 @@ def test_a_link_in_the_place_of_a_room_is_not_followed(spool, tmp_path):
     with pytest.raises(SpoolUnusable, match="link"):
         mark_saved(spool.control, part(1))
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_head_that_is_wrong_in_the_page_cache_only_is_read_from_the_disk(spool, monkeypatch):
+    head = Head(version=1, run=RUN, by="", counter=1, before=None, written="", launches={})
+    remember(spool.control, head)
+    WrongPages(monkeypatch, spool.control / "timeline" / f"{RUN}.json")
+    assert heads(spool.control) == {RUN: (head,)}
 
 
 # -- the trainer's policy ---------------------------------------------------------------------------------------------

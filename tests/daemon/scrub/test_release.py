@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.bad_readers import WrongPages
 from support.doubles import contents
 from support.waiting import until
 from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_on
@@ -60,6 +61,12 @@ async def test_a_quarantined_part_that_cannot_be_read_is_kept(spool, quarantined
     async with running(reconciler(spool, {"tier": MemoryStore()}, **KEEP)) as daemon:
         await until(lambda: daemon.journal.counters["errors"] > 2)
         assert spool.quarantined() and not events(daemon, "released")
+
+
+def test_quarantined_part_whose_manifest_is_wrong_in_the_page_cache_only_is_used_again(spool, quarantined, monkeypatch):
+    """A verdict from a single read would have the daemon delete the right copy."""
+    WrongPages(monkeypatch, spool.control / "quarantine" / part(1).path / MANIFEST_NAME)
+    assert spool.unquarantine(part(1)) and read(spool, part(1)) == quarantined
 
 
 def test_a_part_that_was_saved_again_is_not_replaced_by_its_quarantined_copy(spool, quarantined):
