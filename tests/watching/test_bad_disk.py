@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_a_sound_unit_on_a_bad_disk_is_not_damaged(tmp_path, monkeypatch, write:
         flips += disk.flips
     assert flips
     assert set(statuses(root)) == {"sound"}
+
+
+def test_unit_that_is_wrong_in_the_page_cache_only_is_sound(tmp_path, monkeypatch):
+    layouts.pt(tmp_path / "a-1.pt")
+    disk, dropped = BadDisk(monkeypatch, tmp_path, 1, 1), []
+    monkeypatch.setattr(disk, "is_bad", lambda: not dropped)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: dropped.append(call))
+    assert statuses(tmp_path) == ["sound"] and disk.flips and dropped
 
 
 def test_a_unit_whose_stored_bytes_are_wrong_is_damaged_on_a_bad_disk(tmp_path, monkeypatch):
