@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
+from support.bad_readers import BadNetwork
 from support.doubles import Double, Killed, contents, dying, flip, is_chunk
 from support.waiting import until
 from support.world import RUN, commit, converge, part, reconciler, running, steps_on
@@ -119,6 +120,30 @@ async def test_a_release_that_ends_anywhere_loses_nothing(spool):
             assert steps_on(await contents(store)) == [1, 2, 3, 4]
             assert await read_manifest(store, part(1)) and not daemon.journal.counters["errors"]
     assert at > 8
+
+
+async def test_quarantined_copy_that_is_misread_once_is_used_again(spool, store):
+    before = await fill(spool, store)
+    assert await quarantine(store, part(1))
+    assert await QuarantinedCopy(BadNetwork(store, is_chunk, 1), part(1)).release() is True
+    assert await contents(store) == before
+
+
+async def test_release_reads_a_chunk_again_that_the_tier_did_not_give(spool, store):
+    before = await fill(spool, store)
+    assert await quarantine(store, part(1))
+    wrong = next(key for key in before if is_chunk(key) and f"/{part(1).checkpoint.name}/" in key)
+    await flip(store, wrong)
+
+    def refuse(operation: str, key: str) -> None:
+        if operation == "get" and key == wrong:
+            raise StoreUnavailable("no answer")
+
+    copy, store.before = QuarantinedCopy(store, part(1)), refuse
+    with pytest.raises(StoreUnavailable):
+        await copy.release()
+    store.before = None
+    assert await copy.release() is False and await quarantined_on(store)
 
 
 async def test_release_continues_where_it_stopped(spool, store):
