@@ -78,6 +78,7 @@ async def test_two_names_of_a_place_are_recognised_although_its_record_is_misrea
     place = MemoryStore()
     await converge(spool, {"tier": place})
     own = await read_identity(place)
+    assert own and await read_identity(BadNetwork(place, lambda key: key == IDENTITY_KEY, 1)) == own
     names = {"a": BadNetwork(place, lambda key: key == IDENTITY_KEY, 1), "b": place}
     urls = {name: parse_url(f"s3://bucket/p?endpoint=http://{name}") for name in names}
     with pytest.raises(TiersOverlap):
