@@ -308,7 +308,7 @@ def test_a_fault_of_the_daemon_is_an_answer(spool, monkeypatch, caplog):
         with pytest.raises(DaemonUnavailable, match="the daemon failed: OverflowError: 65536 out of bounds"):
             link.ask(ReportRequest(run="r"))
         assert link.ask(StatusRequest())["status"]
-    assert "the request Report failed" in caplog.text and "Traceback" in caplog.text
+    assert "the request ReportRequest failed" in caplog.text and "Traceback" in caplog.text
 
 
 def test_daemon_that_stops_during_a_request_is_unavailable(spool):

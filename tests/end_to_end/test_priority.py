@@ -64,7 +64,7 @@ def test_save_and_restore_have_normal_priority_and_a_flush_has_low(tmp_path):
         from tierd.daemon import handoff, service
         from tierd.daemon.transfer import chunk_source, replicas
         from tierd.ipc.client import Link
-        from tierd.ipc.messages import Status
+        from tierd.ipc.messages import StatusRequest
         from tierd.spool.spool import Spool
         noting(handoff, "write_part")
         noting(chunk_source, "read_recent_chunk")
@@ -73,7 +73,7 @@ def test_save_and_restore_have_normal_priority_and_a_flush_has_low(tmp_path):
         def answers():
             try:
                 with Link(Spool(Path({str(tmp_path / "spool")!r}), write=False)) as link:
-                    return link.ask(Status(), 10)
+                    return link.ask(StatusRequest(), 10)
             except (tierd.core.errors.TierdError, OSError):
                 return None
 

@@ -46,7 +46,7 @@ WORK = """
 import shutil, time
 import tierd, torch
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Pause, Report, Resume, Status
+from tierd.ipc.messages import Pause, ReportRequest, Resume, StatusRequest
 from tierd.spool.spool import Spool
 
 def state(step):
@@ -65,8 +65,8 @@ with Link(spool) as link:
     link.ask(Resume())
     end = time.monotonic() + 100
     while True:
-        status = link.ask(Status())["status"]
-        found = link.ask(Report(run="run"))["report"]["checkpoints"]
+        status = link.ask(StatusRequest())["status"]
+        found = link.ask(ReportRequest(run="run"))["report"]["checkpoints"]
         tiers = [one for one in found if {copy["place"] for copy in one["copies"]} >= {"disk", "s3"}]
         if len(found) == len(tiers) == 2 and status["counters"]["scrubbed"] >= 4:
             break

@@ -455,7 +455,7 @@ def test_notes_of_ranks_are_small_and_have_a_schema(monkeypatch):
     assert made.run(say) == [[said, said]] * 2
     mixed = made.run(lambda number: Ranks().gather((said, RankClock(1, "", None))[number]))
     assert all(isinstance(error, StoreUnavailable) for error in mixed)
-    assert "this rank is at Beginning, and rank 1 is at Clock" in str(mixed[0])
+    assert "this rank is at Beginning, and rank 1 is at RankClock" in str(mixed[0])
 
 
 # -- a given attempt in two launches ----------------------------------------------------------------------------------
