@@ -126,7 +126,7 @@ def test_a_wrong_key_is_refused(azurite: Azurite, monkeypatch: pytest.MonkeyPatc
             attempt(call, url)
 
 
-async def test_checkpoints_of_a_container_are_imported_and_a_container_can_be_the_tier(
+def test_checkpoints_of_a_container_are_imported_and_a_container_can_be_the_tier(
     azurite: Azurite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Azure's listings, ETags and ranges are its own; `.metadata` and `=` are in other programs' names."""
@@ -136,11 +136,15 @@ async def test_checkpoints_of_a_container_are_imported_and_a_container_can_be_th
     source, target = azurite.container(), azurite.container()
     names = files(tmp_path / "out")
     assert any(name.endswith("/.metadata") for name in names)
-    endpoint = f"http://127.0.0.1:{azurite.port}/{ACCOUNT}"
-    client = {"allow_http": True}
-    store = AzureStore(source, account_name=ACCOUNT, account_key=KEY, endpoint=endpoint, client_options=client)
-    for name, data in names.items():
-        await obstore.put_async(store, f"p/out/{name}", data)
+
+    async def upload() -> None:
+        endpoint = f"http://127.0.0.1:{azurite.port}/{ACCOUNT}"
+        client = {"allow_http": True}
+        store = AzureStore(source, account_name=ACCOUNT, account_key=KEY, endpoint=endpoint, client_options=client)
+        for name, data in names.items():
+            await obstore.put_async(store, f"p/out/{name}", data)
+
+    asyncio.run(upload())
     url = azurite.url(source).replace("/p?", "/p/out?")
     for was_there in (False, True):
         assert run(["import", url, "--run", "run", "--to", azurite.url(target), "--json"]) == 0
