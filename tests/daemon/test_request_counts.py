@@ -11,8 +11,9 @@ from support.waiting import until
 from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, steps_on
 
 from tierd.core.errors import ManifestError
-from tierd.core.ids import IDENTITY_KEY, chunks_prefix
+from tierd.core.ids import IDENTITY_KEY, chunks_prefix, retention_key
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.stored import StoredRetention, encode
 from tierd.daemon.pause import TierPause
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers.manifests import Manifests
@@ -51,6 +52,22 @@ async def test_a_look(spool, checkpoints, ranks, mine):
     assert all(seen.usable for seen in place.checkpoints.values()) and len(place.checkpoints) == checkpoints
     assert await eye.observe({RUN}, {RUN: mine}) == place
     assert store.taken() == {"LIST": listing}
+
+
+async def test_observation_reads_each_new_policy_twice_and_none_again(spool):
+    store = Counting()
+    await filled(spool, store, 1, 1)
+    observer = TierObserver(store)
+    await observer.observe({RUN})
+    store.taken()
+    for node in ("0000000a", "0000000b"):
+        policy = StoredRetention(RUN, node, "configuration", retention=RetentionPolicy())
+        await store.put(retention_key(RUN, node, "configuration"), encode(policy))
+    assert store.taken() == {"PUT": 2}
+    assert len((await observer.observe({RUN})).policies[RUN]) == 2
+    assert store.taken()["GET"] == 4
+    await observer.observe({RUN})
+    assert "GET" not in store.taken()
 
 
 @pytest.mark.parametrize("page", [1, 1000])

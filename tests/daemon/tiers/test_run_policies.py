@@ -9,11 +9,12 @@ import logging
 
 import msgspec
 import pytest
+from support.bad_readers import BadNetwork
 from support.doubles import Double, contents
 from support.waiting import until
 from support.world import RUN, commit, config, converge, part, reconciler, running, settle, steps_in, steps_on
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import retention_key
 from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy
@@ -26,7 +27,7 @@ from tierd.daemon.transfer.memory_budget import Budget
 from tierd.spool.node_id import node_id
 from tierd.spool.records import set_policy
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store
+from tierd.stores.base import Buffer, Store
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
 from tierd.stores.memory import MemoryStore
@@ -345,6 +346,50 @@ async def test_a_policy_that_is_not_given_up_fails_the_look(trained, spool):
         store.before = None
         await settle(daemon)
     assert steps_on(await contents(trained)) == [8]
+
+
+class FlipsOneBit(Double):
+    """The first answer for a policy has `keep_last: 1` instead of 10, a difference of one bit."""
+
+    flips = 0
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        data = bytes(await super().get(key, into))
+        if "/retention/" not in key or self.flips:
+            return data
+        self.flips += 1
+        return data.replace(b'"keep_last": 10', b'"keep_last": 1 ')
+
+
+def test_policy_that_is_misread_once_with_a_smaller_number_deletes_nothing(trained, spool):
+    store = FlipsOneBit(trained)
+    asyncio.run(converge(spool, {"tier": store}, keep=None))
+    assert store.flips == 1
+    assert steps(trained) == list(range(1, 9)) and all(one.retention == TEN for one in policies(trained).values())
+
+
+def test_policy_that_is_missing_once_is_not_taken_for_deleted(trained, spool):
+    key = retention_key(RUN, "abcdef01", "configuration")
+    asyncio.run(trained.put(key, encode(StoredRetention(RUN, "abcdef01", "configuration", retention=TEN))))
+    store, answers = Double(trained), [ObjectNotFound(key)]
+
+    def miss_once(operation, asked):
+        if (operation, asked) == ("get", key) and answers:
+            raise answers.pop()
+
+    store.before = miss_once
+    asyncio.run(converge(spool, {"tier": store}, keep=1))
+    assert not answers and steps(trained) == list(range(1, 9))
+
+
+def test_policy_of_which_all_reads_differ_is_not_known_and_deletes_nothing(trained, spool):
+    key = retention_key(RUN, "abcdef01", "configuration")
+    asyncio.run(trained.put(key, encode(StoredRetention(RUN, "abcdef01", "configuration", retention=TEN))))
+    network = BadNetwork(trained, lambda asked: asked == key)
+    daemon = asyncio.run(converge(spool, {"tier": network}, keep=1))
+    (unknown,) = [one for one in status(daemon, 0, 0).policies if one.key == key]
+    assert unknown.retention is None and "reads gave different" in unknown.why
+    assert steps(trained) == list(range(1, 9))
 
 
 KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))

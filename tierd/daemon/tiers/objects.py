@@ -75,7 +75,7 @@ async def read_stored_manifest(store: Store, part: PartId | None, key: str) -> t
 
 
 async def read_sealed(store: Store, key: str, decoded: Callable[[bytes], T]) -> T:
-    """Read and decode an object that ends in its own digest: a manifest, a head or a policy.
+    """Read and decode an object that ends in its own digest: a manifest or a head.
 
     Args:
         store: the tier's store.

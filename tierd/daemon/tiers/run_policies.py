@@ -1,7 +1,8 @@
 """The retention policies of runs on a tier: read them, and record this node's own.
 
 Invariant: only the run's janitor records, only its own node's policies, and only new content; but every node that saved
-the run repairs its own damaged record. An unreadable policy is reported as such.
+the run repairs its own damaged record. A policy counts only after two equal reads. An unreadable policy is reported as
+such.
 
 Nothing is put next to an object that is encrypted with another key, or not encrypted where a key is required. The nodes
 that read such objects could not read this node's policy, and would then delete nothing of the run any more.
@@ -14,6 +15,7 @@ import socket
 from datetime import UTC, datetime
 
 from tierd.core.config import Config
+from tierd.core.corruption import UnstableRead
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, WrongKey
 from tierd.core.ids import parse_retention, retention_key
 from tierd.core.planning.inventory import Inventory
@@ -22,7 +24,7 @@ from tierd.core.planning.place import Place
 from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
 from tierd.core.retention.policy import merged
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
-from tierd.daemon.tiers.objects import read_sealed
+from tierd.daemon.tiers.objects import agreed, surely
 from tierd.stores.base import ObjectInfo, Store
 
 log = logging.getLogger("tierd.daemon")
@@ -64,9 +66,20 @@ class RunPolicies:
         try:
             if info.size > MAX_SIZE:
                 raise ManifestError(f"{info.key}: {info.size} bytes, and a policy has at most {MAX_SIZE}")
-            return await read_sealed(self._store, info.key, lambda data: decode(data, run, by, provenance))
-        except (CorruptChunk, ManifestError, FormatTooNew) as error:
+            return decode(await self._agreed(info.key), run, by, provenance)
+        except (CorruptChunk, ManifestError, FormatTooNew, UnstableRead) as error:
             return unreadable(run, by, provenance, error)
+
+    async def _agreed(self, key: str) -> bytes:
+        """Read a policy until two reads agree, because it has no digest: a flipped bit in a rule may keep less."""
+
+        async def read() -> bytes:
+            return await surely(lambda: agreed(self._store, key))  # an encrypted tier refuses a wrong read by its tag
+
+        try:
+            return await read()
+        except ObjectNotFound:  # a single answer proves no deletion
+            return await read()
 
 
 def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, run: str) -> list[StoredRetention]:
