@@ -201,6 +201,40 @@ def test_a_damaged_policy_is_said_to_be(spool):
     assert list(found) == ["damaged"] and found["damaged"][0].retention is None and found["damaged"][0].why
 
 
+def test_policy_in_the_spool_that_is_misread_once_with_a_smaller_number_is_read_again(spool, monkeypatch):
+    set_policy(spool.control, RUN, RetentionPolicy(keep_last=10))
+    reads, pread = [], os.pread
+
+    def misread_once(fd, count, offset):
+        reads.append(data := pread(fd, count, offset))
+        return data.replace(b'"keep_last": 10', b'"keep_last": 1 ') if len(reads) == 1 else data
+
+    monkeypatch.setattr(os, "pread", misread_once)
+    assert policies(spool.control, [RUN])[RUN][0].retention == RetentionPolicy(keep_last=10)
+    assert len(reads) == 3
+
+
+def test_policy_in_the_spool_of_which_all_reads_differ_is_not_known(spool, monkeypatch):
+    set_policy(spool.control, RUN, RetentionPolicy(keep_last=10))
+    digits = iter(range(1, 10))
+    monkeypatch.setattr(os, "pread", lambda *_: b"%d" % next(digits))
+    (unknown,) = policies(spool.control, [RUN])[RUN]
+    assert unknown.retention is None and "reads gave different" in unknown.why
+
+
+def test_policy_in_the_spool_is_read_again_only_after_it_changed(spool, monkeypatch):
+    set_policy(spool.control, RUN, RICH)
+    path, known = spool.control / "retention" / f"{RUN}.json", {}
+    os.utime(path, ns=(0, 0))
+    assert policies(spool.control, [RUN], known)[RUN][0].retention == RICH
+    set_policy(spool.control, RUN, RetentionPolicy(keep_last=10))
+    assert policies(spool.control, [RUN], known)[RUN][0].retention == RetentionPolicy(keep_last=10)
+    os.utime(path, ns=(0, 0))
+    policies(spool.control, [RUN], known)
+    monkeypatch.setattr(os, "pread", None)
+    assert policies(spool.control, [RUN], known)[RUN][0].retention == RetentionPolicy(keep_last=10)
+
+
 def test_a_policy_that_the_disk_does_not_give_is_not_none(spool, monkeypatch):
     """The default would prune what the trainer wants kept."""
     set_policy(spool.control, RUN, RICH)

@@ -21,7 +21,18 @@ from tierd.core.planning.place import Place
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.spool.conditions import condition
 from tierd.spool.leases import ended, trainers
-from tierd.spool.records import NEAR_NS, Known, KnownHeads, committed, heads, launches, local_only, policies, saved
+from tierd.spool.records import (
+    NEAR_NS,
+    Known,
+    KnownHeads,
+    KnownPolicies,
+    committed,
+    heads,
+    launches,
+    local_only,
+    policies,
+    saved,
+)
 from tierd.spool.spool import Spool
 
 
@@ -93,6 +104,7 @@ class SpoolObserver:
         self._homes: dict[str, _RunDirectory] = {}
         self._records: Known = {}  # of committed parts
         self._heads: KnownHeads = {}
+        self._policies: KnownPolicies = {}
         self._doubted: set[CheckpointId] = set()
         self._removals = 0  # of the spool, at the last observation
         self._full_at = 0.0  # when everything was last read, monotonic seconds
@@ -243,7 +255,7 @@ class SpoolObserver:
             part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
         }
         newest = {run: max(copies.attempts) for run, copies in bare.runs.items()}
-        marks, run_policies = saved(control, newest), policies(control, newest | own_launches)
+        marks, run_policies = saved(control, newest), policies(control, newest | own_launches, self._policies)
         restored = frozenset(run for run, attempt in newest.items() if attempt not in marks.get(run, ()))
         alive = trainers(control, newest)
         return replace(

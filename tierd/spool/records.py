@@ -20,11 +20,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tierd.core.corruption import proven
+from tierd.core.corruption import Reading, ReadVerdict, judge, proven, unstable
 from tierd.core.errors import CorruptChunk, ManifestError, TierdError
 from tierd.core.ids import CheckpointId, PartId, is_attempt
 from tierd.core.planning.place import LocalLaunch
@@ -44,6 +43,7 @@ Known = dict[tuple[str, str], tuple[int, PartId | None]]  # by run and name: whe
 _Stamp = tuple[int, int, int]  # a file's inode, size and time of its last change
 _MAX_LOCAL_ONLY = 4096  # bytes of a record of LOCAL_ONLY that are read
 KnownHeads = dict[str, tuple[_Stamp, Head]]  # by run
+KnownPolicies = dict[str, tuple[_Stamp, StoredRetention]]  # by run
 _MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a record's place is refused without blocking
 
 T = TypeVar("T")
@@ -238,10 +238,17 @@ def _read_sealed(path: Path, max_bytes: int, decoded: Callable[[bytes], T]) -> T
     return proven(read, str(path))
 
 
-def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetention, ...]]:
+def policies(
+    control: Path, runs: Iterable[str], cache: KnownPolicies | None = None
+) -> dict[str, tuple[StoredRetention, ...]]:
     """Return, by run, the policy that its trainer requested. Raises OSError.
 
     An unreadable policy is included, with the reason.
+
+    Args:
+        control: the spool's `.tierd/`.
+        runs: the runs.
+        cache: the policies that an earlier call has read, which are read again only if they changed; updated.
     """
     by_run: dict[str, tuple[StoredRetention, ...]] = {}
     for run in runs:
@@ -249,10 +256,39 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
         if not exists(path):
             continue
         try:
-            by_run[run] = (_read_sealed(path, MAX_SIZE, partial(decode, run=run, by="", given="trainer")),)
+            by_run[run] = (_policy(path, run, {} if cache is None else cache),)
         except (CorruptChunk, TierdError) as error:
             by_run[run] = (unreadable(run, "", "trainer", error),)
     return by_run
+
+
+def _policy(path: Path, run: str, cache: KnownPolicies) -> StoredRetention:
+    fd, now_ns = open_plain(path), time.time_ns()
+    try:
+        now = os.fstat(fd)
+        stamp = now.st_ino, now.st_size, now.st_mtime_ns
+        if run in cache and cache[run][0] == stamp:
+            return cache[run][1]
+        policy = decode(_agreed(fd, MAX_SIZE, path), run, "", "trainer")
+        if now_ns - now.st_mtime_ns > NEAR_NS:
+            cache[run] = stamp, policy
+        return policy
+    finally:
+        os.close(fd)
+
+
+def _agreed(fd: int, max_bytes: int, path: Path) -> bytes:
+    """Read a record that has no digest until two reads gave the same bytes. Raises UnstableRead if none did."""
+    readings: list[Reading] = []
+    while True:
+        data = os.pread(fd, max_bytes + 1, 0)
+        readings.append(Reading(digest(data)))
+        verdict = judge(readings)
+        if verdict is ReadVerdict.CORRUPT:  # the same bytes twice, whatever they are
+            return data
+        if verdict is ReadVerdict.UNSTABLE:
+            raise unstable(str(path))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def set_local_only(control: Path, run: str, attempt: str) -> None:
