@@ -15,7 +15,7 @@ from tierd.stores.file import FileStore
 
 class TestGuardedFileStore(Conformance):
     many = operations = 60
-    digests = True
+    can_digest = True
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:

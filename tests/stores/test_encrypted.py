@@ -25,7 +25,6 @@ from tierd.core.errors import (
 from tierd.core.manifest_codec import decode, unwrap, wrap
 from tierd.core.seal import MAX_MANIFEST_SIZE, seal
 from tierd.core.urls import parse_url
-from tierd.stores.base import weight
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
@@ -359,8 +358,8 @@ def test_a_missing_file_a_fifo_and_anothers_file_are_refused(tmp_path):
 
 def test_memory_of_an_encrypted_object_is_counted_twice():
     plain, copying = MemoryStore(), MemoryStore()
-    copying.held = 2  # type: ignore[attr-defined]
-    assert [weight(EncryptedStore(it, KEY), 7) for it in (plain, copying)] == [14, 21]
-    assert weight(plain, 7) == 7
+    copying.copies_in_memory = 2
+    assert [EncryptedStore(it, KEY).memory_for(7) for it in (plain, copying)] == [14, 21]
+    assert plain.memory_for(7) == 7
     for around in (RetryingStore, CountedStore, DeletionGuard, lambda store: LimitedStore(store, 1, 1)):
-        assert weight(around(copying), 7) == 14
+        assert around(copying).memory_for(7) == 14

@@ -32,7 +32,7 @@ TEMP = "0123456789abcdef" * 2
 
 
 class TestFileStore(Conformance):
-    digests = True
+    can_digest = True
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:

@@ -16,7 +16,7 @@ from tierd.core.urls import parse_url
 from tierd.stores.base import ObjectInfo
 from tierd.stores.cloud.cloud_store import CloudStore
 from tierd.stores.foreign import ForeignStore, RetryingForeignStore
-from tierd.stores.s3.foreign import ForeignS3Store
+from tierd.stores.s3.s3_store import S3Store
 
 NAMES = ("d/.metadata", "d/a b&c.bin", "d/epoch=0-step=10.ckpt", "d/ü.txt")
 DATA = bytes(range(200))
@@ -33,7 +33,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
         bucket.objects |= {f"p/{name}": DATA for name in NAMES}
         if request.param == "s3":
-            yield bucket, lambda: ForeignS3Store(parse_url(bucket.url()))
+            yield bucket, lambda: S3Store(parse_url(bucket.url()))
         else:
             yield bucket, lambda: CloudStore(parse_url(f"gs://bucket/p?endpoint={endpoint}"))
 

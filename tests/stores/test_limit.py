@@ -62,7 +62,7 @@ class Line(Double):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock, self.digests = clock, True
+        self.clock, self.can_digest = clock, True
         self.begun: list[tuple[float, str, int]] = []
 
     async def put(self, key, data):
@@ -106,7 +106,7 @@ class TestLimitedMemoryStore(Conformance):
 
 class TestLimitedFileStore(Conformance):
     many = operations = 60
-    digests = True
+    can_digest = True
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:

@@ -9,7 +9,7 @@ import pytest
 from stores.conformance import Conformance
 from support.doubles import Counting
 
-from tierd.stores.base import Store, digests, is_authentic
+from tierd.stores.base import Store
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.request_counts import CountedStore
@@ -23,7 +23,7 @@ class TestCountedMemoryStore(Conformance):
 
 class TestCountedFileStore(Conformance):
     many = operations = 60
-    digests = True
+    can_digest = True
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:
@@ -48,13 +48,13 @@ async def test_it_counts_as_the_store_below_does(keys):
     assert [info.key async for info in store.scan("a/")] == names
     for name in names[:3]:
         await store.get(name)
-    assert not digests(store)
+    assert not store.can_digest
     await store.delete(names)
     assert store.requests == sum(inner.count.values())
 
 
 def test_encryption_of_an_inner_store_shows_in_the_outer_store():
     inner = MemoryStore()
-    assert not is_authentic(CountedStore(inner))
-    inner.encrypts = True
-    assert is_authentic(CountedStore(inner))
+    assert not CountedStore(inner).is_authentic
+    inner.is_authentic = True
+    assert CountedStore(inner).is_authentic

@@ -12,18 +12,19 @@ import pytest
 from stores.conformance import Conformance, keys
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, digesting, digests
+from tierd.stores.base import Buffer, ObjectInfo, Store, StoreWrapper, check_key
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.retry import RetryingStore
 
 
-class FlakyStore:
+class FlakyStore(StoreWrapper):
     """Fails at random: before the call, after it (the work is done, but the caller can't know), or by hanging."""
 
     def __init__(self, inner: Store, seed: int, rate: float = 0.3, hangs: float = 0.0) -> None:
+        super().__init__(inner)
         self.inner, self.rng, self.rate, self.hangs = inner, random.Random(seed), rate, hangs
-        self.failures, self.digests = 0, digests(inner)
+        self.failures = 0
 
     async def maybe(self) -> None:
         if self.rng.random() < self.rate:
@@ -47,7 +48,7 @@ class FlakyStore:
 
     async def digest(self, key: str) -> tuple[int, str]:
         await self.maybe()
-        found = await digesting(self.inner).digest(key)
+        found = await self.inner.digest(key)
         await self.maybe()
         return found
 
@@ -96,7 +97,7 @@ class TestOverAHangingMemoryStore(Conformance):
 
 class TestOverAFlakyFileStore(Conformance):
     many = 300
-    digests = True
+    can_digest = True
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:
@@ -309,7 +310,7 @@ def test_store_that_gives_up_stalled_transfers_names_its_rate(monkeypatch: pytes
     monkeypatch.setattr(asyncio, "timeout", lambda delay: (deadlines.append(delay), timeout(delay))[1])
 
     class Patient(MemoryStore):
-        slowest = 10_000
+        slowest_rate = 10_000
 
     asyncio.run(RetryingStore(Patient()).put("k", bytes(8_000_000)))
     assert deadlines == [60 + 800]

@@ -22,7 +22,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.status import status
 from tierd.ipc.replies import error_reply
 from tierd.spool.spool import Spool
-from tierd.stores.base import Buffer, ObjectInfo, asked_s
+from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
@@ -234,7 +234,7 @@ async def test_a_refused_listing_closes_the_store_for_other_requests() -> None:
     store = RetryingStore(Listed(), attempts=1)
     with pytest.raises(StoreThrottled):
         await anext(store.scan(""))
-    assert 30.0 < asked_s(store) <= 40.0
+    assert 30.0 < store.retry_after_s <= 40.0
     assert store._window._under_way == 0
 
 
@@ -245,15 +245,17 @@ async def test_how_long_a_store_is_left_alone_is_known_through_all_its_wrappers(
 
     inner = RetryingStore(Asking(), attempts=1)
     store = CountedStore(DeletionGuard(EncryptedStore(LimitedStore(inner, 1 << 20, None), Key(b"k" * 32))))
-    assert asked_s(store) == 0.0
+    assert store.retry_after_s == 0.0
     with pytest.raises(StoreThrottled):
         await inner.get("k")
-    assert 30.0 < asked_s(store) <= 40.0
+    assert 30.0 < store.retry_after_s <= 40.0
 
 
 def test_status_says_until_when_a_tier_is_left_alone(tmp_path: Path) -> None:
-    store = MemoryStore()
-    store.asked_s = 3600.0  # type: ignore[attr-defined]
+    class Paused(MemoryStore):
+        retry_after_s = 3600.0
+
+    store = Paused()
     daemon = reconciler(Spool(tmp_path), {"tier": store})
     [tier] = status(daemon, 0, 0).tiers
     assert tier.asked_until is not None

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 from tierd.core.errors import StoreUnavailable
-from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.base import Buffer, ObjectInfo, Store, StoreWrapper
 from tierd.stores.memory import MemoryStore
 
 
@@ -21,7 +21,7 @@ def is_manifest(key: str) -> bool:
     return "/manifests/" in key
 
 
-class Double:
+class Double(StoreWrapper):
     """Passes every call on to `inner` and notes it; each fault is an attribute to set.
 
     `error` is raised by every call while set. `before` is asked with `(operation, key)` before each call and may raise
@@ -31,6 +31,7 @@ class Double:
 
     def __init__(self, inner: Store | None = None) -> None:
         self.inner: Store = inner or MemoryStore()
+        super().__init__(self.inner)
         self.calls: list[tuple[str, str]] = []
         self.error: Exception | None = None
         self.before: Callable[[str, str], None] | None = None
@@ -72,9 +73,6 @@ class Double:
         for key in keys:
             await self._enter("delete", key)
         await self.inner.delete(keys)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
 
 
 class Killed(BaseException):

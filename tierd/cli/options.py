@@ -19,6 +19,7 @@ from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.save_policy import Goal, check_goal
+from tierd.core.store_schemes import PLACES
 from tierd.spool.permissions import as_account, whose
 from tierd.spool.spool import Spool
 
@@ -35,9 +36,7 @@ ConfigOption = Annotated[
 ]
 UrlArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[URL]...", help="Tiers: file:///path, s3://bucket/prefix, gs:// or az://.", show_default=False
-    ),
+    typer.Argument(metavar="[URL]...", help=f"Tiers: {PLACES}.", show_default=False),
 ]
 RunOption = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
 StepOption = Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.", show_default=False)]

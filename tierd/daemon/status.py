@@ -210,7 +210,7 @@ def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
 def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
     worker = reconciler.workers[name]
     backlog = reconciler.backlog.of(name)
-    retry_in_s, asked_s = worker.retry_at - worker.now(), reconciler.tiers.asked_s(name)
+    retry_in_s, asked_s = worker.retry_at - worker.now(), reconciler.tiers.retry_after_s(name)
     silence = reconciler.silence
     since = silence.since(name)
     return TierStatus(

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
 
 from tierd.core.diagnosis import tier as judge
 from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding
 from tierd.core.errors import TierdError
+from tierd.core.store_schemes import SCHEMES
 from tierd.daemon.tiers.identity import TiersOverlap, check_identities
 from tierd.doctor import disk, machine, service, tier
 from tierd.doctor.bounded import in_thread
@@ -145,25 +145,22 @@ class _Group:
     checks: tuple[str, ...] = ()
 
 
-_SERVER = _Group("connection", tier.server)
-_OPERATIONS = _Group("operations", tier.operations, checks=("operations",))
-_BUCKET = _Group("lifecycle", tier.bucket, "not answered", ("lifecycle", "object lock", "versioning", "multipart"))
+_GROUPS = {  # by their names in a `StoreScheme`
+    "connection": _Group("connection", tier.server),
+    "operations": _Group("operations", tier.operations, checks=("operations",)),
+    "bucket": _Group("lifecycle", tier.bucket, "not answered", ("lifecycle", "object lock", "versioning", "multipart")),
+}
 _CREDENTIALS = _Group("credentials", tier.credentials, "not answered")
 
 
 async def _tier(of: Subject, state: int | None, group_s: float) -> list[Finding]:
-    match of.url.scheme:
-        case "s3":
-            answers = _in_turn(of, (_SERVER, _OPERATIONS, _BUCKET), group_s)
-            server_findings, credentials = await asyncio.gather(answers, _in_turn(of, (_CREDENTIALS,), group_s))
-            return [*server_findings, *credentials]
-        case "file":
-            group = _Group("directory", lambda of: tier.directory(of, state), "mount fails")
-            return await _in_turn(of, (group,), group_s)
-        case "gs" | "az":
-            return await _in_turn(of, (_OPERATIONS,), group_s)
-        case _ as unknown:
-            assert_never(unknown)
+    groups = _GROUPS | {"directory": _Group("directory", lambda of: tier.directory(of, state), "mount fails")}
+    checks = SCHEMES[of.url.scheme].checks
+    answers, credentials = await asyncio.gather(  # where credentials come from does not depend on an answer
+        _in_turn(of, [groups[name] for name in checks if name in groups], group_s),
+        _in_turn(of, [_CREDENTIALS] if "credentials" in checks else [], group_s),
+    )
+    return answers + credentials
 
 
 async def _in_turn(of: Subject, groups: Iterable[_Group], group_s: float) -> list[Finding]:

@@ -46,7 +46,7 @@ def open(url_or_urls: PathLike | Sequence[PathLike], run: str, key_file: PathLik
     tier.
 
     Args:
-        url_or_urls: `file:///path`, `s3://bucket/prefix`, `gs://…` or `az://…`, as in a tier's configuration.
+        url_or_urls: the tiers, as in a configuration: `file:///path`, `s3://bucket/prefix`, …
         run: the training job's name.
         key_file: the file with the key that encrypts the tiers.
 

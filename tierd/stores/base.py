@@ -7,11 +7,12 @@ implementation. The conformance suite in `tests/stores/conformance.py` runs agai
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 
@@ -42,7 +43,7 @@ class ObjectInfo:
     modified_ns: int = 0
 
 
-class Store(Protocol):
+class Store(ABC):
     """A flat namespace of objects that tierd treats as immutable.
 
     A key is a relative POSIX path of ``A-Za-z0-9._-`` components that don't begin with ``.``, of at most `MAX_KEY`
@@ -55,8 +56,40 @@ class Store(Protocol):
 
     A cancelled call returns at once. It leaves the store either unchanged or with the whole change applied, and the
     caller may reuse its buffer.
+
+    Attributes, and the properties below, which a store declares where it differs from these defaults:
+        copies_in_memory: how many times an object is in memory while it is put or got, the caller's own copy included.
+        is_authentic: whether only holders of this node's key can have put the objects.
+        can_digest: whether `digest` may be called: this process reads the bytes itself.
+        slowest_rate: bytes/s below which the store itself gives up a transfer; None: it does not.
     """
 
+    copies_in_memory: int = 1
+    is_authentic: bool = False
+    can_digest: bool = False
+    slowest_rate: float | None = None
+
+    @property
+    def hides_progress(self) -> bool:
+        """Whether `signs_of_life` does not grow while a call moves bytes."""
+        return False
+
+    @property
+    def signs_of_life(self) -> int:
+        """A count that grows with each answer of the server, and with bytes that moved within a call."""
+        return 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request is under way that could have been answered by now."""
+        return False
+
+    @property
+    def retry_after_s(self) -> float:
+        """For how many more seconds the server has asked for no requests (Retry-After)."""
+        return 0.0
+
+    @abstractmethod
     async def put(self, key: str, data: Buffer) -> str:
         """Store exactly `data` under `key`: atomic (no reader sees less), durable on return, and idempotent.
 
@@ -67,8 +100,8 @@ class Store(Protocol):
             verified the upload. A server counts as verifying only after it has refused a wrong checksum; for any other,
             "".
         """
-        ...
 
+    @abstractmethod
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         """Read all bytes of `key`. A short read raises `StoreUnavailable`; the result is never shorter than the object.
 
@@ -81,16 +114,34 @@ class Store(Protocol):
             ObjectNotFound: the store itself answered that the key does not exist; see `absence`.
             StoreRefused: the object is larger than `into`.
         """
-        ...
 
+    async def digest(self, key: str) -> tuple[int, str]:
+        """Digest an object where it lies, without bringing its bytes to the caller. Only if `can_digest`.
+
+        Like a get after a put, it reads what the device has, not what memory still has of the put. Errors are those of
+        `get`.
+
+        Returns:
+            The object's size in bytes and its XXH3-128, as 32 hex digits.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         """List every object whose key begins with `prefix` and sorts after `after`, in the byte order of keys.
 
         The listing never shows an unfinished put or a name that is no valid key. Objects that are put or deleted during
         the scan may or may not appear. An empty result is no error; a missing bucket or root raises `StoreRefused`.
         """
-        ...
 
+    async def directories(self, prefix: str) -> list[str] | None:
+        """Return the names directly under `prefix` by one listing of a directory; None if the store has no directories.
+
+        Unlike `listed_names`, the result may contain names under which no object is left.
+        """
+        return None
+
+    @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete every key, in no particular order; a key that does not exist counts as deleted.
 
@@ -99,33 +150,63 @@ class Store(Protocol):
         Raises:
             DeleteRefused: the store does not permit deletions.
         """
-        ...
 
+    @abstractmethod
     async def aclose(self) -> None:
         """Release connections and threads. The store cannot be used afterwards; closing twice is harmless."""
-        ...
+
+    def memory_for(self, size: int) -> int:
+        """Return how many bytes of memory an object of `size` bytes takes while it is put or got."""
+        return self.copies_in_memory * size
 
 
-@runtime_checkable
-class Digesting(Protocol):
-    """An ability of a store whose bytes this process reads itself, and of a wrapper around it: see `digests`.
+class StoreWrapper(Store):
+    """A store around `inner` to which every call and every ability passes, but for what a subclass changes."""
 
-    Attributes:
-        digests: whether `digest` may be called; a wrapper has what the store below has.
-    """
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.copies_in_memory, self.is_authentic = inner.copies_in_memory, inner.is_authentic
+        self.can_digest, self.slowest_rate = inner.can_digest, inner.slowest_rate
 
-    digests: bool
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+    @property
+    def hides_progress(self) -> bool:
+        return self._inner.hides_progress
+
+    @property
+    def signs_of_life(self) -> int:
+        return self._inner.signs_of_life
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._inner.is_waiting
+
+    @property
+    def retry_after_s(self) -> float:
+        return self._inner.retry_after_s
+
+    async def put(self, key: str, data: Buffer) -> str:
+        return await self._inner.put(key, data)
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        return await self._inner.get(key, into)
 
     async def digest(self, key: str) -> tuple[int, str]:
-        """Digest an object where it lies, without bringing its bytes to the caller.
+        return await self._inner.digest(key)
 
-        Like a get after a put, it reads what the device has, not what memory still has of the put. Errors are those of
-        `Store.get`.
+    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        return self._inner.scan(prefix, after)
 
-        Returns:
-            The object's size in bytes and its XXH3-128, as 32 hex digits.
-        """
-        ...
+    async def directories(self, prefix: str) -> list[str] | None:
+        return await self._inner.directories(prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._inner.delete(keys)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
 
 
 def check_key(key: str) -> str:
@@ -170,47 +251,6 @@ def check_size(size: int, doing: str) -> None:
     """Raise `CorruptChunk` if an object that is to be read whole is larger than any object that tierd puts."""
     if size > LARGEST:
         raise CorruptChunk(f"{doing}: the object has {size} bytes; tierd puts none of more than {LARGEST}")
-
-
-def weight(store: Store, size: int) -> int:
-    """Return how many bytes of memory an object of `size` bytes takes while it is put or got."""
-    return held(store) * size
-
-
-def held(store: Store) -> int:
-    """Return how many times a store holds an object while it is put or got, the caller's own included."""
-    return int(getattr(store, "held", 1))
-
-
-def is_authentic(store: Store) -> bool:
-    """Return whether the store authenticates its objects, so that only holders of this node's key can have put them."""
-    return bool(getattr(store, "encrypts", False))
-
-
-def asked_s(store: Store) -> float:
-    """Return for how many more seconds a server has asked for no requests (Retry-After)."""
-    return float(getattr(store, "asked_s", 0.0))
-
-
-def signs(store: Store) -> int:
-    """Return a count that grows with each sign of life: an answer of the server, or bytes that moved within a call."""
-    return int(getattr(store, "signs", 0))
-
-
-def is_waiting(store: Store) -> bool:
-    """Return whether a request is under way that could have been answered by now."""
-    return bool(getattr(store, "is_waiting", False))
-
-
-def digests(store: Store) -> bool:
-    """Return whether the store can digest an object where it lies."""
-    return isinstance(store, Digesting) and store.digests
-
-
-def digesting(store: Store) -> Digesting:
-    """Return a store that can digest an object where it lies, as one of this type."""
-    assert isinstance(store, Digesting)
-    return store
 
 
 async def clear(store: Store, keys: Sequence[str]) -> None:
@@ -278,12 +318,3 @@ async def listed_names(store: Store, prefix: str, on_answer: Callable[[], None] 
                     break
             else:
                 return names
-
-
-async def directories(store: Store, prefix: str) -> list[str] | None:
-    """Return the names directly under `prefix` by one listing of a directory; None if the store has no directories.
-
-    Unlike `listed_names`, the result may contain names under which no object is left.
-    """
-    listing = getattr(store, "directories", None)
-    return None if listing is None else await listing(prefix)

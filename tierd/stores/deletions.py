@@ -8,13 +8,13 @@ through.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from tierd.core.errors import DeleteRefused
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, digesting, digests, held, is_authentic
+from tierd.stores.base import Store, StoreWrapper
 
 
-class DeletionGuard:
+class DeletionGuard(StoreWrapper):
     """Wrap `inner` and remember which deletions it refuses.
 
     Args:
@@ -25,19 +25,15 @@ class DeletionGuard:
         refused: the latest reason that the store gave; empty while no refusal is known.
         has_left: whether a deletion was refused since the owner last set this to False, so that its objects may still
             be there although the store permits deletions again.
-        encrypts, held, digests: the same as `inner`'s.
     """
 
     def __init__(self, inner: Store, again_s: float = 600.0) -> None:
-        self._inner, self._again_s = inner, again_s
-        self.encrypts, self.held, self.digests = is_authentic(inner), held(inner), digests(inner)
+        super().__init__(inner)
+        self._again_s = again_s
         self.refused = ""
         self.has_left = False
         self._until: dict[str, float] = {}  # kind of object -> monotonic seconds until which no deletion of it is tried
         self._worked = False
-
-    def __repr__(self) -> str:
-        return f"DeletionGuard({self._inner!r})"
 
     @property
     def rests(self) -> bool:
@@ -78,27 +74,6 @@ class DeletionGuard:
             self._worked = True
         if not self._until:
             self.refused = ""
-
-    @property
-    def asked_s(self) -> float:
-        """The same as `inner.asked_s`."""
-        return asked_s(self._inner)
-
-    async def put(self, key: str, data: Buffer) -> str:
-        return await self._inner.put(key, data)
-
-    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        return await self._inner.get(key, into)
-
-    async def digest(self, key: str) -> tuple[int, str]:
-        """Digest an object of `inner`; see `stores.base.Digesting`."""
-        return await digesting(self._inner).digest(key)
-
-    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        return self._inner.scan(prefix, after)
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
 
 def _object_kind(key: str) -> str:

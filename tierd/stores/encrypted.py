@@ -42,14 +42,10 @@ from tierd.stores.base import (
     Buffer,
     ObjectInfo,
     Store,
-    asked_s,
+    StoreWrapper,
     check_key,
-    directories,
-    held,
-    is_waiting,
     octets,
     room,
-    signs,
 )
 from tierd.stores.keys import Key
 
@@ -64,39 +60,24 @@ _CHUNKS = re.compile(r"[^/]+/chunks/[^/]+/[0-9]{5}/")
 _WRAPPED = len(wrap("0" * 16, b""))
 
 
-class EncryptedStore:
+class EncryptedStore(StoreWrapper):
     """Present the encrypted objects of `inner` as plain objects, using `key`.
 
     Attributes:
-        encrypts: always true.
-        held: one more than `inner.held`, because an object is in memory plain and encrypted while it is moved.
+        is_authentic: always true.
+        can_digest: false, because a digest of what lies there is none of the plain bytes.
+        copies_in_memory: one more than of `inner`, because an object in transfer is in memory plain and encrypted.
     """
 
-    encrypts = True
-
     def __init__(self, inner: Store, key: Key) -> None:
-        self._inner, self._key = inner, key
-        self.held = 1 + held(inner)
+        super().__init__(inner)
+        self._key = key
+        self.is_authentic, self.can_digest, self.copies_in_memory = True, False, 1 + inner.copies_in_memory
         # The directory, with the ciphers that encrypt and decrypt its names.
         self._names: tuple[str, CipherContext, CipherContext] | None = None
 
     def __repr__(self) -> str:
         return f"EncryptedStore({self._inner!r}, {self._key!r})"
-
-    @property
-    def asked_s(self) -> float:
-        """The same as `inner.asked_s`."""
-        return asked_s(self._inner)
-
-    @property
-    def signs(self) -> int:
-        """The same as `inner.signs`."""
-        return signs(self._inner)
-
-    @property
-    def is_waiting(self) -> bool:
-        """The same as `inner.is_waiting`."""
-        return is_waiting(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         plain = octets(data)
@@ -184,14 +165,11 @@ class EncryptedStore:
             yield entry
 
     async def directories(self, prefix: str) -> list[str] | None:
-        """List a directory of `inner`, unless names in it are encrypted; see `stores.base.directories`."""
-        return None if _CHUNKS.match(prefix) else await directories(self._inner, prefix)
+        """List a directory of `inner`, unless names in it are encrypted."""
+        return None if _CHUNKS.match(prefix) else await super().directories(prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._inner.delete([self._hidden(check_key(key)) for key in keys])
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
     # -- names ------------------------------------------------------------------------------------------------------
 

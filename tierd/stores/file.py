@@ -30,7 +30,7 @@ import aiofiles
 from tierd.core.disk_full import FULL, remedy
 from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.priority import Pools
-from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, check_key, check_size, octets, room
+from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, Store, check_key, check_size, octets, room
 from tierd.stores.file_listing import Walk, parent
 from tierd.stores.file_reads import fill
 from tierd.stores.file_tree import STAT_PAGE, FileTree
@@ -45,7 +45,7 @@ _REFUSED = frozenset(
 )
 
 
-class FileStore:
+class FileStore(Store):
     """A `Store` below the directory `root`, which must exist. Opens nothing until the first call.
 
     Args:
@@ -54,7 +54,7 @@ class FileStore:
             mounted would have a daemon take it for its tier.
     """
 
-    digests = True
+    can_digest = True
 
     def __init__(self, root: Path, *, trial: bool = False) -> None:
         self._path = root
@@ -63,8 +63,8 @@ class FileStore:
         self._closed = False
 
     @property
-    def signs(self) -> int:
-        """See `stores.base.signs`: pieces that were written or read."""
+    def signs_of_life(self) -> int:
+        """See `Store`: pieces that were written or read."""
         return self._tree.pieces
 
     def __repr__(self) -> str:
@@ -101,7 +101,6 @@ class FileStore:
                 return data
 
     async def digest(self, key: str) -> tuple[int, str]:
-        """Digest an object where it lies; see `stores.base.Digesting`."""
         return await self._run(self._tree.digest, check_key(key))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
@@ -112,7 +111,6 @@ class FileStore:
             page_size = STAT_PAGE
 
     async def directories(self, prefix: str) -> list[str]:
-        """List the names directly under `prefix` with one listing; see `stores.base.directories`."""
         return [key[len(prefix) :].rstrip("/") for key in await self._run(self._tree.list, prefix, prefix, "")]
 
     async def delete(self, keys: Sequence[str]) -> None:

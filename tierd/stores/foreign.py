@@ -7,30 +7,30 @@ first.
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Protocol
 
 from tierd.stores.base import ObjectInfo, Store
 from tierd.stores.retry import RetryingStore
 
 
-class ForeignStore(Store, Protocol):
+class ForeignStore(Store):
     """A `Store` that also lists and reads objects whose names are no keys of tierd's."""
 
+    @abstractmethod
     def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         """List every object whose name begins with `prefix` and sorts after `after`; otherwise as `Store.scan`."""
-        ...
 
+    @abstractmethod
     async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
         """Fill `into`, which is not empty, with the bytes of a listed object from `offset` on.
 
         Raises:
             ObjectNotFound: the listed object is not there any more, or another one has its name.
         """
-        ...
 
 
-class RetryingForeignStore(RetryingStore):
+class RetryingForeignStore(RetryingStore, ForeignStore):
     """The deadlines and retries of `RetryingStore` around a `ForeignStore`."""
 
     def __init__(self, inner: ForeignStore, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:

@@ -14,21 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from tierd.priority import is_hasty
-from tierd.stores.base import (
-    Buffer,
-    ObjectInfo,
-    Store,
-    asked_s,
-    digesting,
-    digests,
-    directories,
-    held,
-    is_waiting,
-    signs,
-)
+from tierd.stores.base import Buffer, Store, StoreWrapper
 
 _BURST_S = 1.0  # seconds of its rate that an idle bucket saves up
 
@@ -69,7 +58,7 @@ class _Bucket:
         self._at = now
 
 
-class LimitedStore:
+class LimitedStore(StoreWrapper):
     """Wrap `inner` and move at most `up` bytes per second in puts and `down` in gets; None means no limit.
 
     A get is charged for the size of its `into` and refunded the bytes that the object did not fill. A get without
@@ -86,28 +75,9 @@ class LimitedStore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._inner = inner
-        self.held, self.digests = held(inner), digests(inner)
+        super().__init__(inner)
         self._up = _Bucket(up, clock, sleep) if up else None
         self._down = _Bucket(down, clock, sleep) if down else None
-
-    def __repr__(self) -> str:
-        return f"LimitedStore({self._inner!r})"
-
-    @property
-    def asked_s(self) -> float:
-        """The same as `inner.asked_s`."""
-        return asked_s(self._inner)
-
-    @property
-    def signs(self) -> int:
-        """The same as `inner.signs`."""
-        return signs(self._inner)
-
-    @property
-    def is_waiting(self) -> bool:
-        """The same as `inner.is_waiting`."""
-        return is_waiting(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         if self._up:
@@ -124,26 +94,13 @@ class LimitedStore:
         return content
 
     async def digest(self, key: str) -> tuple[int, str]:
-        """Digest an object of `inner`, charged as a get without `into`; see `stores.base.Digesting`."""
+        """Digest an object of `inner`, charged as a get without `into`."""
         if not self._down or is_hasty():
-            return await digesting(self._inner).digest(key)
+            return await self._inner.digest(key)
         await _charge(self._down, key, 0)
-        size_and_digest = await digesting(self._inner).digest(key)
+        size_and_digest = await self._inner.digest(key)
         self._down.charge(size_and_digest[0])
         return size_and_digest
-
-    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        return self._inner.scan(prefix, after)
-
-    async def directories(self, prefix: str) -> list[str] | None:
-        """List a directory of `inner`; see `stores.base.directories`."""
-        return await directories(self._inner, prefix)
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        await self._inner.delete(keys)
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
 
 async def _charge(bucket: _Bucket, key: str, size: int) -> None:

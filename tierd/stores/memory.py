@@ -7,10 +7,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import AsyncGenerator, Sequence
 
 from tierd.core.errors import ObjectNotFound
-from tierd.stores.base import Buffer, ObjectInfo, check_key, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, octets, room
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A `Store` that lives as long as the process. Each call yields to the loop once, as a networked store would.
 
     Attributes:

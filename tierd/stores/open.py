@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import assert_never
 
 from tierd.core.errors import ConfigError
 from tierd.core.urls import StoreUrl
@@ -50,36 +50,42 @@ def open_store(
 
 def open_foreign(url: StoreUrl) -> RetryingForeignStore:
     """Open a bucket in which other programs put objects, for reading. Otherwise as `open_store`."""
-    if url.scheme == "file":
+    store = _open_bare(url, trial=False)
+    if not isinstance(store, ForeignStore):
         raise ConfigError(f"{url}: a directory, whose files are read as files")
-    return RetryingForeignStore(_s3(url) if url.scheme == "s3" else _cloud(url))
+    return RetryingForeignStore(store)
+
+
+def _open_file(url: StoreUrl, trial: bool) -> Store:
+    from tierd.stores.file import FileStore
+
+    return FileStore(Path(url.path), trial=trial)
+
+
+def _open_s3(url: StoreUrl, trial: bool) -> Store:
+    from tierd.stores.s3.s3_store import S3Store
+
+    return S3Store(url)
+
+
+def _open_cloud(url: StoreUrl, trial: bool) -> Store:
+    from tierd.stores.cloud.cloud_store import CloudStore
+
+    return CloudStore(url)
+
+
+# By a scheme of `core.store_schemes`: what opens the store, and the extra of tierd with the libraries that it needs.
+_OPENERS: dict[str, tuple[Callable[[StoreUrl, bool], Store], str]] = {
+    "file": (_open_file, ""),
+    "s3": (_open_s3, "s3"),
+    "gs": (_open_cloud, "obstore"),
+    "az": (_open_cloud, "obstore"),
+}
 
 
 def _open_bare(url: StoreUrl, trial: bool) -> Store:
-    match url.scheme:
-        case "file":
-            from tierd.stores.file import FileStore
-
-            return FileStore(Path(url.path), trial=trial)
-        case "s3":
-            return _s3(url)
-        case "gs" | "az":
-            return _cloud(url)
-        case _ as unknown:
-            assert_never(unknown)
-
-
-def _s3(url: StoreUrl) -> ForeignStore:
+    opener, extra = _OPENERS[url.scheme]
     try:
-        from tierd.stores.s3.foreign import ForeignS3Store
+        return opener(url, trial)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[s3]'") from error
-    return ForeignS3Store(url)
-
-
-def _cloud(url: StoreUrl) -> ForeignStore:
-    try:
-        from tierd.stores.cloud.cloud_store import CloudStore
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[obstore]'") from error
-    return CloudStore(url)
+        raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[{extra}]'") from error

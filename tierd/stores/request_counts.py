@@ -6,21 +6,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from tierd.stores.base import (
-    FIRST_PAGE,
-    PAGE,
-    Buffer,
-    ObjectInfo,
-    Store,
-    asked_s,
-    digesting,
-    digests,
-    held,
-    is_authentic,
-)
+from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, StoreWrapper
 
 
-class CountedStore:
+class CountedStore(StoreWrapper):
     """Wrap `inner` and count its requests.
 
     A listing counts one request for each page that was begun, with the page sizes of `S3Store`. Retries inside `inner`
@@ -28,21 +17,11 @@ class CountedStore:
 
     Attributes:
         kinds: the number so far of each kind: `put`, `get`, `list` (pages), `delete` (of up to 1,000 keys each).
-        encrypts, held, digests: the same as `inner`'s.
     """
 
     def __init__(self, inner: Store) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.kinds = Counter(put=0, get=0, list=0, delete=0)
-        self.encrypts, self.held, self.digests = is_authentic(inner), held(inner), digests(inner)
-
-    def __repr__(self) -> str:
-        return f"CountedStore({self._inner!r})"
-
-    @property
-    def asked_s(self) -> float:
-        """The same as `inner.asked_s`."""
-        return asked_s(self._inner)
 
     @property
     def requests(self) -> int:
@@ -58,9 +37,8 @@ class CountedStore:
         return await self._inner.get(key, into)
 
     async def digest(self, key: str) -> tuple[int, str]:
-        """Digest an object of `inner`, counted as a get; see `stores.base.Digesting`."""
         self.kinds["get"] += 1
-        return await digesting(self._inner).digest(key)
+        return await self._inner.digest(key)
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         self.kinds["list"] += 1
@@ -75,6 +53,3 @@ class CountedStore:
     async def delete(self, keys: Sequence[str]) -> None:
         self.kinds["delete"] += -(-len(keys) // PAGE)
         await self._inner.delete(keys)
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()

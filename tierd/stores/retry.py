@@ -3,8 +3,8 @@
 Invariant: every call ends. Each attempt has a deadline. Only `StoreUnavailable` is retried, and the last one is raised.
 An attempt with an unknown outcome is repeated in full, because every method of a `Store` is idempotent.
 
-A store that itself gives up stalled transfers declares the lowest rate that it accepts (`slowest`). A deadline must not
-cut off a transfer that makes progress.
+A store that itself gives up stalled transfers declares the lowest rate that it accepts (`slowest_rate`). A deadline
+must not cut off a transfer that makes progress.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from tierd.core.errors import StoreUnavailable, TierdError
-from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, digesting, digests, directories, held, signs
+from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, StoreWrapper
 from tierd.stores.window import StoreThrottled, Window
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-# Bytes/s that a store must sustain to meet the deadline of a put or get, unless it declares `slowest`.
+# Bytes/s that a store must sustain to meet the deadline of a put or get, unless it declares `slowest_rate`.
 _SLOWEST = 1_000_000
 _PER_KEY_S = 0.05  # seconds that a delete's deadline gains for each key
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 20.0  # before the jitter
 
 
-class RetryingStore:
+class RetryingStore(StoreWrapper):
     """Wrap `inner` with a deadline on every attempt, and up to `attempts` attempts for each call.
 
-    An attempt may take `deadline_s` seconds. A put or get gains 1 s for each MB (more if `inner.slowest`, in bytes/s,
-    is lower), and a delete 0.05 s for each key. A scan's deadline and attempts start again with each object that
+    An attempt may take `deadline_s` seconds. A put or get gains 1 s for each MB (more if `inner.slowest_rate` is
+    lower), and a delete 0.05 s for each key. A scan's deadline and attempts start again with each object that
     arrives.
 
     Between attempts the store waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s. The
@@ -52,11 +52,10 @@ class RetryingStore:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._attempts = attempts
         self._deadline_s = deadline_s
-        self.held, self.digests = held(inner), digests(inner)
-        self._slowest = getattr(inner, "slowest", _SLOWEST)
+        self._slowest = inner.slowest_rate or _SLOWEST
         self._rng = rng
         self._sleep = sleep
         self._window = Window(clock=clock, sleep=sleep, rng=rng)
@@ -65,22 +64,19 @@ class RetryingStore:
             object, float
         ] = {}  # each attempt under way -> when it could be answered, monotonic seconds
 
-    def __repr__(self) -> str:
-        return f"RetryingStore({self._inner!r})"
-
     @property
-    def asked_s(self) -> float:
+    def retry_after_s(self) -> float:
         """For how many more seconds no request is sent, because the server asked for that."""
         return self._window.closed_s
 
     @property
-    def signs(self) -> int:
-        """See `stores.base.signs`. An attempt that ends without an answer of the server is no sign of life."""
-        return self._answers + signs(self._inner)
+    def signs_of_life(self) -> int:
+        """See `Store`. An attempt that ends without an answer of the server is no sign of life."""
+        return self._answers + self._inner.signs_of_life
 
     @property
     def is_waiting(self) -> bool:
-        """See `stores.base.is_waiting`. A pause between two attempts, or for the window, is no wait for the server."""
+        """See `Store`. A pause between two attempts, or for the window, is no wait for the server."""
         now = time.monotonic()
         return any(deadline <= now for deadline in self._deadlines.values())
 
@@ -94,9 +90,7 @@ class RetryingStore:
         return await self.call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into), moves)
 
     async def digest(self, key: str) -> tuple[int, str]:
-        """Digest an object of `inner`; see `stores.base.Digesting`."""
-        inner = digesting(self._inner)
-        return await self.call(f"digest {key}", LARGEST / self._slowest, lambda: inner.digest(key))
+        return await self.call(f"digest {key}", LARGEST / self._slowest, lambda: self._inner.digest(key))
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         return self.resumed(self._inner.scan, prefix, after)
@@ -131,8 +125,7 @@ class RetryingStore:
             return await self._within(doing, self._deadline_s, anext(listing, None))
 
     async def directories(self, prefix: str) -> list[str] | None:
-        """List a directory of `inner`; see `stores.base.directories`."""
-        return await self.call(f"scan {prefix or '/'}", 0.0, lambda: directories(self._inner, prefix))
+        return await self.call(f"scan {prefix or '/'}", 0.0, lambda: self._inner.directories(prefix))
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self.call(f"delete {len(keys)} keys", len(keys) * _PER_KEY_S, lambda: self._inner.delete(keys))
@@ -150,7 +143,7 @@ class RetryingStore:
         `moves` is the number of bytes that the call moves. An `inner` with `hides_progress` shows no sign of life while
         they move, so they get the time that `_SLOWEST` takes before the call counts as waiting.
         """
-        failed, moving_s = 0, moves / _SLOWEST if getattr(self._inner, "hides_progress", False) else 0.0
+        failed, moving_s = 0, moves / _SLOWEST if self._inner.hides_progress else 0.0
         while True:
             try:
                 # Waiting for the window does not count towards the attempt's deadline.

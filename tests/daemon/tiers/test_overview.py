@@ -19,7 +19,7 @@ from tierd.core.manifest import Chunk, File, Stored
 from tierd.core.manifest_codec import encode
 from tierd.daemon.tiers.overview import RunOverview, observe, overview
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, directories, listed_names
+from tierd.stores.base import Store, listed_names
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
 from tierd.stores.file_listing import list_directory
@@ -172,10 +172,10 @@ async def test_directories_are_the_names_that_a_listing_shows(tmp_path: Path, wr
     for one in (key, "a/pins/x", "b/pins/y", "README.md"):
         await store.put(one, b"x")
     for prefix in ("", "a/", "a/chunks/", "none/"):
-        assert set(await directories(store, prefix) or ()) == await listed_names(store, prefix)
-    hidden = await directories(store, key.rpartition("/")[0] + "/")
+        assert set(await store.directories(prefix) or ()) == await listed_names(store, prefix)
+    hidden = await store.directories(key.rpartition("/")[0] + "/")
     assert hidden == (None if wrap == "encrypted" else [key.rpartition("/")[2]])
-    assert await directories(MemoryStore(), "") is None
+    assert await MemoryStore().directories("") is None
 
 
 def test_the_command_shows_a_line_a_run_and_adds_the_spools_steps(tmp_path: Path, capsys, monkeypatch) -> None:

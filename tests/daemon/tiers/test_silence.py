@@ -27,7 +27,7 @@ from tierd.daemon.status import TierStatus, status
 from tierd.daemon.tiers.silence import Silence
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, is_waiting, signs
+from tierd.stores.base import Store
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
 from tierd.stores.limit import LimitedStore
@@ -194,12 +194,12 @@ def test_bytes_in_the_buffers_of_a_hung_server_are_no_sign_of_life() -> None:
 
         async def work() -> None:
             putting = asyncio.ensure_future(store.put("run/x", bytes(8 << 20)))
-            await until(lambda: is_waiting(store))
+            await until(lambda: store.is_waiting)
             await asyncio.sleep(0.5)
-            assert signs(store) == 0
+            assert store.signs_of_life == 0
             putting.cancel()
             await asyncio.gather(putting, return_exceptions=True)
-            assert not is_waiting(store)
+            assert not store.is_waiting
             await store.aclose()
 
         asyncio.run(work())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from faults.simulation.loop import ProcessLife
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
-from tierd.stores.base import Buffer, ObjectInfo, check_key, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, octets, room
 
 LATE = 60.0  # seconds after which a call whose answer was lost takes no effect any more
 
@@ -67,7 +67,7 @@ class Bucket:
             self.changed(key, old[0], None, who)
 
 
-class Line:
+class Line(Store):
     """One life's line to a bucket: a `Store`. `until`: it answers nothing but "slow down" before that time."""
 
     def __init__(

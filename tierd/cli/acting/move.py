@@ -20,6 +20,7 @@ from tierd.core.config import Config, from_urls
 from tierd.core.errors import CheckpointNotFound, ConfigError
 from tierd.core.ids import check_run
 from tierd.core.report import report
+from tierd.core.store_schemes import PLACES
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.daemon.intake.bucket import BucketOrigin, split_url
 from tierd.daemon.intake.importing import ImportedRun, import_units
@@ -66,9 +67,7 @@ class ImportResult(msgspec.Struct, frozen=True):
 
 
 def copy(
-    source: Annotated[
-        str, typer.Argument(metavar="FROM", help="The tier to read: file:///path, or a bucket: s3://, gs:// or az://.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="FROM", help=f"The tier to read: {PLACES}.")],
     target: Annotated[str, typer.Argument(metavar="TO", help="The tier to write.")],
     name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")],
     step: Annotated[

@@ -36,7 +36,7 @@ from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import open_plain
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import bad_chunks, read_chunk
-from tierd.stores.base import Store, weight
+from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
@@ -134,7 +134,7 @@ class CopyVerifier:
         run = part.checkpoint.run
         for link in chunk.chain():
             size = link.stored.size if link.stored else 0
-            async with self._throttled_read(size, weight(store, size)):
+            async with self._throttled_read(size, store.memory_for(size)):
                 try:
                     await surely(partial(get_stored, store, run, link))
                 except CorruptChunk as error:

@@ -32,7 +32,7 @@ from tierd.daemon.transfer.route import FlushProgress, TierUploadContext
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, is_authentic
+from tierd.stores.base import Store
 
 
 class TierFlushes:
@@ -138,7 +138,7 @@ class TierFlushes:
                     f"{disowning(defective.checkpoint.run, defective.checkpoint.attempt)}"
                 )
 
-        if not is_authentic(self._stores[tier]):
+        if not self._stores[tier].is_authentic:
             await self._check_plain(part, tier)
 
     async def _check_plain(self, part: PartId, tier: str) -> None:

@@ -17,7 +17,7 @@ from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import complete_world_sizes
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.transfer.concurrency import each, together
-from tierd.stores.base import Store, children, directories, listed_names
+from tierd.stores.base import Store, children, listed_names
 
 _MAX_READS = 8  # runs, and of each run manifests
 _MOST_TRIED = 16
@@ -142,7 +142,7 @@ async def check_key(store: Store, run: str) -> None:
 
 
 async def _names(store: Store, prefix: str) -> set[str]:
-    names = await directories(store, prefix)
+    names = await store.directories(prefix)
     return await listed_names(store, prefix) if names is None else set(names)
 
 

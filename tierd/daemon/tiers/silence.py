@@ -15,12 +15,12 @@ from datetime import UTC, datetime, timedelta
 
 from tierd.daemon.timings import DaemonTimings
 from tierd.events.journal import Journal
-from tierd.stores.base import Store, is_waiting, signs
+from tierd.stores.base import Store
 
 
 class _Tier:
     def __init__(self, store: Store) -> None:
-        self.store, self.signs = store, signs(store)
+        self.store, self.signs = store, store.signs_of_life
         self.silent_s = 0.0
         self.counted_at = 0.0  # wall clock, seconds
         self.reported = 0  # times `alert_s` has passed
@@ -52,11 +52,11 @@ class Silence:
         passed_s = min(now - self._checked_at, 2 * self._timings.listen_s)
         self._checked_at = now
         for name, tier in self._tiers.items():
-            count = signs(tier.store)
+            count = tier.store.signs_of_life
             if count != tier.signs:
                 tier.signs, tier.silent_s, tier.reported = count, 0.0, 0
                 self._journal.answered(name)
-            elif is_waiting(tier.store):
+            elif tier.store.is_waiting:
                 tier.silent_s += passed_s
                 tier.counted_at = time.time()
                 if tier.silent_s >= (tier.reported + 1) * self._timings.unanswered_alert_s:

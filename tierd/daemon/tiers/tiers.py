@@ -41,7 +41,7 @@ from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import together
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, asked_s, clear
+from tierd.stores.base import Store, clear
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.request_counts import CountedStore
 
@@ -96,9 +96,9 @@ class Tiers:
         """The reason that a tier gave last for refusing deletions; empty if it is not known to refuse them."""
         return self._guards[tier].refused if tier in self._guards else ""
 
-    def asked_s(self, tier: str) -> float:
+    def retry_after_s(self, tier: str) -> float:
         """For how many seconds more a tier gets no requests, because the tier asked for a pause."""
-        return asked_s(self._stores[tier]) if tier in self._stores else 0.0
+        return self._stores[tier].retry_after_s if tier in self._stores else 0.0
 
     @property
     def append_only(self) -> frozenset[str]:

@@ -20,7 +20,6 @@ from tierd.daemon.transfer.chunk_source import ChunkSource
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Hold
 from tierd.daemon.transfer.route import TierUploadContext
-from tierd.stores.base import digesting, digests, weight
 
 log = logging.getLogger("tierd.daemon")
 
@@ -47,7 +46,7 @@ class ChunkUpload:
         copies = max(
             self._source.copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._keys_by_digest else 1
         )
-        return max(copies * self.encoded.size, weight(self._route.store, self.encoded.size))
+        return max(copies * self.encoded.size, self._route.store.memory_for(self.encoded.size))
 
     async def send(self, hold: Hold) -> int:
         """Put the chunk, unless it is on the tier intact. Returns the number of bytes put.
@@ -60,7 +59,7 @@ class ChunkUpload:
             return 0
         async with self._source.read(self._where, self._file) as encoded:
             self.encoded, stored = encoded.chunk, encoded.stored
-            hold.keep(weight(self._route.store, stored.size))
+            hold.keep(self._route.store.memory_for(stored.size))
             key = f"{self._part.checkpoint.run}/{stored.key}"
             with self._route.throughput.link(self._route.tier).moving(stored.size):
                 checked = await self._route.store.put(key, encoded.data)
@@ -87,8 +86,8 @@ class ChunkUpload:
 
     async def _read_back(self, key: str, stored: Stored) -> None:
         async def read() -> None:
-            if digests(self._route.store):
-                check_digest(stored, *await digesting(self._route.store).digest(key), key)
+            if self._route.store.can_digest:
+                check_digest(stored, *await self._route.store.digest(key), key)
             else:
                 with self._route.encoding.buffers.hold(stored.size) as memory:
                     data = await get_object(self._route.store, key, stored, into=memory)

@@ -19,7 +19,7 @@ from tierd.core.manifest import Chunk, Content, Manifest, Where, is_patch
 from tierd.daemon.tiers.objects import get_object, get_recognized, read_manifest, surely
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
-from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, weight
+from tierd.stores.base import Buffer, ObjectInfo, Store, children
 
 # Seconds that a tier has for a manifest, all retries included, because another tier may have the whole part.
 _ELSEWHERE = 1000  # checkpoints whose keys are searched for a lost chunk, newest first
@@ -87,7 +87,7 @@ class Replicas:
         """
         distinct: list[Manifest] = []
         readable = (self._readable or self.manifests).items()
-        for _, manifest in sorted(readable, key=lambda item: not is_authentic(self.stores[item[0]])):
+        for _, manifest in sorted(readable, key=lambda item: not self.stores[item[0]].is_authentic):
             if not any(manifest.same_content(earlier) for earlier in distinct):
                 distinct.append(manifest)
         return distinct
@@ -112,7 +112,7 @@ class Replicas:
         if any(encoded and encoded.base for encoded in stored):
             return 3 * raw  # of the base and of the chunk, and the blocks that differ
         if stored and all(encoded and encoded.codec == RAW for encoded in stored):
-            return max(weight(store, raw) for store in self.stores.values())
+            return max(store.memory_for(raw) for store in self.stores.values())
         return raw + max([raw, *(encoded.size for encoded in stored if encoded)])
 
     async def chunk(

@@ -25,6 +25,7 @@ from tierd.core.urls import StoreUrl
 from tierd.stores.absence import confirmed
 from tierd.stores.base import PAGE, Buffer, ObjectInfo, check_key, check_size, keys_alone, ns_since_1970, octets, room
 from tierd.stores.cloud.answers import SOURCES, read, translated
+from tierd.stores.foreign import ForeignStore
 
 _CONNECT_TIMEOUT_S, _TIMEOUT_S = 10, 3600  # the latter is longer than any deadline of `RetryingStore`
 _PIECE = 1 << 20  # bytes of a body that arrive together
@@ -50,24 +51,32 @@ def _settle() -> None:
     time.sleep(max(0.0, _LastRequest.ended_at + _SETTLE_S - time.monotonic()))
 
 
-class CloudStore:
+class CloudStore(ForeignStore):
     """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call.
 
     Args:
         opening: makes obstore's store; tests give another.
     """
 
-    held = 2  # while an object is put there is a copy of it
-    hides_progress = True  # obstore does not say how much of a put it has sent
+    copies_in_memory = 2  # while an object is put there is a copy of it
 
     def __init__(self, url: StoreUrl, opening: Opening | None = None) -> None:
         self._url = url
         self._opening = opening or _open_store
         self._store: Any = None
-        self.signs = 0  # pieces of bodies that arrived; see `stores.base.signs`
+        self._pieces = 0  # of bodies that arrived
 
     def __repr__(self) -> str:
         return f"CloudStore({str(self._url)!r})"
+
+    @property
+    def hides_progress(self) -> bool:
+        """Always true, because obstore does not say how much of a put it has sent."""
+        return True
+
+    @property
+    def signs_of_life(self) -> int:
+        return self._pieces
 
     async def put(self, key: str, data: Buffer) -> str:
         name, copy = check_key(key), bytes(octets(data))
@@ -87,7 +96,6 @@ class CloudStore:
         return view
 
     async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
-        """Fill `into` from a listed object; see `stores.foreign`."""
         doing, ends = f"get {info.key!a}", (offset, offset + into.nbytes)
         async with self._confirmed(info.key, doing):
             try:
@@ -148,7 +156,7 @@ class CloudStore:
         """Fill `view` from the body of an answer, which is exactly as long."""
         count, size = 0, view.nbytes
         async for piece in answer.stream(min_chunk_size=_PIECE):
-            self.signs += 1
+            self._pieces += 1
             end = count + len(piece)
             if end > size:
                 raise StoreUnavailable(f"{doing}: more than {size} bytes came")

@@ -21,7 +21,7 @@ from typing import Any
 from aiobotocore.config import AioConfig
 from botocore import exceptions as botocore
 
-from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
 from tierd.stores.absence import confirmed
 from tierd.stores.base import (
@@ -35,6 +35,7 @@ from tierd.stores.base import (
     octets,
     room,
 )
+from tierd.stores.foreign import ForeignStore
 from tierd.stores.s3.answers import FOREIGN, STRANGER, said, silent, unanswered
 from tierd.stores.s3.checksum_probe import PROBE, ChecksumProbe
 from tierd.stores.s3.checksums import MD5
@@ -51,7 +52,7 @@ for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens
     logging.getLogger(_library).setLevel(logging.INFO)
 
 
-class S3Store:
+class S3Store(ForeignStore):
     """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call.
 
     Args:
@@ -60,7 +61,7 @@ class S3Store:
     """
 
     # Bytes/s; the transport itself gives up stalled transfers, so no deadline may cut off one that progresses.
-    slowest = SLOWEST
+    slowest_rate = SLOWEST
 
     def __init__(self, url: StoreUrl, limits: S3Limits = USUAL) -> None:
         self._url, self._limits = url, limits
@@ -79,8 +80,7 @@ class S3Store:
         self._closing = AsyncExitStack()
 
     @property
-    def signs(self) -> int:
-        """See `stores.base.signs`."""
+    def signs_of_life(self) -> int:
         return self._session.signs if isinstance(self._session, DirectSession) else 0
 
     @property
@@ -115,6 +115,19 @@ class S3Store:
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         async with confirmed(self.names, key), self.translated(f"get {key}"):
             return await self._get(check_key(key), f"get {key}", into)
+
+    async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
+        doing = f"get {info.key!a}"
+        ends = {"Range": f"bytes={offset}-{offset + into.nbytes - 1}", "IfMatch": f'"{info.token}"'}
+        async with confirmed(self.names, info.key), self.translated(doing):
+            try:
+                answer = await self._get(info.key, doing, into, **ends)
+            except botocore.ClientError as error:
+                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412:
+                    raise ObjectNotFound(f"{self._url}: {doing}: another object has its name now") from None
+                raise
+        if memoryview(answer).nbytes != into.nbytes:
+            raise StoreUnavailable(f"{self._url}: {doing}: the server sent another range than {ends['Range']}")
 
     async def _get(self, key: str, doing: str, into: memoryview | None, **options: str) -> Buffer:
         client = await self.connected()

@@ -141,7 +141,7 @@ class DirectSession:
 
     @property
     def signs(self) -> int:
-        """Signs of life so far, of exchanges in flight and ended; see `stores.base.signs`."""
+        """Signs of life so far, of exchanges in flight and ended; see `Store`."""
         return self._signs + sum(line.connection.signs for line in self._busy)
 
     async def send(self, request: Any) -> AioAWSResponse:
