@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierd.core.advice.save_interval import Costs, advise, choice, daly, goodput, optimum, young
-from tierd.core.advice.upload_backlog import backlog
+from tierd.core.advice.save_interval import Costs, advise, backlog, choice, daly, goodput, optimum, young
 from tierd.core.errors import ConfigError
 
 MINUTE, HOUR = 60.0, 3600.0
