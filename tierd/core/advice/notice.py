@@ -52,36 +52,31 @@ def fit(
     Args:
         notice_s: how long before its end the node says so.
         state_bytes: what one node saves.
-        blocked_s: what a save takes from training.
-        durable_s: from the call of `save` until it is durable in the spool.
+        blocked_s, durable_s: the times of a save, as in `Costs`.
         tier_rate: to the tier, of this node, bytes per second; None: no tier counts.
         step_s: one training step.
         drain_s: how long the daemon sends after the same notice ends it, too; None: it runs until the node ends.
     """
     due_s = min(KNOWN_S, notice_s) + 2 * step_s
     spooled_s = due_s + max(blocked_s, durable_s)
-    sending_s = None if tier_rate is None else state_bytes / tier_rate
-    on_tier_s = None if sending_s is None else spooled_s + sending_s
-    end_s = notice_s if drain_s is None or on_tier_s is None else min(notice_s, drain_s)
-    left_s = end_s - (spooled_s if on_tier_s is None else on_tier_s)
+    if tier_rate is None:
+        on_tier_s, safe_s, end_s = None, spooled_s, notice_s
+    else:
+        on_tier_s = safe_s = spooled_s + state_bytes / tier_rate
+        end_s = notice_s if drain_s is None else min(notice_s, drain_s)
     why = ""
-    if left_s < 0:
-        why = _why(notice_s, state_bytes, spooled_s, sending_s, drain_s)
-    return Fit(notice_s, due_s, spooled_s, on_tier_s, left_s, left_s >= 0, why)
-
-
-def _why(notice_s: float, state_bytes: float, spooled_s: float, sending_s: float | None, drain_s: float | None) -> str:
-    """Say what does not fit, and what would."""
     if spooled_s > notice_s:
-        return (
+        why = (
             f"the state is not even durable in the spool when the node ends, {spooled_s - notice_s:.3g} s too late: "
             "the checkpoint before it is the newest that is left"
         )
-    assert sending_s is not None
-    if drain_s is not None and drain_s < notice_s and spooled_s + sending_s <= notice_s:
-        return f"the daemon ends after drain = {drain_s:.3g} s: set drain to at least {spooled_s + sending_s:.0f} s"
-    rate = "" if spooled_s == notice_s else f"{state_bytes / (notice_s - spooled_s) / 1e9:.3g} GB/s to the tier, or "
-    return (
-        f"no tier has the state when the node ends, {spooled_s + sending_s - notice_s:.3g} s too late: {rate}a "
-        f"notice of {spooled_s + sending_s:.0f} s would do; else the last one on a tier is the newest that is left"
-    )
+    elif safe_s > notice_s:
+        sending_s = notice_s - spooled_s
+        faster = f"{state_bytes / sending_s / 1e9:.3g} GB/s to the tier, or " if sending_s else ""
+        why = (
+            f"no tier has the state when the node ends, {safe_s - notice_s:.3g} s too late: {faster}a "
+            f"notice of {safe_s:.0f} s would do; else the last one on a tier is the newest that is left"
+        )
+    elif safe_s > end_s:
+        why = f"the daemon ends after drain = {drain_s:.3g} s: set drain to at least {safe_s:.0f} s"
+    return Fit(notice_s, due_s, spooled_s, on_tier_s, end_s - safe_s, not why, why)

@@ -40,7 +40,7 @@ class Past:
     away_s: float
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class _Saved:
     attempt: str
     step: int
@@ -55,43 +55,46 @@ def past(inventory: Inventory, run: str) -> Past:
         CheckpointNotFound: the run has no checkpoint with a readable manifest.
         ConfigError: too few checkpoints are left to determine how often the run saved.
     """
-    saved = sorted(_saved(inventory, run))
+    saved = _saved(inventory, run)
     if not saved:
         raise CheckpointNotFound(f"run {run}: no checkpoint whose manifest can be read")
     pairs = [(a, b) for a, b in pairwise(saved) if a.attempt == b.attempt and b.created_s > a.created_s]
     if not pairs:
         raise ConfigError(f"run {run}: no launch has two checkpoints left, so nothing tells how often it saved")
     every_steps = min(b.step - a.step for a, b in pairs)
-    step = median((b.created_s - a.created_s) / (b.step - a.step) for a, b in pairs)
-    resumed = {attempt: origin for attempt, origin in inventory.origins(run).items() if origin is not None}
-    gaps = []
-    for attempt, origin in resumed.items():
-        last = [save.created_s for save in saved if save.attempt == origin.attempt]
-        if last:  # the time since that launch is last known to have trained
-            gaps.append(max(0.0, _begun_s(attempt) - max(last) - every_steps * step / 2))
-    first = min(_begun_s(attempt) for attempt in {saved[0].attempt, *inventory.origins(run)})
+    step_s = median((b.created_s - a.created_s) / (b.step - a.step) for a, b in pairs)
+    origins = inventory.origins(run)
+    newest_s = {save.attempt: save.created_s for save in saved}
+    resumed = {attempt: origin.attempt for attempt, origin in origins.items() if origin is not None}
+    away_s = [
+        max(0.0, _begun_s(attempt) - newest_s[before] - every_steps * step_s / 2)
+        for attempt, before in resumed.items()
+        if before in newest_s
+    ]
     return Past(
         run,
-        span_s=max(save.created_s for save in saved) - first,
+        span_s=max(newest_s.values()) - min(map(_begun_s, {saved[0].attempt, *origins})),
         failures=len(resumed),
         every_steps=every_steps,
-        step_s=step,
+        step_s=step_s,
         state_bytes=max(save.size for save in saved),
-        away_s=mean(gaps) if gaps else math.nan,
+        away_s=mean(away_s) if away_s else math.nan,
     )
 
 
-def _saved(inventory: Inventory, run: str) -> set[_Saved]:
-    by_checkpoint = {}
+def _saved(inventory: Inventory, run: str) -> list[_Saved]:
+    """The checkpoints of which some place shows all parts and a manifest, by launch and step."""
+    saved = {}
     for checkpoint, copies in inventory.copies(run).items():
         for copy in copies.values():
-            if copy.facts and (ranks := complete_world_sizes(copy.ranks)):
-                facts = list(copy.facts.values())
-                size = round(mean(part_facts.size for part_facts in facts) * max(ranks))
-                by_checkpoint[checkpoint] = _Saved(
-                    checkpoint.attempt, checkpoint.step, facts[0].created.timestamp(), size
+            facts, worlds = list(copy.facts.values()), complete_world_sizes(copy.ranks)
+            if facts and worlds:
+                size = round(mean(part.size for part in facts) * max(worlds))
+                created_s = facts[0].created.timestamp()
+                saved[checkpoint.attempt, checkpoint.step] = _Saved(
+                    checkpoint.attempt, checkpoint.step, created_s, size
                 )
-    return set(by_checkpoint.values())
+    return [saved[key] for key in sorted(saved)]
 
 
 def _begun_s(attempt: str) -> float:

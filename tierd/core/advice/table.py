@@ -1,13 +1,10 @@
-"""A table of intervals and tiers that compares saves with tierd to synchronous saves, with and without failures.
-
-The figures with failures are those of `core/advice/save_interval.py`. Without a failure rate the table has only the
-time that saves take.
-"""
+"""A table of intervals and tiers that compares saves with tierd to synchronous saves, with and without failures."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierd.core.advice.save_interval import Costs, choice
 
@@ -46,57 +43,38 @@ class TableRow:
     tierd: SaveMode
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The size of the state, the costs of saves and the rate of failures.
-
-    Attributes:
-        state_bytes: the size of one node's state.
-        blocked_s, durable_s: the times of a save with tierd, as in `Costs`.
-        sync_s: the time of a synchronous save, in seconds; None: as long as the tier takes to write the state.
-        restart_s: the time from a failure until training resumes, in seconds.
-        mtbf_s: the mean time between failures, in seconds; None: no failure rate was given.
-        node_loss: the share of failures that lose the spool, which only a tier survives.
-    """
-
-    state_bytes: int
-    blocked_s: float
-    durable_s: float
-    sync_s: float | None
-    restart_s: float
-    mtbf_s: float | None
-    node_loss: float
-
-
-def lines(job: Job, intervals: Sequence[tuple[float, int | None]], tiers: Mapping[str, float | None]) -> list[TableRow]:
+def lines(
+    costs: Costs,
+    state_bytes: int,
+    sync_s: float | None,
+    intervals: Sequence[tuple[float, int | None]],
+    tiers: Mapping[str, float | None],
+) -> list[TableRow]:
     """The rows of the table.
 
     Args:
-        job: the job.
+        costs: the costs with tierd; an infinite `mtbf_s` if no failure rate was given. `flush_s` is not used.
+        state_bytes: the size of one node's state.
+        sync_s: the time of a synchronous save, in seconds; None: as long as the tier takes to write the state.
         intervals: the training between saves in seconds, each with its number of steps.
         tiers: by name, the bytes per second of one node; None is the spool, whose speed follows from `durable_s`.
     """
-    return [
-        TableRow(interval, steps, name, *_ways(job, interval, bandwidth))
-        for interval, steps in intervals
-        for name, bandwidth in tiers.items()
-    ]
+    rows = []
+    for interval, steps in intervals:
+        for name, bandwidth in tiers.items():
+            one_level = replace(costs, flush_s=0.0, node_loss=0.0)
+            if bandwidth is None:
+                write_s, tierd = costs.durable_s - costs.blocked_s, one_level
+            else:
+                write_s = state_bytes / bandwidth
+                tierd = replace(costs, flush_s=write_s)
+            wait_s = max(1e-9, write_s if sync_s is None else sync_s)
+            sync = replace(one_level, blocked_s=wait_s, durable_s=wait_s)
+            rows.append(TableRow(interval, steps, name, _save_mode(interval, sync), _save_mode(interval, tierd)))
+    return rows
 
 
-def _ways(job: Job, interval: float, bandwidth: float | None) -> tuple[SaveMode, SaveMode]:
-    write = job.durable_s - job.blocked_s if bandwidth is None else job.state_bytes / bandwidth
-    sync = write if job.sync_s is None else job.sync_s
-    flush = 0.0 if bandwidth is None else write
-    return (
-        _save_mode(job, interval, max(sync, 1e-9), max(sync, 1e-9), 0.0),
-        _save_mode(job, interval, job.blocked_s, job.durable_s, flush),
-    )
-
-
-def _save_mode(job: Job, interval: float, blocked: float, durable: float, flush: float) -> SaveMode:
-    period = max(interval + blocked, durable)
-    goodput = None
-    if job.mtbf_s is not None:
-        share = job.node_loss if flush else 0.0
-        goodput = choice(interval, Costs(blocked, durable, job.restart_s, job.mtbf_s, flush, share)).goodput
+def _save_mode(interval: float, costs: Costs) -> SaveMode:
+    period = costs.period_s(interval)
+    goodput = choice(interval, costs).goodput if math.isfinite(costs.mtbf_s) else None
     return SaveMode(period - interval, interval / period, goodput)
