@@ -16,6 +16,7 @@ from tierd.cli.options import JsonOption, RunOption, SpoolOption
 from tierd.cli.tables import print_json, print_lines
 from tierd.cli.units import count, rate, time
 from tierd.core.advice.notice import Fit, fit
+from tierd.core.advice.run_history import Past
 from tierd.core.advice.save_interval import Advice, Costs, advise
 from tierd.core.advice.table import lines
 from tierd.core.errors import ConfigError
@@ -66,8 +67,7 @@ def advise_command(
     """
     history = past_of(from_run, spool, run)
     count("--nodes", nodes)
-    sync_s = given(time, "--sync", sync)
-    step_s = given(time, "--step-time", step_time)
+    sync_s, step_s = given(time, "--sync", sync), given(time, "--step-time", step_time)
     tier_rate = given(rate, "--tier-bandwidth", tier_bandwidth)
     restart_s = time("--restart", restart, zero=True)
     if history is not None:
@@ -83,25 +83,21 @@ def advise_command(
         return
     if drain is not None:
         raise ConfigError("--drain is for --notice: how long the daemon sends after it")
-    _check(every, step_s, tier_rate, node_loss, table, tier)
-    mtbf_s = mtbf_of(mtbf, nodes, history) or math.inf
+    if (tier_rate is None) != (node_loss is None) and not table:
+        raise ConfigError(
+            "--tier-bandwidth and --node-loss need each other: how fast to the tier, and how often it counts"
+        )
+    if node_loss is not None and not 0 < node_loss <= 1:
+        raise ConfigError(f"--node-loss {node_loss:g}: a share of all failures, more than 0 and at most 1")
+    if every is not None and count("--every", every) and step_s is None:
+        raise ConfigError("--every counts steps: say how long one takes with --step-time")
+    if tier and not table:
+        raise ConfigError("--tier is a row of the table: give --table as well")
+    mtbf_s = mtbf_of(mtbf, nodes, history, table)
     flush_s = state_bytes / tier_rate if tier_rate and node_loss else 0.0
     costs = Costs(blocked_s, durable_s, restart_s, mtbf_s, flush_s, node_loss or 0.0)
-    advice = sync_advice = rows = None
-    if mtbf_s < math.inf:
-        advice = advise(costs, step_s, every)
-        if sync_s is not None and sync_s != blocked_s:
-            sync_advice = advise(Costs(sync_s, sync_s, restart_s, mtbf_s), step_s, every)
-    elif not table:
-        raise ConfigError(
-            "--mtbf: say how often a failure stops the job, such as --mtbf 50d --nodes 32; what saving takes where "
-            "nothing fails, --table shows without it"
-        )
-    if table:
-        every_failure = replace(costs, node_loss=node_loss or 1.0)
-        intervals = _intervals(step_s, every, advice)
-        rows = tuple(lines(every_failure, state_bytes, sync_s, intervals, tiers_of(tier, tier_bandwidth)))
-    answer = AdviceReport(costs if advice else None, advice, sync_s, sync_advice, rows, history)
+    tiers = tiers_of(tier, tier_bandwidth) if table else None
+    answer = _answer(costs, step_s, every, sync_s, state_bytes, tiers, history)
     if plot is not None:
         draw(plot, answer)
     if json:
@@ -110,27 +106,24 @@ def advise_command(
         show(answer)
 
 
-def _check(
-    every: int | None,
+def _answer(
+    costs: Costs,
     step_s: float | None,
-    tier_rate: float | None,
-    node_loss: float | None,
-    table: bool,
-    tiers: list[str] | None,
-) -> None:
-    """Refuse options that need others, or that no model has."""
-    if (tier_rate is None) != (node_loss is None) and not table:
-        raise ConfigError(
-            "--tier-bandwidth and --node-loss need each other: how fast to the tier, and how often it counts"
-        )
-    if node_loss is not None and not 0 < node_loss <= 1:
-        raise ConfigError(f"--node-loss {node_loss:g}: a share of all failures, more than 0 and at most 1")
-    if every is not None:
-        count("--every", every)
-        if step_s is None:
-            raise ConfigError("--every counts steps: say how long one takes with --step-time")
-    if tiers and not table:
-        raise ConfigError("--tier is a row of the table: give --table as well")
+    every: int | None,
+    sync_s: float | None,
+    state_bytes: int,
+    tiers: dict[str, float | None] | None,
+    history: Past | None,
+) -> AdviceReport:
+    advice = sync_advice = table = None
+    if costs.mtbf_s < math.inf:
+        advice = advise(costs, step_s, every)
+        if sync_s is not None and sync_s != costs.blocked_s:
+            sync_advice = advise(Costs(sync_s, sync_s, costs.restart_s, costs.mtbf_s), step_s, every)
+    if tiers is not None:
+        costs_of_tiers = replace(costs, node_loss=costs.node_loss or 1.0)
+        table = tuple(lines(costs_of_tiers, state_bytes, sync_s, _intervals(step_s, every, advice), tiers))
+    return AdviceReport(costs if advice else None, advice, sync_s, sync_advice, table, history)
 
 
 def _intervals(step_s: float | None, every: int | None, advice: Advice | None) -> list[tuple[float, int | None]]:

@@ -105,13 +105,13 @@ def _show_advice(costs: Costs, advice: Advice, sync: Advice | None) -> None:
     cost, durable, mtbf = span(costs.blocked_s), span(costs.durable_s), span(costs.mtbf_s)
     later = f", on the tier {span(costs.flush_s)} later" if costs.node_loss else ""
     out.print(f"a failure every {mtbf}; a save takes {cost} from training and is durable after {durable}{later}")
-    rows: list[tuple[str, IntervalChoice | None]] = [("yours", advice.yours), ("recommended", best)]
-    rows += [(f"x {other.interval_s / best.interval_s:.2g}", other) for other in advice.others]
+    choices = [("yours", advice.yours), ("recommended", best)]
+    choices += [(f"x {other.interval_s / best.interval_s:.2g}", other) for other in advice.others]
     if sync is not None:
-        rows += [("sync", sync.recommended), ("sync, yours", sync.yours)]
-    shown = sorted((_row(name, choice) for name, choice in rows if choice), key=lambda row: row[0])
+        choices += [("sync", sync.recommended), ("sync, yours", sync.yours)]
+    rows = sorted(((name, choice) for name, choice in choices if choice), key=lambda row: row[1].interval_s)
     columns = ("", "INTERVAL", "STEPS", "GOODPUT", "SAVING", "REDOING", "RESTARTING", "A SAVE BLOCKS")
-    out.print(table(None, columns, [cells for _, cells in shown]))
+    out.print(table(None, columns, [_row(name, choice) for name, choice in rows]))
     out.print(f"Young 1974: {span(advice.young_s)}; Daly 2006: {span(advice.daly_s)}")
     if advice.bandwidth_bound:
         out.print(
@@ -122,11 +122,9 @@ def _show_advice(costs: Costs, advice: Advice, sync: Advice | None) -> None:
         out.print(f"sync: training waits for each save; at its own best, {gain:.2f} points less goodput")
 
 
-def _row(name: str, choice: IntervalChoice) -> tuple[float, list[str]]:
-    """Return a row of the table, and the interval by which rows are sorted."""
+def _row(name: str, choice: IntervalChoice) -> list[str]:
     shares = (f"{share:.2%}" for share in (choice.goodput, choice.saving, choice.redoing, choice.restarting))
-    cells = [name, span(choice.interval_s), str(choice.steps or ""), *shares, span(choice.blocked_s)]
-    return choice.interval_s, cells
+    return [name, span(choice.interval_s), str(choice.steps or ""), *shares, span(choice.blocked_s)]
 
 
 def draw(file: Path, answer: AdviceReport) -> None:

@@ -6,6 +6,7 @@ names the option.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -61,14 +62,20 @@ def past_of(from_run: tuple[str, str] | None, spool: Path | None, run: str | Non
         return past(inventory, run)
 
 
-def mtbf_of(mtbf: str | None, nodes: int, history: Past | None) -> float | None:
+def mtbf_of(mtbf: str | None, nodes: int, history: Past | None, table: bool) -> float:
+    """Return the time between failures of the job; infinite for a table without failures."""
     if mtbf is not None:
         return time("--mtbf", mtbf) / nodes
-    if history is None:
-        return None
-    if not history.failures:
+    if history is not None:
+        if history.failures:
+            return history.span_s / history.failures
         raise ConfigError(f"run {history.run}: no launch resumed, so no failure is known; say how often with --mtbf")
-    return history.span_s / history.failures
+    if table:
+        return math.inf
+    raise ConfigError(
+        "--mtbf: say how often a failure stops the job, such as --mtbf 50d --nodes 32; what saving takes where "
+        "nothing fails, --table shows without it"
+    )
 
 
 def tiers_of(tiers: list[str] | None, bandwidth: str | None) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ remaining ones do not show.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
@@ -40,14 +41,6 @@ class Past:
     away_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    attempt: str
-    step: int
-    created_s: float
-    size: int
-
-
 def past(inventory: Inventory, run: str) -> Past:
     """The history of `run`, as far as places show it.
 
@@ -55,16 +48,28 @@ def past(inventory: Inventory, run: str) -> Past:
         CheckpointNotFound: the run has no checkpoint with a readable manifest.
         ConfigError: too few checkpoints are left to determine how often the run saved.
     """
-    saved = _saved(inventory, run)
-    if not saved:
+    created_s = defaultdict[str, dict[int, float]](dict)  # by launch and step
+    state_bytes = 0
+    for checkpoint, copies in inventory.copies(run).items():
+        for copy in copies.values():
+            facts, world_sizes = list(copy.facts.values()), complete_world_sizes(copy.ranks)
+            if facts and world_sizes:
+                created_s[checkpoint.attempt][checkpoint.step] = facts[0].created.timestamp()
+                state_bytes = max(state_bytes, round(mean(part.size for part in facts) * max(world_sizes)))
+    if not created_s:
         raise CheckpointNotFound(f"run {run}: no checkpoint whose manifest can be read")
-    pairs = [(a, b) for a, b in pairwise(saved) if a.attempt == b.attempt and b.created_s > a.created_s]
-    if not pairs:
+    gaps = [
+        (following - step, times[following] - times[step])
+        for times in created_s.values()
+        for step, following in pairwise(sorted(times))
+        if times[following] > times[step]
+    ]
+    if not gaps:
         raise ConfigError(f"run {run}: no launch has two checkpoints left, so nothing tells how often it saved")
-    every_steps = min(b.step - a.step for a, b in pairs)
-    step_s = median((b.created_s - a.created_s) / (b.step - a.step) for a, b in pairs)
+    every_steps = min(steps for steps, _ in gaps)
+    step_s = median(gap_s / steps for steps, gap_s in gaps)
+    newest_s = {attempt: max(times.values()) for attempt, times in created_s.items()}
     origins = inventory.origins(run)
-    newest_s = {save.attempt: save.created_s for save in saved}
     resumed = {attempt: origin.attempt for attempt, origin in origins.items() if origin is not None}
     away_s = [
         max(0.0, _begun_s(attempt) - newest_s[before] - every_steps * step_s / 2)
@@ -73,28 +78,13 @@ def past(inventory: Inventory, run: str) -> Past:
     ]
     return Past(
         run,
-        span_s=max(newest_s.values()) - min(map(_begun_s, {saved[0].attempt, *origins})),
+        span_s=max(newest_s.values()) - _begun_s(min([*created_s, *origins])),
         failures=len(resumed),
         every_steps=every_steps,
         step_s=step_s,
-        state_bytes=max(save.size for save in saved),
+        state_bytes=state_bytes,
         away_s=mean(away_s) if away_s else math.nan,
     )
-
-
-def _saved(inventory: Inventory, run: str) -> list[_Saved]:
-    """The checkpoints of which some place shows all parts and a manifest, by launch and step."""
-    saved = {}
-    for checkpoint, copies in inventory.copies(run).items():
-        for copy in copies.values():
-            facts, worlds = list(copy.facts.values()), complete_world_sizes(copy.ranks)
-            if facts and worlds:
-                size = round(mean(part.size for part in facts) * max(worlds))
-                created_s = facts[0].created.timestamp()
-                saved[checkpoint.attempt, checkpoint.step] = _Saved(
-                    checkpoint.attempt, checkpoint.step, created_s, size
-                )
-    return [saved[key] for key in sorted(saved)]
 
 
 def _begun_s(attempt: str) -> float:
