@@ -52,7 +52,6 @@ _GRIDS = (400, *(12 * [16]))  # intervals to try between two bounds, then betwee
 _COPIES = 1000  # terms of the second level's sum; later terms are replaced by their mean
 _NOTHING = 1e-4  # goodput below which no interval is recommended
 _LIVES = 6000  # simulated lives of a job, where a life is the time between two failures
-_RESTARTS = 50  # failed restarts in a row; a copy that has not ended after so many hardly ever ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,28 +173,29 @@ def backlog(interval: float, period: float, costs: Costs) -> float:
     """The loss of goodput compared with a tier that has caught up at each start of training.
 
     Each simulated life is compared with the same life on a tier that had caught up. Only the difference counts; it is
-    small, so its error is smaller still. Within a life, time is counted in periods from the first durable save.
+    small, so its error is smaller still. Every restart takes the mean time, because its variance changes the loss by
+    less than that error. Within a life, time is counted in periods from the first durable save.
     """
     if not costs.node_loss or costs.flush_s <= costs.restart_s:
         return 0.0
     chance = _numbers()
+    mtbf = costs.mtbf_s / period
+    restart = mtbf * math.expm1(min(700.0, costs.restart_s / costs.mtbf_s))
     flush = max(costs.flush_s / period, 1e-9)  # a shorter copy makes no difference, but its quotients overflow
-    before_first = (interval + costs.durable_s) / period
-    caught_up = tier = _Tier(0, 0, -before_first)
-    lag = 0.0
+    start = -(interval + costs.durable_s) / period
+    caught_up = tier = _Tier(0, 0, start)
+    lag = 0
     for _ in range(_LIVES):
-        end = -costs.mtbf_s / period * math.log(next(chance)) - before_first
+        end = start - mtbf * math.log(next(chance))
         tier = tier.at_rest(min(end, 0.0), 0, flush).in_training(end, flush)
         lag += caught_up.in_training(end, flush).newest - tier.newest
-        resumes = end + _restarting_s(costs, chance) / period
         if next(chance) < costs.node_loss:
             tier = caught_up
         else:
-            saves = _saves(end)
+            saves, resumes = _saves(end), end + restart
             tier = tier.at_rest(resumes, saves, flush)
-            tier = _Tier(tier.newest - saves, tier.copying - saves, tier.free - resumes - before_first)
-    life_s = costs.mtbf_s * math.exp(min(700.0, costs.restart_s / costs.mtbf_s))
-    return costs.node_loss * interval * lag / _LIVES / life_s
+            tier = _Tier(tier.newest - saves, tier.copying - saves, start + tier.free - resumes)
+    return costs.node_loss * interval / period * (lag / _LIVES) / (mtbf + restart)
 
 
 class _Tier(NamedTuple):
@@ -237,17 +237,6 @@ class _Tier(NamedTuple):
 def _saves(time: float) -> int:
     """The number of saves that are durable at `time`."""
     return max(0, math.floor(time) + 1)
-
-
-def _restarting_s(costs: Costs, chance: Iterator[float]) -> float:
-    """The time of a restart, and of those before it that failed."""
-    failed_s = 0.0
-    for _ in range(_RESTARTS):
-        life_s = -costs.mtbf_s * math.log(next(chance))
-        if life_s >= costs.restart_s:
-            break
-        failed_s += life_s
-    return failed_s + costs.restart_s
 
 
 def _numbers() -> Iterator[float]:
