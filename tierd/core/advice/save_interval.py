@@ -166,6 +166,7 @@ def _copied(period: float, costs: Costs, smooth: bool) -> float:
     ratio = flush / period
     copies = 1 if smooth else min(_COPIES, math.ceil(50 * mtbf / flush))  # e^-50 is negligible
     exact = fails * math.fsum((math.floor(copy * ratio) + 1) * survives ** (copy + 1) for copy in range(copies))
+    # The later terms, with 1/2 for the mean of the fraction that the floor removes.
     return exact + survives ** (copies + 1) * (copies * ratio + 0.5 + ratio * survives / fails)
 
 
