@@ -41,16 +41,12 @@ class ExaminationScope:
 async def examine(examined: ExaminationScope) -> list[Finding]:
     """Try everything, and return the findings in the order of the places. Takes about 45 s if everything hangs."""
     state = await _state(examined.spool, examined.group_s)
-    size = state.size if state else None
-    groups = [_tier(subject, size, examined.group_s) for subject in examined.tiers]
+    groups = [_tier(subject, state.size if state else None, examined.group_s) for subject in examined.tiers]
     (findings, failures), tiers = await asyncio.gather(_node(examined, state), asyncio.gather(*groups))
     shared = await _shared(examined.tiers)
     for of, group in zip(examined.tiers, tiers, strict=True):
-        findings += [
-            *group,
-            *_view(of, group, failures),
-            *(shared_finding for shared_finding in shared if shared_finding.place == of.place),
-        ]
+        findings += [*group, *_view(of, group, failures)]
+        findings += [shared_finding for shared_finding in shared if shared_finding.place == of.place]
     return findings
 
 
@@ -66,13 +62,13 @@ async def _shared(tiers: Sequence[Subject]) -> list[Finding]:
     return [finding(of.place, "own place", "no other tier is there") for of in tiers if of.place not in silent]
 
 
-def _view(of: Subject, findings: Sequence[Finding], failures: Mapping[str, str]) -> Iterable[Finding]:
+def _view(of: Subject, findings: Sequence[Finding], failures: Mapping[str, str]) -> list[Finding]:
     """Compare the operations with what the daemon says of the same tier, if both were tried."""
-    works = judge.works(findings)
-    if works is not None and str(of.url) in failures:
-        difference = judge.view(of.place, works, failures[str(of.url)])
-        return [difference] if difference else []
-    return []
+    works, url = judge.works(findings), str(of.url)
+    if works is None or url not in failures:
+        return []
+    difference = judge.view(of.place, works, failures[url])
+    return [difference] if difference else []
 
 
 async def _state(root: Path | None, group_s: float) -> StateSize | None:
@@ -89,30 +85,26 @@ async def _node(examined: ExaminationScope, state: StateSize | None) -> tuple[li
     """Examine the spool, then this machine, then the service manager; each may need an answer of the one before.
 
     Returns:
-        The findings, and what the daemon says of each tier: see `service.Asked.failures`.
+        The findings, and what the daemon says of each tier: see `service.DaemonAnswer.failures`.
     """
-    findings: list[Finding] = []
-    failures: Mapping[str, str] = {}
-    group_s = examined.group_s
-    if examined.spool is not None:
-        root = examined.spool
-        size = state.size if state else None
-        findings += await _call_check(
-            "spool", lambda: disk.examine(root, examined.keep_last, state), group_s, hung="spool silent"
-        )
-        findings += await _call_check("memory", lambda: machine.examine(size), group_s)
-        try:
-            answer = await in_thread(lambda: service.daemon(root), group_s / 3)
-        except TimeoutError:
-            answer = service.DaemonAnswer(_hung_finding(NODE, "daemon", group_s / 3))
-        except OSError as error:  # the spool's own checks say what is wrong
-            answer = service.DaemonAnswer(finding(NODE, "not answered", str(error.strerror), "daemon"))
-        findings.append(answer.finding)
-        failures = answer.failures
-        findings += await _call_check(
-            "stop timeout", lambda: service.endings(answer.pid, examined.drain_s), group_s, SYSTEM
-        )
-    return findings, failures
+    root, group_s = examined.spool, examined.group_s
+    if root is None:
+        return [], {}
+    findings = await _call_check(
+        "spool", lambda: disk.examine(root, examined.keep_last, state), group_s, hung="spool silent"
+    )
+    findings += await _call_check("memory", lambda: machine.examine(state.size if state else None), group_s)
+    try:
+        answer = await in_thread(lambda: service.daemon(root), group_s / 3)
+    except TimeoutError:
+        answer = service.DaemonAnswer(_hung_finding(NODE, "daemon", group_s / 3))
+    except OSError as error:  # the spool's own checks say what is wrong
+        answer = service.DaemonAnswer(finding(NODE, "not answered", str(error.strerror), "daemon"))
+    findings.append(answer.finding)
+    findings += await _call_check(
+        "stop timeout", lambda: service.endings(answer.pid, examined.drain_s), group_s, SYSTEM
+    )
+    return findings, answer.failures
 
 
 async def _call_check(

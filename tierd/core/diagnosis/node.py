@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierd.core.diagnosis.findings import NODE, Finding, finding, in_units
@@ -162,10 +162,6 @@ def limits(soft_limits: Mapping[str, int | None]) -> Finding:
     text = ", ".join(f"{name} {'unlimited' if limit is None else limit}" for name, limit in soft_limits.items())
     if soft_limits.get("file size") is not None:
         return finding(NODE, "file size limit", text)
-    return finding(NODE, "low limits" if any(_low(soft_limits)) else "limits", text)
-
-
-def _low(soft_limits: Mapping[str, int | None]) -> Iterator[bool]:
     minimums = {"files": _FILES, "threads": _THREADS, "address space": 64 << 30}
-    for name, limit in soft_limits.items():
-        yield limit is not None and limit < minimums.get(name, 0)
+    low = any(limit is not None and limit < minimums.get(name, 0) for name, limit in soft_limits.items())
+    return finding(NODE, "low limits" if low else "limits", text)

@@ -57,12 +57,10 @@ def view(place: str, works: bool, failure: str) -> Finding | None:
     Returns:
         None if both fail, because the operations say why.
     """
+    if works and failure:
+        return finding(place, "only here", f"the daemon: {failure}")
     if works:
-        return (
-            finding(place, "only here", f"the daemon: {failure}")
-            if failure
-            else finding(place, "same view", "it works")
-        )
+        return finding(place, "same view", "it works")
     return None if failure else finding(place, "only the daemon", "the daemon reached it at its last listing")
 
 
