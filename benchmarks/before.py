@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from tierd.bench import procfs
-from tierd.bench.drive import ArmWorker, steps_for
+from tierd.bench import process_counters
+from tierd.bench.interleaved_run import WorkerProcess, steps_for
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("tierd", "tierd-overlapped")
@@ -39,18 +39,18 @@ def measure(checkouts: dict[str, Path], gigabytes: float, rounds: int, room: Pat
                 os.environ["PYTHONPATH"] = str(path)  # the process is started elsewhere, so this decides
                 which = f"{name} {arm}"
                 (room / name).mkdir(exist_ok=True)
-                lanes[which] = ArmWorker(arm, gigabytes, room / name)
-                facts, _ = lanes[which].ask("base", steps=steps)
+                lanes[which] = WorkerProcess(arm, gigabytes, room / name)
+                facts, _ = lanes[which].request("base", steps=steps)
                 steps = steps or steps_for(gigabytes, facts["step_s"])
-                lanes[which].ask("start")
+                lanes[which].request("start")
                 found[which] = {}
         for number in range(rounds):
             print(f"{gigabytes:g} GB: round {number + 1} of {rounds}", flush=True)
             for which in sorted(lanes, reverse=bool(number % 2)):
-                samples, _ = lanes[which].ask("round", steps=steps)
+                samples, _ = lanes[which].request("round", steps=steps)
                 for figure, value in samples.items():
                     found[which].setdefault(figure, []).append(value)
-                procfs.sync_filesystem(room)
+                process_counters.sync_filesystem(room)
     finally:
         for lane in lanes.values():
             lane.close()

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tierd.bench.growth.checkpoints import on_tier, part
+from tierd.bench.growth.checkpoint_counts import make_part, put_on_tier
 
 SAMPLES = 5
 
@@ -28,7 +28,7 @@ def fill(tier: Path, runs: int, checkpoints: int, ranks: int) -> None:
     for run in range(runs):
         for step in range(checkpoints):
             for rank in range(ranks):
-                on_tier(tier, part(step, f"run-{run:04}", rank, ranks))
+                put_on_tier(tier, make_part(step, f"run-{run:04}", rank, ranks))
 
 
 def measured(command: list[str]) -> dict[str, float]:

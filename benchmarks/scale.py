@@ -25,17 +25,17 @@ import zstandard
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, Stored
+from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, StoredChunk
 from tierd.core.manifest_codec import encode
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.planning.plan import plan
-from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.core.run_report import make_report
 from tierd.core.timeline.candidates import restore_candidates
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.stores.memory import MemoryStore
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.stores.memory_store import MemoryStore
 
 RUN, LOCAL, FEW, LAUNCH = "run", 8, 3, 100  # ranks of a node; checkpoints in its spool; checkpoints of an attempt
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -57,7 +57,7 @@ def manifest(part: PartId, size: int) -> Manifest:
         raw, stored = noise[64 * number :][:32], noise[64 * number + 32 :][:32]
         key = f"chunks/{part.checkpoint.name}/{part.rank:05}/{raw}.zst"
         held = min(left, CHUNK_SIZE)
-        lies = Stored(codec="zst", size=int(held * 0.84), xxh3_128=stored, key=key, checked="crc64nvme")
+        lies = StoredChunk(codec="zst", size=int(held * 0.84), xxh3_128=stored, key=key, checked="crc64nvme")
         chunks.append(Chunk(size=held, xxh3_128=raw, stored=lies))
     return Manifest(
         version=VERSION,
@@ -135,7 +135,7 @@ def measured(ranks: int, checkpoints: int) -> dict[str, object]:
                 "spool": name,
                 "policy": kept,
                 "plan_s": best(plan, world, config(policy), {}, 0.0),
-                "report_s": best(report, world, config(policy)),
+                "report_s": best(make_report, world, config(policy)),
                 "candidates_s": best(restore_candidates, world, RUN),
             }
             for name, world in spools.items()

@@ -27,16 +27,16 @@ from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import VERSION, Manifest
 from tierd.core.manifest_codec import decode
+from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import ReferenceCopy, flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 TIERS = ("first", "second")
 FILES = 37  # chunks of a part

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tierd
 import tierd.dcp
-from tierd.bench.procfs import Machine, machine
+from tierd.bench.process_counters import Machine, describe_machine
 
 Waits = Callable[[], None]
 ABOUT = {
@@ -245,7 +245,7 @@ def main() -> None:
         "rounds": args.rounds,
         "steps": args.steps,
         "bytes": 3 * 4 * LAYERS * (args.width * args.width + args.width),
-        "machine": machine(args.dir, 1, {"torch": str(torch.__version__)}),
+        "machine": describe_machine(args.dir, 1, {"torch": str(torch.__version__)}),
         "samples": samples,
     }
     print(page(result))

@@ -1,4 +1,4 @@
-"""What bounded sharing costs: the figures behind the two constants of `tierd/core/planning/sharing.py`.
+"""What bounded sharing costs: the figures behind the two constants of `tierd/core/planning/flush_order.py`.
 
     python -m benchmarks.sharing                   tables in Markdown; no bytes of a state are made
 
@@ -16,9 +16,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tierd.core.chunking import cut
+from tierd.core.chunking import content_chunk_sizes
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning import sharing
+from tierd.core.planning import flush_order
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.place import Place
 from tierd.state.tensor_file import plan_layout
@@ -57,17 +57,17 @@ def chunks(shapes: Iterator[tuple[str, tuple[int, ...]]], dtype: torch.dtype, ti
         for copy in range(times)
     }
     layout = plan_layout(tensors)
-    return cut(lambda offset, length: layout.header[offset : offset + length], layout.size)
+    return content_chunk_sizes(lambda offset, length: layout.header[offset : offset + length], layout.size)
 
 
 def sent(bound: float, keep: int) -> int:
     """How often the frozen bytes are sent in 100 checkpoints of which each shares with the one before."""
     times, owner = 0, None
     there: dict[PartId, ManifestFacts | None] = {}
-    with mock.patch.object(sharing, "MOST_SHARERS", bound):
+    with mock.patch.object(flush_order, "MOST_SHARERS", bound):
         for step in range(_CHECKPOINTS):
             part = PartId(CheckpointId("run", "0" * 12 + "-" + "0" * 8, step), 0, 1)
-            if owner is None or owner in sharing.worn(Place.of(there), part):
+            if owner is None or owner in flush_order.overshared(Place.of(there), part):
                 owner, times = part.checkpoint, times + 1
             bases = frozenset({owner} - {part.checkpoint})
             there[part] = ManifestFacts(datetime.now(UTC), {}, None, 0, 0, bases)

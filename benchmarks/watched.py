@@ -52,8 +52,8 @@ TIERD = [sys.executable, "-c", "import sys; from tierd.cli import run; sys.exit(
 WATCH = """
 import dataclasses, functools, os, sys
 from tierd.cli import run
-from tierd.core.planning import flush_window
-from tierd.daemon import timings
+from tierd.core.planning import background_schedule
+from tierd.daemon import daemon_timings
 from tierd.daemon.intake import intake, unit_watch
 flush_window._FEWEST = int(os.environ["SPREAD"])
 quick = dataclasses.replace(timings.USUAL, watch_s=0.05)

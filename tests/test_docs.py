@@ -16,7 +16,7 @@ from faults.page import RESULTS, put, refused, tables
 import tierd
 from tierd.core import event_kinds
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, from_toml
-from tierd.core.event_kinds import MORE, Event
+from tierd.core.event_kinds import MORE_EVENTS, Event
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tools import reference
 
@@ -110,7 +110,7 @@ def test_every_option_that_a_page_names_exists() -> None:
 
 def test_the_example_configuration_is_valid() -> None:
     text = (ROOT / "systemd" / "tierd.toml").read_text()
-    assert from_toml(text, "tierd.toml").named("s3").retention.keep_best == Best(metric="val_loss", count=2)
+    assert from_toml(text, "tierd.toml").tier_named("s3").retention.keep_best == Best(metric="val_loss", count=2)
     assert set(tomllib.loads(text)) <= set(Config.__struct_fields__)
 
 
@@ -124,7 +124,7 @@ def test_no_event_is_sent_that_is_not_listed() -> None:
     sent = set()
     for path in (ROOT / "tierd").rglob("*.py"):
         sent |= set(re.findall(r"\b(?:record|_record_alert)\(\s*\"([^\"]+)\"", path.read_text()))
-    assert sent | {MORE} == set(event_kinds.KINDS)
+    assert sent | {MORE_EVENTS} == set(event_kinds.EVENT_KINDS)
 
 
 def test_relative_links_lead_somewhere() -> None:

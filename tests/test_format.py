@@ -16,22 +16,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tierd.codec import codec
+from tierd.codec import chunk_codec
 from tierd.core import manifest as manifest_module
-from tierd.core import seal as seal_module
+from tierd.core import manifest_codec as seal_module
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, chunk_sizes
-from tierd.core.manifest_codec import EncryptedManifest, decode, encode
+from tierd.core.manifest import Chunk, File, Manifest, Origin, StoredChunk, chunk_sizes
+from tierd.core.manifest_codec import EncryptedManifest, decode, encode, seal
 from tierd.core.planning.copies import ManifestFacts
-from tierd.core.seal import seal
-from tierd.core.timeline.head import LaunchRecord, successor
-from tierd.core.timeline.head import encode as encode_head
-from tierd.daemon.transfer.fetch import fetch
+from tierd.core.timeline.launch_chain import LaunchRecord, successor_head
+from tierd.core.timeline.launch_chain import encode_head as encode_head
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool import file_io
 from tierd.spool.spool import Spool
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.file import FileStore
-from tierd.stores.keys import Key
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.file_store import FileStore
 
 HERE = Path(__file__).parent / "format"
 V1 = HERE / "v1"
@@ -62,7 +61,7 @@ def restored(part: PartId) -> dict[str, bytes]:
     run = TIER / part.checkpoint.run
     return {
         file.path: b"".join(
-            bytes(codec.decode(chunk, (run / chunk.stored.key).read_bytes(), "v1")) for chunk in file.chunks
+            bytes(chunk_codec.decode(chunk, (run / chunk.stored.key).read_bytes(), "v1")) for chunk in file.chunks
         )
         for file in fixture_manifest(part).files
     }
@@ -106,7 +105,7 @@ def test_a_spool_of_version_1_is_read_and_verified(tmp_path):
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_state_of_version_1_is_restored(part):
     torch = pytest.importorskip("torch")
-    from tierd.state.flatten import unflatten
+    from tierd.state.state_loading import unflatten
 
     files = restored(part)
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
@@ -140,7 +139,7 @@ def test_the_objects_of_the_codec_planes_are_read_and_verified():
     for file in found.files:
         (chunk,) = file.chunks
         data = (PLANES / "demo" / chunk.stored.key).read_bytes()
-        assert codec.decode(chunk, data, "v1") == expected[file.path], file.path
+        assert chunk_codec.decode(chunk, data, "v1") == expected[file.path], file.path
 
 
 async def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path):
@@ -158,7 +157,7 @@ def test_packed_runs_are_read():
     pytest.importorskip("torch")
     from support.exact import described
 
-    from tierd.state.flatten import unflatten
+    from tierd.state.state_loading import unflatten
 
     files, expected = tree(VALUES), _maker("make_v1_values").state()
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
@@ -168,8 +167,8 @@ def test_packed_runs_are_read():
 
 def test_plain_objects_are_read():
     pytest.importorskip("torch")
-    from tierd.state.flatten import flatten, unflatten
-    from tierd.state.kinds.random_states import SavedRandom
+    from tierd.state.kinds.random_generators import SavedRandom
+    from tierd.state.state_loading import flatten, unflatten
 
     files, expected = tree(OBJECTS), _maker("make_v1_objects").state()
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
@@ -179,7 +178,7 @@ def test_plain_objects_are_read():
     assert found == expected
     assert found["datetime"].fold == 1
     assert all(type(one) is SavedRandom for one in generators.values())
-    made = {name: saved.made() for name, saved in generators.items()}
+    made = {name: saved.rebuild() for name, saved in generators.items()}
     assert flatten(made).tree == flatten(live).tree
     assert [one.random() for one in made.values()] == [one.random() for one in live.values()]
     assert files == _maker("make_v1_objects").files()
@@ -187,11 +186,11 @@ def test_plain_objects_are_read():
 
 def test_wrapper_subclasses_are_read():
     torch = pytest.importorskip("torch")
-    from tierd.state.flatten import flatten, unflatten
+    from tierd.state.state_loading import flatten, unflatten
 
     files, expected = tree(WRAPPERS), _maker("make_v1_wrappers").state()
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
-    weight, (nested,) = found["weight"].made(), (one.made() for one in found["nested"])
+    weight, (nested,) = found["weight"].rebuild(), (one.rebuild() for one in found["nested"])
     assert flatten({"weight": weight, "nested": [nested]}).tree == files["state.json"]
     assert torch.equal(weight.b, expected["weight"].b)
     assert torch.equal(nested.b.b, expected["nested"][0].b.b)
@@ -232,7 +231,7 @@ def _maker(name="make_v1"):
 def test_the_same_input_is_still_written_as_the_same_bytes(tmp_path, monkeypatch):
     """A zstd chunk may be packed otherwise by another libzstd: there the raw bytes count, and what its manifest says of
     the packed ones is put aside before manifests are compared. Where files are cut is free, and here as it was then."""
-    monkeypatch.setattr(file_io, "cut", lambda read, size, limit: chunk_sizes(size, limit))
+    monkeypatch.setattr(file_io, "content_chunk_sizes", lambda read, size, limit: chunk_sizes(size, limit))
     _maker().build(tmp_path, lambda step: restored(PARTS[step == 200]))
     old, new = tree(V1), tree(tmp_path)
     assert sorted(new) == sorted(old)
@@ -390,7 +389,7 @@ def test_documented_program_follows_the_timeline_of_a_head(by_hand, tmp_path):
     came = {first.checkpoint.attempt: LaunchRecord(resumed_from=None, newest=first.checkpoint.step)}
     origin = Origin(step=first.checkpoint.step, attempt=first.checkpoint.attempt)
     assert later > second.checkpoint.attempt > first.checkpoint.attempt
-    head = successor((), "demo", "0123abcd", came | {later: LaunchRecord(resumed_from=origin, newest=3)}, "")
+    head = successor_head((), "demo", "0123abcd", came | {later: LaunchRecord(resumed_from=origin, newest=3)}, "")
     path = tier / "demo/timeline/0123abcd.json"
     path.parent.mkdir()
     path.write_bytes(encode_head(head))
@@ -439,7 +438,7 @@ async def test_documented_program_decrypts_heads_and_quarantined_manifests(tmp_p
     objects = {"demo/timeline/0123abcd.json": b"a head", f"demo/quarantine/{B.name}/00000-of-00001.json": b"a manifest"}
     secret = _maker("make_v1_encrypted").SECRET
     (tmp_path / "tier").mkdir()
-    store = EncryptedStore(FileStore(tmp_path / "tier"), Key(secret))
+    store = EncryptedStore(FileStore(tmp_path / "tier"), EncryptionKey(secret))
     for key, data in objects.items():
         await store.put(key, data)
     await store.aclose()
@@ -477,12 +476,12 @@ def test_the_documented_program_refuses_another_key_a_flip_and_a_swap(tmp_path):
 
 
 def test_an_encrypted_tier_is_read_by_todays_code():
-    from tierd.stores.encrypted import EncryptedStore
-    from tierd.stores.file import FileStore
-    from tierd.stores.keys import Key
+    from tierd.stores.encrypted_store import EncryptedStore
+    from tierd.stores.encryption_keys import EncryptionKey
+    from tierd.stores.file_store import FileStore
 
     async def work():
-        store = EncryptedStore(FileStore(ENCRYPTED), Key(_maker("make_v1_encrypted").SECRET))
+        store = EncryptedStore(FileStore(ENCRYPTED), EncryptionKey(_maker("make_v1_encrypted").SECRET))
         return {info.key: (info.size, bytes(await store.get(info.key))) async for info in store.scan("")}
 
     assert asyncio.run(work()) == {name: (len(data), data) for name, data in tree(TIER).items()}
@@ -491,7 +490,7 @@ def test_an_encrypted_tier_is_read_by_todays_code():
 # -- FORMAT.md says what the code does --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Manifest, File, Chunk, Stored, Origin], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Manifest, File, Chunk, StoredChunk, Origin], ids=lambda kind: kind.__name__)
 def test_every_member_is_in_the_tables(kind):
     for field in msgspec.structs.fields(kind):
         assert f"`{field.encode_name}`" in FORMAT
@@ -500,7 +499,9 @@ def test_every_member_is_in_the_tables(kind):
 def test_no_member_in_the_tables_is_made_up():
     tables = FORMAT.split("## The manifest")[1].split("### The seal")[0]
     named = re.findall(r"^\| `(\w+)` \|", tables, re.M)
-    known = {field.encode_name for kind in (Manifest, File, Chunk, Stored) for field in msgspec.structs.fields(kind)}
+    known = {
+        field.encode_name for kind in (Manifest, File, Chunk, StoredChunk) for field in msgspec.structs.fields(kind)
+    }
     assert set(named) == known | {"digest"}
     assert set(json.loads((TIER / PARTS[1].manifest_key).read_bytes())) <= set(named)
     table = FORMAT.split("## An encrypted tier")[1].split("## Which one")[0]
@@ -529,8 +530,8 @@ def test_every_bound_of_the_seal_is_written_down(bound):
 
 
 def test_every_tag_of_the_state_tree_is_in_the_table_and_no_other():
-    tree, tags = (pytest.importorskip(f"tierd.state.{name}") for name in ("json_tree", "tree_tags"))
+    tree, tags = (pytest.importorskip(f"tierd.state.{name}") for name in ("state_tree", "value_kinds"))
     table = FORMAT.split("an object with one key, a tag:")[1].split("A *mapping*")[0]
     named = set(re.findall(r"`(\$\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
-    assert named == set(tags.TAGS) | set(tree.NAMING) | {"$dtensor", "$wrapper"}
+    assert named == set(tags.VALUE_TAGS) | set(tree.NAMING) | {"$dtensor", "$wrapper"}
     assert named == set(re.findall(r"\$[a-z]+", tree.__doc__)) - {"$"}

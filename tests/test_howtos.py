@@ -21,9 +21,9 @@ from support.world import Daemon, commit, part
 
 import tierd
 from tierd.cli import run
-from tierd.cli.exit_codes import EXIT_WARNING
+from tierd.cli.command_runtime import EXIT_WARNING
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
 PAGES = sorted((HOWTO.parent).rglob("*.md"))

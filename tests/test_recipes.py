@@ -23,7 +23,7 @@ from support.world import Daemon
 
 import tierd
 from tierd.cli import run
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 RECIPES = recipes()

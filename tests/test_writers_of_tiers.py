@@ -34,21 +34,19 @@ from support.writers import (
 import tierd
 from tierd.core.errors import CheckpointNotFound, ManifestError, StoreFull, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, head_key, pin_key, pruning_prefix, retention_key
-from tierd.core.manifest_codec import decode
-from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.stored import StoredRetention, encode
-from tierd.core.seal import seal
+from tierd.core.manifest_codec import decode, seal
+from tierd.core.retention.policy import RetentionPolicy, StoredRetention, encode_policy
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers.verify import verify
-from tierd.daemon.timings import USUAL
+from tierd.daemon.daemon_timings import USUAL
+from tierd.daemon.tiers.tier_objects import verify_part
 from tierd.spool import leases
 from tierd.spool.spool import Spool
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.keys import Key
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.open import open_store
 
-KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))
+KEY, OTHER = EncryptionKey(bytes(range(32))), EncryptionKey(bytes(32))
 FAR = "0690ffffffff-00000000"  # a launch of the year 2198
 
 
@@ -107,7 +105,7 @@ def test_no_key_bytes(tier, bucket):
         replace(bucket, bad)
         step, value, skipped = restored(tier)
         assert (step, value, [one for one, _ in skipped]) == (2, 2.0, [3])
-        assert asyncio.run(verify(tier, part(3), lambda size: None))[1]
+        assert asyncio.run(verify_part(tier, part(3), lambda size: None))[1]
 
 
 def test_no_key_deleted(tier, bucket, fresh):
@@ -232,7 +230,7 @@ def test_no_key_retention_an_old_mark_has_nothing_deleted_that_has_a_manifest(ti
 def test_no_key_policy(tier, bucket, spool):
     """A daemon without a configuration keeps what the run's policy says, or by default three."""
     rich = StoredRetention(RUN, "abcdef01", "configuration", retention=RetentionPolicy(keep_last=10))
-    asyncio.run(tier.put(retention_key(RUN, rich.by, rich.given), encode(rich)))
+    asyncio.run(tier.put(retention_key(RUN, rich.by, rich.given), encode_policy(rich)))
     policies = {key: data for key, data in raw(bucket).items() if "/retention/" in key}
     asyncio.run(bucket.delete([key for key in policies if "abcdef01" not in key]))
     for step in range(4, 7):
@@ -294,7 +292,7 @@ def test_key_bytes(plain, tmp_path, spool):
     replace(plain, {key: data for key, data in raw(plain).items() if key not in lies(raw(plain), 3)})
     forge(plain, Spool(tmp_path / "evil"), part(3))
     assert restored(plain) == (3, 666.0, [])
-    assert asyncio.run(verify(plain, part(3), lambda size: None))[1] == []
+    assert asyncio.run(verify_part(plain, part(3), lambda size: None))[1] == []
     assert on_a_node(plain, spool) == (3, 3.0, [])  # who has a copy in its spool reads that
 
 
@@ -303,10 +301,10 @@ def test_key_newest(plain, tmp_path, spool):
     assert restored(plain) == (500, 666.0, [])
     quiet = daemon_until(plain, spool, lambda daemon: 500 in steps_seen(daemon), keep=1)
     assert not kinds(quiet) and not quiet.journal.alerts()  # without a trainer nothing notices it
-    leases.hold(spool.control, part(3))
+    leases.acquire_lease(spool.control, part(3))
     daemon = daemon_until(plain, spool, lambda daemon: "two launches" in kinds(daemon), keep=1)
     assert "pruned" not in kinds(daemon) and steps(plain) == [1, 2, 3, 500]  # it is no janitor any more
-    leases.release(spool.control, part(3))
+    leases.release_lease(spool.control, part(3))
     assert on_a_node(plain, spool) == (500, 666.0, [])
 
 

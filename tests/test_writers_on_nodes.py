@@ -24,11 +24,11 @@ from tierd.core.errors import CheckpointNotFound, SaveFailed, StateMismatch
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.timeline.candidates import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Pause, StatusRequest
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 
 FAR = "0690ffffffff-00000000"  # a launch of the year 2198
 HONEST = part(2).checkpoint
@@ -193,13 +193,13 @@ def test_rank_says(view, lost, liar):
     elif lost == "nothing":
         assert first is None and found.branches  # which raises, and names what there is
     else:
-        assert first and first.checkpoint.step == 2 and found.unreached == ("tier",) and found.gone
+        assert first and first.checkpoint.step == 2 and found.unreached == ("tier",) and found.missing
 
 
 def test_rank_account(tmp_path):
     """Each process of the same user may ask the daemon as a person does, and it shows."""
     spool = Spool(tmp_path / "spool")
-    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}), DaemonConnection(spool) as link:
         assert link.ask(StatusRequest())["status"]["paused"] is None
         link.ask(Pause())
         assert link.ask(StatusRequest())["status"]["paused"] is not None

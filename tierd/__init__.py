@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tierd import logs
-from tierd.core.packages import needing
+from tierd.core.errors import importing_extras
 
 if TYPE_CHECKING:
     from tierd import dcp as dcp
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from tierd.client.restoring.restorer import Restored
     from tierd.client.restoring.search import Skipped
     from tierd.client.sample_watch import SampleWatch
-    from tierd.client.saving.save import Save
-    from tierd.core.early_stopping import EarlyStopping
+    from tierd.client.saving.save_jobs import Save
     from tierd.core.errors import (
         CheckpointNotFound,
         ConfigError,
@@ -39,29 +38,29 @@ if TYPE_CHECKING:
     )
     from tierd.core.retention.policy import Best
     from tierd.core.retention.policy import RetentionPolicy as Retention
-    from tierd.core.save_policy import When
+    from tierd.core.save_policy import EarlyStopping, When
     from tierd.observing import observe
     from tierd.reading import Loaded as Loaded
     from tierd.reading import Reader as Reader
     from tierd.reading import open as open
-    from tierd.state.kinds.rng import RngState
+    from tierd.state.kinds.random_generators import RngState
 
 __version__ = "0.1.0"
 
-logs.install()
+logs.install_escaping()
 
 _HOMES = {
     "Best": "tierd.core.retention.policy",
     "Checkpointer": "tierd.client.checkpointer",
-    "EarlyStopping": "tierd.core.early_stopping",
+    "EarlyStopping": "tierd.core.save_policy",
     "Loaded": "tierd.reading",
     "Reader": "tierd.reading",
     "Restored": "tierd.client.restoring.restorer",
     "Retention": "tierd.core.retention.policy",
-    "Save": "tierd.client.saving.save",
+    "Save": "tierd.client.saving.save_jobs",
     "Skipped": "tierd.client.restoring.search",
     "new_attempt": "tierd.client.ranks.attempts",
-    "RngState": "tierd.state.kinds.rng",
+    "RngState": "tierd.state.kinds.random_generators",
     "SampleWatch": "tierd.client.sample_watch",
     "When": "tierd.core.save_policy",
     "observe": "tierd.observing",
@@ -118,7 +117,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "dcp" and name not in _HOMES:
         raise AttributeError(f"module 'tierd' has no attribute {name!r}")
-    with needing(f"tierd.{name}", "torch,daemon" if _HOMES.get(name) == "tierd.reading" else "torch"):
+    with importing_extras(f"tierd.{name}", "torch,daemon" if _HOMES.get(name) == "tierd.reading" else "torch"):
         if name == "dcp":
             return import_module("tierd.dcp")
         return getattr(import_module(_HOMES[name]), {"Retention": "RetentionPolicy"}.get(name, name))

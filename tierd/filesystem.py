@@ -16,23 +16,21 @@ from collections.abc import Iterator, Sequence
 from threading import RLock
 from typing import Any
 
-from tierd.core.packages import needing
+from tierd.core.errors import importing_extras
 
-with needing("tierd://", "torch,daemon,fsspec"):
+with importing_extras("tierd://", "torch,daemon,fsspec"):
     from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-    from tierd.exporting.chunk_reader import ChunkReader
-    from tierd.reading.gone import corrupt_or_gone
-    from tierd.reading.reader import Reader
-    from tierd.reading.reader import open as open_run
-    from tierd.reading.tiers import TierFiles
+    from tierd.exporting.streamed_tensors import ChunkReader
+    from tierd.reading.run_on_tiers import TierFiles, error_if_pruned
+    from tierd.reading.run_reader import Reader
+    from tierd.reading.run_reader import open as open_run
 
 from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import File
 from tierd.core.timeline.candidates import Candidate
-from tierd.reading.follow import name_of
-from tierd.reading.listing import Listed
+from tierd.reading.checkpoint_deliveries import ListedCheckpoint, listed_id
 
 LATEST = "latest"
 _LISTINGS = 3  # for `latest`, because a checkpoint may be pruned between a listing and the reading
@@ -159,7 +157,7 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise FileNotFoundError(f"tierd://{run}: {error}") from error
         return self._readers[run]
 
-    def _list_complete(self, run: str) -> list[Listed]:
+    def _list_complete(self, run: str) -> list[ListedCheckpoint]:
         """List the complete checkpoints: first the timeline's, then all others, each newest first."""
         return [listed for listed in self._reader(run).checkpoints() if listed.complete]
 
@@ -168,7 +166,7 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._reader(run)
         if exact is None or exact not in self._files:
             for listed in self._list_complete(run):
-                checkpoint = name_of(run, listed)
+                checkpoint = listed_id(run, listed)
                 if name in (LATEST, checkpoint.name) or (
                     name.isascii() and name.isdigit() and int(name) == checkpoint.step
                 ):
@@ -197,7 +195,7 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return bytes(reader.read(part, file.path, first, last - first)) if first < last else b""
         except (CorruptChunk, ManifestError) as error:
             run = part.checkpoint.run
-            reason = corrupt_or_gone(self._reader(run).tiers, Candidate(part.checkpoint, part.world), error)
+            reason = error_if_pruned(self._reader(run).tiers, Candidate(part.checkpoint, part.world), error)
             if not isinstance(reason, ObjectNotFound):
                 raise reason from None
             self._files.pop(part.checkpoint, None)
@@ -231,10 +229,10 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not run:
             yield from (_directory(run_name) for run_name in self._reader("tierd").tiers.runs())
         elif not name:
-            complete = sorted(self._list_complete(run), key=lambda listed: name_of(run, listed))
+            complete = sorted(self._list_complete(run), key=lambda listed: listed_id(run, listed))
             if not complete and run not in self._reader(run).tiers.runs():
                 raise FileNotFoundError(f"tierd://{run}: no such run")
-            yield from (_directory(f"{run}/{name_of(run, listed).name}") for listed in complete)
+            yield from (_directory(f"{run}/{listed_id(run, listed).name}") for listed in complete)
         elif not part_name:
             files, _ = self._checkpoint(run, name)
             yield from (_directory(f"{run}/{name}/{files.part(rank).name}") for rank in range(files.world))

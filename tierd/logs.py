@@ -13,7 +13,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from tierd.core.printable import printable, printable_json, printable_lines
+from tierd.core.errors import printable, printable_json, printable_lines
 
 LOGGERS = (
     "tierd",
@@ -25,7 +25,7 @@ LOGGERS = (
 LogFormat = Literal["text", "json"]
 
 
-def escape(record: logging.LogRecord) -> bool:
+def escape_record(record: logging.LogRecord) -> bool:
     """A logging filter that escapes every record and drops none."""
     text = record.getMessage()
     escaped = printable(text)
@@ -55,7 +55,7 @@ class JournalFormatter(Formatter):
         super().__init__("%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        return prioritized(super().format(record), record.levelno)
+        return with_syslog_priority(super().format(record), record.levelno)
 
 
 class JsonFormatter(Formatter):
@@ -74,12 +74,12 @@ class JsonFormatter(Formatter):
         return printable_json(json.dumps(members, ensure_ascii=False))
 
 
-def prioritized(text: str, level: int) -> str:
+def with_syslog_priority(text: str, level: int) -> str:
     """Begin each line of `text` with the priority of a logging level, because journald reads line by line."""
-    return "\n".join(f"<{priority(level)}>{line}" for line in text.split("\n"))
+    return "\n".join(f"<{syslog_priority(level)}>{line}" for line in text.split("\n"))
 
 
-def priority(level: int) -> int:
+def syslog_priority(level: int) -> int:
     """Return the syslog priority of a logging level: 3 for errors, 4 for warnings, 6 for information, 7 for more."""
     bounds = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
     return next((number for bound, number in bounds if level >= bound), 7)
@@ -95,21 +95,21 @@ def is_journal() -> bool:
     return stream == f"{status.st_dev}:{status.st_ino}"
 
 
-def formatter(log_format: LogFormat = "text") -> Formatter:
+def make_formatter(log_format: LogFormat = "text") -> Formatter:
     """Return the formatter for lines on the standard error."""
     if log_format == "json":
         return JsonFormatter()
     return JournalFormatter() if is_journal() else Formatter()
 
 
-def use(log_format: LogFormat) -> None:
+def use_format(log_format: LogFormat) -> None:
     """Have the command line's own handler write this format from now on."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, Formatter):
-            handler.setFormatter(formatter(log_format))
+            handler.setFormatter(make_formatter(log_format))
 
 
-def last_word(text: str) -> str:
+def format_exit_error(text: str) -> str:
     """Format an error that ends a command as the log is formatted, or as ``tierd: text`` for a person."""
     formatters = (
         handler.formatter for handler in logging.getLogger().handlers if isinstance(handler.formatter, Formatter)
@@ -118,10 +118,10 @@ def last_word(text: str) -> str:
     if isinstance(formatter, JsonFormatter):
         return formatter.format(logging.LogRecord("tierd", logging.ERROR, "", 0, text, (), None))
     line = f"tierd: {printable_lines(text)}"
-    return prioritized(line, logging.ERROR) if isinstance(formatter, JournalFormatter) else line
+    return with_syslog_priority(line, logging.ERROR) if isinstance(formatter, JournalFormatter) else line
 
 
-def install() -> None:
+def install_escaping() -> None:
     """Add the escaping filter to all of tierd's loggers. Called once, when tierd is imported."""
     for name in LOGGERS:
-        logging.getLogger(name).addFilter(escape)
+        logging.getLogger(name).addFilter(escape_record)

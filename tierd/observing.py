@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import SupportsFloat
 
-Record = Callable[[int, Iterable[Hashable], "SupportsFloat | None", "int | None", Iterable[Hashable]], None]
-_record: Record | None = None
+Recorder = Callable[[int, Iterable[Hashable], "SupportsFloat | None", "int | None", Iterable[Hashable]], None]
+_record: Recorder | None = None
 
 
 def observe(
@@ -37,7 +37,7 @@ def observe(
         _record(step, samples, loss, epoch, validation)
 
 
-def begin(record: Record) -> None:
+def set_recorder(record: Recorder) -> None:
     """Pass every later `observe` of this process to `record`."""
     global _record
     _record = record

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import tierd
 from tierd.cli import app
-from tierd.cli.exit_codes import EXIT_CODES
+from tierd.cli.command_runtime import EXIT_CODES
 from tools.reference import ROOT, commands, parameters, usage
 
 PAGE = ROOT / "docs" / "tierd.1"

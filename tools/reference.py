@@ -19,39 +19,36 @@ import msgspec
 import typer.main
 
 import tierd
-from tierd.bench.growth.result import GrowthResult, GrowthVerdict
-from tierd.bench.result import Result
-from tierd.bench.targets import TargetVerdict
-from tierd.check.report import Report as Checked
+from tierd.bench.growth.growth_result import GrowthResult, GrowthVerdict
+from tierd.bench.overhead_result import OverheadResult, TargetVerdict
+from tierd.check.check_report import Report as Checked
 from tierd.cli import app
-from tierd.cli.acting.disown import DisownResult
-from tierd.cli.acting.ending import DrainResult, WaitResult
-from tierd.cli.acting.move import CopyResult, ImportResult
-from tierd.cli.acting.prune import PruneVerdict
-from tierd.cli.acting.space import Removal, Usages
-from tierd.cli.exit_codes import EXIT_CODES
-from tierd.cli.measuring.advise_show import AdviceReport
-from tierd.cli.reading.doctor import Diagnosis
-from tierd.cli.reading.inspect import Inspections
-from tierd.cli.reading.read import Check
-from tierd.cli.reading.runs import Overviews
-from tierd.client.saving.save import Stats
-from tierd.core.advice.notice import Fit
+from tierd.cli.command_runtime import EXIT_CODES
+from tierd.cli.commands.advise_answer import AdviceReport
+from tierd.cli.commands.checkpoint_commands import CopyCheck
+from tierd.cli.commands.copy_commands import CopyResult, ImportResult
+from tierd.cli.commands.flush_waits import DrainResult, WaitResult
+from tierd.cli.commands.inspect_command import InspectReport
+from tierd.cli.commands.prune_commands import DisownResult, PruneVerdict
+from tierd.cli.commands.run_commands import Removal, RunOverviews, UsageReport
+from tierd.cli.commands.trial_commands import Diagnosis
+from tierd.client.saving.save_jobs import Stats
+from tierd.core.advice.run_estimates import SaveFit
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig
 from tierd.core.diagnosis.findings import CHECKS, FINDINGS
-from tierd.core.event_kinds import KINDS, Event
-from tierd.core.report import Checkpoint, Report
+from tierd.core.event_kinds import EVENT_KINDS, Event
 from tierd.core.retention.policy import Best, RetentionPolicy
-from tierd.daemon.http.families import FAMILIES, samples
-from tierd.daemon.intake.in_place import PutBack
-from tierd.daemon.intake.prepare import PrepareResult
-from tierd.daemon.reports.runs import Runs
-from tierd.daemon.status import COUNTERS, Status
-from tierd.daemon.transfer.export import RestoredDirectory
-from tierd.reading.commands import Delivery
-from tierd.reading.exports import StateExport
-from tierd.state import reference as state_reference
-from tierd.watching.explain import WatchExplanation
+from tierd.core.run_report import Checkpoint, Report
+from tierd.daemon.daemon_status import COUNTERS, Status
+from tierd.daemon.http.metrics import FAMILIES, sample_names
+from tierd.daemon.intake.directory_preparation import PrepareResult
+from tierd.daemon.intake.in_place_restore import RestoredUnit
+from tierd.daemon.runs_report import RunsReport
+from tierd.daemon.transfer.restore_to_directory import RestoredDirectory
+from tierd.reading.command_follower import Delivery
+from tierd.reading.export_from_tiers import StateExport
+from tierd.state.kinds import supported_values as state_reference
+from tierd.watching.unit_description import WatchExplanation
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
@@ -65,12 +62,12 @@ SHAPES: dict[str, Any] = {
     "run": Event,
     "status": Status,
     "doctor": Diagnosis,
-    "runs": Overviews,
+    "runs": RunOverviews,
     "ls": Report,
     "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
-    "verify": {"checks": list[Check], "unreached": list[str]},
+    "verify": {"checks": list[CopyCheck], "unreached": list[str]},
     "restore": RestoredDirectory,
-    "restore --into": PutBack,
+    "restore --into": RestoredUnit,
     "copy": CopyResult,
     "import": ImportResult,
     "prepare": PrepareResult,
@@ -79,7 +76,7 @@ SHAPES: dict[str, Any] = {
     "export": StateExport,
     "follow": Delivery,
     "prune": {"verdicts": list[PruneVerdict]},
-    "du": Usages,
+    "du": UsageReport,
     "rm": Removal,
     "disown": DisownResult,
     "pin": {"run": str, "step": int, "attempt": str, "pinned": bool},
@@ -87,13 +84,13 @@ SHAPES: dict[str, Any] = {
     "drain": DrainResult,
     "wait": WaitResult,
     "config check": {"config": Config, "reach": dict[str, str], "modes": dict[str, dict[str, str | None]]},
-    "inspect": Inspections,
+    "inspect": InspectReport,
     "check-resume": Checked,
     "advise": AdviceReport,
-    "advise --notice": Fit,
-    "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
+    "advise --notice": SaveFit,
+    "bench overhead": {"result": OverheadResult, "verdicts": list[TargetVerdict]},
     "bench growth": {"result": GrowthResult, "verdicts": list[GrowthVerdict]},
-    "/runs": Runs,  # over HTTP alone
+    "/runs": RunsReport,  # over HTTP alone
     "--version": {"version": str, "protocol": str, "format": int},
 }
 # Members that mean the same in every class.
@@ -190,7 +187,9 @@ def exit_codes() -> str:
 
 
 def events() -> str:
-    rows = ((f"`{name}`", kind.level, "yes" if kind.usual else "no", kind.means) for name, kind in KINDS.items())
+    rows = (
+        (f"`{name}`", kind.level, "yes" if kind.is_usual else "no", kind.meaning) for name, kind in EVENT_KINDS.items()
+    )
     return table(("event", "level", "sent by default", "meaning"), rows)
 
 
@@ -211,7 +210,7 @@ def families() -> str:
     """The metrics of `/metrics`, by the names of their samples."""
     rows = []
     for name, family in FAMILIES.items():
-        shown = ", ".join(f"`{one}`" for one in samples(name))
+        shown = ", ".join(f"`{one}`" for one in sample_names(name))
         rows.append((shown, family.kind, ", ".join(f"`{label}`" for label in family.labels), family.means))
     return table(("metric", "type", "labels", "meaning"), rows)
 

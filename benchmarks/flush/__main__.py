@@ -34,7 +34,7 @@ from bench import Bench
 from lanes import HERE
 from page import FORMAT, Result, page, verdicts
 
-from tierd.bench import procfs
+from tierd.bench import process_counters
 
 JSON, MARKDOWN = "flush.json", "flush.md"
 _TOLD = ("parts", "sizes", "sizes_e", "rounds", "rounds_e", "window", "train_steps", "train_seconds")
@@ -59,7 +59,7 @@ def main() -> int:
         result = Result(
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=procfs.machine(directory, 1, {}),
+            machine=process_counters.describe_machine(directory, 1, {}),
             server=bucket.server,
             options={name: str(value) for name in _TOLD if (value := getattr(options, name)) is not None},
             data=data,

@@ -23,9 +23,9 @@ from botocore.session import get_session
 from lanes import ArmFailed, end_process, until
 
 import tierd
-from tierd.bench import procfs
+from tierd.bench import process_counters
 from tierd.core.errors import TierdError
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 
@@ -75,7 +75,7 @@ class Daemon:
         if self._process.poll() is not None:
             raise ArmFailed(f"the daemon ended: {self._log.read_text(errors='replace')[-500:]}")
         try:
-            with Link(self._spool) as link:
+            with DaemonConnection(self._spool) as link:
                 return all(tier["reached"] for tier in link.ask(StatusRequest(), 10.0)["status"]["tiers"])
         except (TierdError, TimeoutError):
             return False
@@ -143,7 +143,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Watch:
-        for pid in procfs.tree(self._pid):
+        for pid in process_counters.process_tree(self._pid):
             (_PROC / str(pid) / "clear_refs").write_text("5")  # VmHWM begins anew
         self._thread.start()
         return self
@@ -152,14 +152,14 @@ class Watch:
         while not self._over.wait(_SAMPLE):
             now = time.monotonic()
             if now - self._observed > _RESCAN:
-                self._pids, self._observed = procfs.tree(self._pid), now
+                self._pids, self._observed = process_counters.process_tree(self._pid), now
             found = [_status(pid) for pid in self._pids]
             self.samples.append((now, {name: sum(one.get(name, 0) for one in found) for name in RSS}))
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self.high_water = sum(_status(pid).get("VmHWM", 0) for pid in procfs.tree(self._pid))
+        self.high_water = sum(_status(pid).get("VmHWM", 0) for pid in process_counters.process_tree(self._pid))
 
     def peaks(self, begun: float, ended: float) -> dict[str, int]:
         """The most of each kind, and of what is the process's own (RssAnon + RssFile), between two moments."""
@@ -186,12 +186,12 @@ def busy_seconds() -> float:
 
 def settle(directory: Path) -> None:
     """Nothing that an arm left to be written is on the next one's bill."""
-    procfs.sync_filesystem(directory)
+    process_counters.sync_filesystem(directory)
 
 
 def drop_caches(directory: Path) -> bool:
     """Whether the system's page cache could be dropped, which root may ask."""
-    procfs.drop_cache(directory)
+    process_counters.drop_cache(directory)
     try:
         (_PROC / "sys/vm/drop_caches").write_text("3")
     except OSError:

@@ -95,17 +95,17 @@ class Lane:
 
     def close(self) -> None:
         """End the process and all that it started."""
-        from tierd.bench import procfs
+        from tierd.bench import process_counters
 
         assert self._process.stdin is not None and self._process.stdout is not None
-        started = {pid: procfs.began(pid) for pid in procfs.tree(self.pid)[1:]}
+        started = {pid: process_counters.start_ticks(pid) for pid in process_counters.process_tree(self.pid)[1:]}
         try:
             self._process.stdin.close()
         except OSError:
             pass
         end_process(self._process, _END)
         self._process.stdout.close()
-        procfs.end(started)
+        process_counters.end_processes(started)
 
 
 def end_process(process: subprocess.Popen[Any], patience: float) -> None:
@@ -119,9 +119,9 @@ def end_process(process: subprocess.Popen[Any], patience: float) -> None:
 
 def cpu_seconds(pids: Sequence[int]) -> float:
     """Of these processes and all their descendants so far."""
-    from tierd.bench import procfs
+    from tierd.bench import process_counters
 
-    return sum(procfs.cpu_seconds(pid) for pid in pids)
+    return sum(process_counters.cpu_seconds(pid) for pid in pids)
 
 
 def until(what: str, holds: Callable[[], bool], patience: float) -> None:

@@ -15,7 +15,7 @@ from bench import OURS, PEER, Bench, Case, Costs, Figures
 from host import RSS, Watch, drop_caches, settle
 from lanes import ArmFailed
 
-from tierd.bench import procfs
+from tierd.bench import process_counters
 
 SAVES = {"tierd": 0, "dcp + zstd": 0, "dcp + zstd, 2 threads": 2}  # arm: threads of its compressor
 RESTORES = ("tierd restore(state)", "tierd restore --to", "download + torch.load")
@@ -127,7 +127,7 @@ def _restore(bench: Bench, case: Case, home: Path, urls: Mapping[str, str], kept
 
 def lives(gigabytes: float) -> bool:
     """Whether there is memory for a training of that size, and its arena."""
-    return gigabytes * 1e9 * _LIVE <= _SHARE * procfs.available_bytes()
+    return gigabytes * 1e9 * _LIVE <= _SHARE * process_counters.available_bytes()
 
 
 def beside(bench: Bench, gigabytes: float, places: Sequence[str], small: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from bench import Case
 
-from tierd.bench.procfs import Machine
+from tierd.bench.process_counters import Machine
 
 FORMAT = 1
 _MIB = 1 << 20

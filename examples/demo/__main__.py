@@ -26,7 +26,7 @@ from examples.demo.processes import Child, DemoFailed, started, wait_until
 from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.place import SPOOL
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import ReportRequest, StatusRequest
 from tierd.spool.spool import Spool
 
@@ -192,7 +192,7 @@ class Demo:
         return compare.read(f"{name} run", self.runs / f"{name}.jsonl")
 
     def _ask(self, request: Any) -> dict[str, Any]:
-        with Link(Spool(self.spool)) as link:
+        with DaemonConnection(Spool(self.spool)) as link:
             return link.ask(request, self.options.patience)
 
     def _daemon_answers(self) -> bool:

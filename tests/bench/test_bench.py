@@ -12,14 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from tierd.bench import drive, overhead, page, plot, procfs, seed, targets  # noqa: E402
-from tierd.bench.arms import ARMS  # noqa: E402
-from tierd.bench.procfs import Machine  # noqa: E402
-from tierd.bench.result import FORMAT, ArmResult, Result, SizeResult, measured_cost, percentile  # noqa: E402
-from tierd.bench.training import STATE_BYTES_PER_PARAMETER, Training, shape_for  # noqa: E402
-from tierd.core.errors import ConfigError  # noqa: E402
+from tierd.bench import interleaved_run, overhead, overhead_result, process_counters
+from tierd.bench.overhead_result import FORMAT, OverheadResult, SaveMethodResult, SizeResult, advise_input, percentile
+from tierd.bench.process_counters import Machine
+from tierd.bench.training import (
+    SAVE_METHODS,
+    STATE_BYTES_PER_PARAMETER,
+    Training,
+    model_shape,
+)
+from tierd.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = {
@@ -34,13 +36,15 @@ SAMPLES = {
 }
 
 
-def made_up(gigabytes: float = 0.25, **changes: dict[str, float]) -> Result:
+def made_up(gigabytes: float = 0.25, **changes: dict[str, float]) -> OverheadResult:
     """A result in which every arm's every sample is the same, but for `changes` by arm (`_` for what cannot stand)."""
     arms = {}
-    for name, about in ARMS.items():
+    for name, about in SAVE_METHODS.items():
         values = SAMPLES | changes.get(re.sub(r"\W", "_", name), {})
         samples = {figure: [value] * 3 for figure, value in values.items()}
-        arms[name] = ArmResult(about.how, about.kind, about.durable, None, samples, {"first_blocked_s": [1.0]}, [10**9])
+        arms[name] = SaveMethodResult(
+            about.settings, about.kind, about.durable, None, samples, {"first_blocked_s": [1.0]}, [10**9]
+        )
     size = SizeResult(
         gigabytes=gigabytes,
         state_bytes=int(gigabytes * 1e9),
@@ -58,11 +62,11 @@ def made_up(gigabytes: float = 0.25, **changes: dict[str, float]) -> Result:
         cache_dropped=True,
     )
     machine = Machine("cpu", 2, 1, 1 << 30, "ext4", "6.0", "3.11", {"torch": "2"})
-    return Result(FORMAT, "2026-01-01T00:00:00+00:00", machine, {}, [size], measured_cost([size]))
+    return OverheadResult(FORMAT, "2026-01-01T00:00:00+00:00", machine, {}, [size], advise_input([size]))
 
 
-def verdict(result: Result, text: str) -> targets.TargetVerdict:
-    return next(found for found in targets.verdicts(result) if text in found.target)
+def verdict(result: OverheadResult, text: str) -> overhead_result.TargetVerdict:
+    return next(found for found in overhead_result.target_verdicts(result) if text in found.target)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -112,7 +116,7 @@ def test_verdict_is_none_for_a_figure_that_was_not_measured():
     result.sizes[0].arms["torch_checkpointing"].skipped = "not installed"
     assert verdict(result, "added seconds").met is None
     assert verdict(result, "raw overwrite").met is None  # there are no samples of it
-    assert not [one for one in targets.verdicts(made_up(1.0)) if "efficiency" in one.target]
+    assert not [one for one in overhead_result.target_verdicts(made_up(1.0)) if "efficiency" in one.target]
 
 
 def test_efficiency_falls_back_on_the_blocking_arm_and_says_so():
@@ -124,46 +128,46 @@ def test_efficiency_falls_back_on_the_blocking_arm_and_says_so():
 
 def test_the_post_s_rows_follow_from_its_own_cost():
     """1.4 s and 14 s a save are what its printed rows say; efficiency is training over the whole."""
-    for cells in seed.PRINTED.values():
+    for cells in overhead_result.POST_ROWS.values():
         for overhead_s, share in cells:
             assert 5000 / (5000 + overhead_s) == pytest.approx(share, abs=6e-4)
-    assert seed.PRINTED[100][0][0] / 1000 == pytest.approx(seed.STATE_GB / 1.0, rel=0.01)
+    assert overhead_result.POST_ROWS[100][0][0] / 1000 == pytest.approx(overhead_result.POST_STATE_GB / 1.0, rel=0.01)
 
 
 def test_measured_rows_scale_with_the_state_and_add_the_work_that_is_still_busy():
     size = made_up(0.7).sizes[0]
-    costs = seed.costs(size)
+    costs = overhead_result.scaled_costs(size)
     assert [cost.added_s for cost in costs] == pytest.approx([2, 2, 2, 4, 4])
     assert [cost.busy_s for cost in costs] == pytest.approx([2] * 5)
     assert [cost.flushed_s for cost in costs] == [None, None, None, 8.0, 8.0]
-    found = {(row.every, row.what): row for row in seed.rows(costs)}
+    found = {(row.steps_per_save, row.label): row for row in overhead_result.overhead_rows(costs)}
     assert found[100, "tierd, local"].overhead_s == pytest.approx(2 * 1000)
     assert found[100, "tierd, local"].efficiency == pytest.approx(5000 / 7000)
     assert found[100, "tierd, flushed to a tier behind"].overhead_s == pytest.approx(4 * 1000)
-    waits = seed.rows([seed.Cost("slow", 1.0, 20.0)])
-    assert next(row for row in waits if row.what == "slow").overhead_s == pytest.approx((20 - 5) * 1000)
+    waits = overhead_result.overhead_rows([overhead_result.ScaledCost("slow", 1.0, 20.0)])
+    assert next(row for row in waits if row.label == "slow").overhead_s == pytest.approx((20 - 5) * 1000)
 
 
 def test_an_added_time_below_the_call_s_is_noise():
     size = made_up(1.4, tierd_overlapped={"added_s": -0.1, "blocked_s": 0.03}).sizes[0]
-    assert targets.efficiency(size, "tierd-overlapped", 10) == pytest.approx(3 / 3.03)
-    assert next(cost for cost in seed.costs(size) if cost.what == "tierd overlapped, local").added_s == pytest.approx(
-        0.03
-    )
+    assert overhead_result.training_efficiency(size, "tierd-overlapped", 10) == pytest.approx(3 / 3.03)
+    assert next(
+        cost for cost in overhead_result.scaled_costs(size) if cost.label == "tierd overlapped, local"
+    ).added_s == pytest.approx(0.03)
 
 
 def test_advise_reads_the_cost_of_tierds_overlapped_save():
-    found = measured_cost(made_up().sizes)
+    found = advise_input(made_up().sizes)
     assert found is not None and found.arm == "tierd-overlapped+daemon" and found.blocked_s == 1.0
     result = made_up()
     for name, arm in result.sizes[0].arms.items():
         arm.skipped = "gone" if name.startswith("tierd") else None
-    assert measured_cost(result.sizes) is None
+    assert advise_input(result.sizes) is None
 
 
 def test_advise_reads_the_cost_of_the_largest_state_that_was_measured():
     sizes = [*made_up(0.25).sizes, *made_up(1.0).sizes]
-    assert {measured_cost(order).state_bytes for order in (sizes, sizes[::-1])} == {sizes[1].state_bytes}
+    assert {advise_input(order).state_bytes for order in (sizes, sizes[::-1])} == {sizes[1].state_bytes}
     assert sizes[0].state_bytes < sizes[1].state_bytes
 
 
@@ -173,12 +177,12 @@ def test_advise_reads_the_cost_of_the_largest_state_that_was_measured():
 def test_the_page_has_every_arm_and_every_verdict():
     result = made_up()
     result.sizes[0].arms["dcp.process"].skipped = "no gloo"
-    text = page.page(result, "overhead.png")
+    text = overhead.overhead_page(result, "overhead.png")
     tables = [line for line in text.splitlines() if line.startswith("|")]
-    for name in ARMS:
+    for name in SAVE_METHODS:
         assert sum(line.startswith(f"| {name} |") for line in tables) == 1, name
     assert "skipped: no gloo" in text and "![" in text
-    for found in targets.verdicts(result):
+    for found in overhead_result.target_verdicts(result):
         assert any(line.startswith(f"| {found.target} |") for line in tables)
     assert "**not met**" in text and "| met |" in text and "| not measured |" in text
     for block in re.split(r"\n\n", text):  # every table is rectangular
@@ -187,7 +191,7 @@ def test_the_page_has_every_arm_and_every_verdict():
 
 def test_the_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    assert plot.draw(made_up(), tmp_path / "x.png") is None
+    assert overhead.draw_overhead(made_up(), tmp_path / "x.png") is None
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -211,7 +215,7 @@ def test_the_reference_names_every_sample():
 
 @pytest.mark.parametrize("gigabytes", [0.25, 1, 4])
 def test_the_state_has_the_size_that_was_asked_for(gigabytes):
-    shape = shape_for(gigabytes)
+    shape = model_shape(gigabytes)
     parameters = shape.depth * (12 * shape.width**2 + 13 * shape.width) + (2 * 256 + 32 + 3) * shape.width
     assert parameters * STATE_BYTES_PER_PARAMETER == pytest.approx(gigabytes * 1e9, rel=0.04)
 
@@ -227,20 +231,20 @@ def test_training_learns_and_its_state_has_the_declared_size():
 
 def test_a_tree_s_cpu_and_memory_count_its_children():
     code = "import time\nend = time.process_time() + 0.3\nx = b'x' * 50_000_000\nwhile time.process_time() < end: pass"
-    cpu = procfs.cpu_seconds(os.getpid())
+    cpu = process_counters.cpu_seconds(os.getpid())
     with subprocess.Popen([sys.executable, "-c", f"{code}\nprint(flush=True)\ninput()"], stdin=-1, stdout=-1) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert child.pid in procfs.tree(os.getpid())
-        assert procfs.cpu_seconds(child.pid) >= 0.3
-        assert procfs.memory_bytes(child.pid) >= 50_000_000
-    assert procfs.cpu_seconds(os.getpid()) - cpu >= 0.3
-    assert procfs.memory_bytes(child.pid) == 0
+        assert child.pid in process_counters.process_tree(os.getpid())
+        assert process_counters.cpu_seconds(child.pid) >= 0.3
+        assert process_counters.memory_bytes(child.pid) >= 50_000_000
+    assert process_counters.cpu_seconds(os.getpid()) - cpu >= 0.3
+    assert process_counters.memory_bytes(child.pid) == 0
 
 
 def test_a_window_is_long_enough_to_write_behind_and_never_endless():
     cases = {(0.25, 0.3): 5, (0.25, 0.01): 10, (4, 3.0): 4, (1, 0.5): 5}
-    assert {case: drive.steps_for(*case) for case in cases} == cases
+    assert {case: interleaved_run.steps_for(*case) for case in cases} == cases
 
 
 @pytest.mark.parametrize(
@@ -259,10 +263,10 @@ def test_options_that_cannot_be_used(sizes, rounds, arms, said):
 
 
 def test_an_arm_that_fails_says_why(tmp_path):
-    lane = drive.ArmWorker("nobody", 0.001, tmp_path)
+    lane = interleaved_run.WorkerProcess("nobody", 0.001, tmp_path)
     with pytest.raises(ChildProcessError, match="KeyError"):
-        lane.ask("base", steps=1)
-        lane.ask("start")
+        lane.request("base", steps=1)
+        lane.request("start")
     lane.close()
 
 
@@ -276,23 +280,23 @@ def test_a_device_that_is_not_there_is_named(monkeypatch, device, why):
 
 
 def test_a_step_on_a_gpu_has_more_to_do():
-    assert shape_for(1.0, "cuda").batch > shape_for(1.0).batch
-    assert shape_for(1.0, "cuda").width == shape_for(1.0).width
+    assert model_shape(1.0, "cuda").batch > model_shape(1.0).batch
+    assert model_shape(1.0, "cuda").width == model_shape(1.0).width
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_whole_run(tmp_path, monkeypatch, stays):
-    monkeypatch.setattr(drive, "fits", lambda *_: stays)
+    monkeypatch.setattr(interleaved_run, "fits", lambda *_: stays)
     arms, rounds = ["none", "torch.save", "tierd"], 2
     if not stays:  # each process loads torch, which takes seconds; one arm shows what blocks do, and restores have none
         arms, rounds = ["tierd"], 6  # which are two blocks
-        monkeypatch.setattr(drive, "WAYS", ())
+        monkeypatch.setattr(interleaved_run, "WAYS", ())
     out = tmp_path / "out"
     overhead.overhead([0.002], [rounds], arms, 2, tmp_path, out, print)
     raw = json.loads((out / "overhead.json").read_text())
     assert str(tmp_path) not in json.dumps(raw) and os.uname().nodename not in json.dumps(raw["machine"])
-    result = msgspec.convert(raw, Result)
+    result = msgspec.convert(raw, OverheadResult)
     size = result.sizes[0]
     assert list(size.arms) == arms and all(len(values) == rounds for values in size.restore.values())
     assert all(len(size.ceilings[name]) == rounds for name in ("memcpy_s", "raw_fresh_s", "raw_overwrite_s"))

@@ -8,12 +8,10 @@ import msgspec
 import pytest
 from support.s3stub import Bucket, serving
 
-from tierd.bench.growth import attached, cold, decoding, flushes, page, values
-from tierd.bench.growth.goals import GOALS
-from tierd.bench.growth.measured import timed
-from tierd.bench.growth.result import FORMAT, GrowthResult, verdicts
-from tierd.bench.growth.run import growth
-from tierd.bench.procfs import Machine
+from tierd.bench.growth import cold_restores, flush_costs, growth_run, save_costs
+from tierd.bench.growth.growth_result import FORMAT, GOALS, GrowthResult, goal_verdicts, timed
+from tierd.bench.growth.growth_run import growth
+from tierd.bench.process_counters import Machine
 from tierd.core.errors import ConfigError
 from tierd.core.urls import parse_url
 
@@ -25,7 +23,7 @@ def result(**parts):
 
 
 def judged(found, goal):
-    return [(verdict.row, verdict.measured, verdict.met) for verdict in verdicts(found) if verdict.goal == goal]
+    return [(verdict.row, verdict.measured, verdict.met) for verdict in goal_verdicts(found) if verdict.goal == goal]
 
 
 def arm(figure, *samples):
@@ -61,14 +59,14 @@ def test_flushes_to_two_tiers_are_compared_with_flushes_to_a_single_tier():
 
 def test_a_ceiling_of_the_same_run_stands_beside_the_figure():
     rows = {"bf16": {"tierd": arm("decode_gb_per_cpu_s", 2.0), "ceiling": arm("decode_gb_per_cpu_s", 4.0)}}
-    (found,) = [verdict for verdict in verdicts(result(decode=rows)) if verdict.row == "bf16"]
+    (found,) = [verdict for verdict in goal_verdicts(result(decode=rows)) if verdict.row == "bf16"]
     assert (found.measured, found.ceiling, found.met) == (2.0, 4.0, False)
-    assert "| 2 | 4 (50% of it) | **not met** |" in page.page(result(decode=rows))
+    assert "| 2 | 4 (50% of it) | **not met** |" in growth_run.growth_page(result(decode=rows))
 
 
 def test_a_ceiling_of_a_ratio_is_a_ratio_too():
     rows = {"file bf16": {"tierd": arm("wall_s", 4.0), "unverified": arm("wall_s", 3.0), "least": arm("wall_s", 2.0)}}
-    found = [one for one in verdicts(result(cold=rows)) if "wall" in one.goal and one.row == "file bf16"]
+    found = [one for one in goal_verdicts(result(cold=rows)) if "wall" in one.goal and one.row == "file bf16"]
     assert [(one.measured, one.ceiling, one.met) for one in found] == [(0.75, 1.5, False)]
 
 
@@ -80,22 +78,22 @@ def test_a_ceiling_may_be_another_figure():
             "ceiling": arm("raw_overwrite_s", 1.5),
         }
     }
-    found = [one for one in verdicts(result(training=rows)) if one.goal == "torch.save+fsync / durable"]
+    found = [one for one in goal_verdicts(result(training=rows)) if one.goal == "torch.save+fsync / durable"]
     assert [(one.measured, one.ceiling, one.met) for one in found] == [(1.5, 2.0, False)]
 
 
 def test_share_of_a_ceiling_below_a_limit_is_the_part_that_the_least_takes_of_it():
     rows = {"200 x 50 x 8": {"tierd": arm("wall_s", 8.0), "least": arm("wall_s", 2.0)}}
-    assert "| 8 | 2 (25% of it) | **not met** |" in page.page(result(ls=rows))
+    assert "| 8 | 2 (25% of it) | **not met** |" in growth_run.growth_page(result(ls=rows))
 
 
 def test_verdict_is_none_for_a_growth_figure_that_was_not_measured():
-    assert all(verdict.met is None for verdict in verdicts(result()))
-    assert page.page(result()).count("not measured") == len(GOALS)
+    assert all(verdict.met is None for verdict in goal_verdicts(result()))
+    assert growth_run.growth_page(result()).count("not measured") == len(GOALS)
 
 
 def test_every_goal_is_of_a_part_of_the_page():
-    assert {goal.part for goal in GOALS} <= set(page.TITLES)
+    assert {goal.part for goal in GOALS} <= set(growth_run.TITLES)
 
 
 def test_cpu_seconds_count_the_process_s_own_work():
@@ -125,55 +123,55 @@ def test_a_run_keeps_every_sample_and_those_of_parts_that_it_does_not_measure(tm
 
 
 def test_values_are_restored_and_every_library_has_its_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(values, "ROUNDS", 1)
-    monkeypatch.setattr(values, "MANY", 2000)
-    found = values.values(tmp_path, "list of 1,000,000 floats")
+    monkeypatch.setattr(save_costs, "ROUNDS", 1)
+    monkeypatch.setattr(save_costs, "MANY", 2000)
+    found = save_costs.value_samples(tmp_path, "list of 1,000,000 floats")
     assert {name: len(samples) for name, samples in found.items()} == dict.fromkeys(found, 1)
 
 
 def test_flushes_to_one_tier_and_to_two(tmp_path, monkeypatch):
-    monkeypatch.setattr(flushes, "GIGABYTES", 0.004)
-    monkeypatch.setattr(flushes, "ROUNDS", 1)
+    monkeypatch.setattr(flush_costs, "GIGABYTES", 0.004)
+    monkeypatch.setattr(flush_costs, "ROUNDS", 1)
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    flushes.flushes(tmp_path / "one", "noise", 1)
-    found = flushes.flushes(tmp_path / "two", "weights", 2)
+    flush_costs.flush_samples(tmp_path / "one", "noise", 1)
+    found = flush_costs.flush_samples(tmp_path / "two", "weights", 2)
     assert found["tierd"][0]["read_bytes"] > 0 and found["raw"][0]["cpu_s"] > 0
-    assert all(flushes._stored(tmp_path / "two" / "0" / name) > 3e6 for name in ("tier", "tier2", "raw"))
+    assert all(flush_costs._stored(tmp_path / "two" / "0" / name) > 3e6 for name in ("tier", "tier2", "raw"))
 
 
 def test_share_of_changed_rows_counts_the_bytes_that_are_sent_again(tmp_path):
-    found = flushes.changed_rows(tmp_path, 1000)
+    found = flush_costs.changed_rows(tmp_path, 1000)
     assert found["first"][0]["sent_share"] > 0.5 and found["again"][0]["sent_share"] > 0
 
 
 def test_a_codec_arm_that_returns_other_bytes_is_noticed(monkeypatch):
     raw = bytes(range(256)) * 64
-    assert all(len(samples) == decoding.ROUNDS for samples in decoding.measure(raw, 4).values())
-    broken = decoding.CodecArm(lambda raw, _: raw, lambda data, _: data[::-1])
-    monkeypatch.setattr(decoding, "arms", lambda: {"broken": broken})
+    assert all(len(samples) == flush_costs.CODEC_ROUNDS for samples in flush_costs.codec_samples(raw, 4).values())
+    broken = flush_costs.MeasuredCodec(lambda raw, _: raw, lambda data, _: data[::-1])
+    monkeypatch.setattr(flush_costs, "arms", lambda: {"broken": broken})
     with pytest.raises(AssertionError, match="broken"):
-        decoding.measure(raw, 4)
+        flush_costs.codec_samples(raw, 4)
 
 
 def test_overlapped_saves_have_a_call_and_a_step_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(attached, "GIGABYTES", 0.001)
-    monkeypatch.setattr(attached, "ROUNDS", 1)
-    found = attached.overlapped(tmp_path, listed=10)
+    monkeypatch.setattr(save_costs, "GIGABYTES", 0.001)
+    monkeypatch.setattr(save_costs, "OVERLAPPED_ROUNDS", 1)
+    found = save_costs.overlapped_saves(tmp_path, listed=10)
     assert {name: len(samples) for name, samples in found.items()} == {"call": 1, "step": 1, "least": 1}
 
 
 def test_every_way_to_restore_brings_back_the_saved_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(cold, "GIGABYTES", 0.004)
+    monkeypatch.setattr(cold_restores, "GIGABYTES", 0.004)
     (tmp_path / "tier").mkdir()
     url = f"file://{tmp_path}/tier"
-    cold.put("bf16", url, tmp_path)
-    expected = json.loads((tmp_path / cold.DIGESTS).read_text())
+    cold_restores.put_state("bf16", url, tmp_path)
+    expected = json.loads((tmp_path / cold_restores.DIGESTS).read_text())
     for way in ("unverified", "tierd", "restore --to", "least"):
-        state, figures = cold.WAYS[way]("bf16", url, tmp_path)
+        state, figures = cold_restores.RESTORE_CALLS[way]("bf16", url, tmp_path)
         assert figures["wall_s"] > 0
-        assert state is None or cold.digests(state) == expected
-    assert cold.digests(cold._blank("bf16")) != expected
+        assert state is None or cold_restores.tensor_digests(state) == expected
+    assert cold_restores.tensor_digests(cold_restores._blank("bf16")) != expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "plain", "tier"]
 
 
@@ -182,6 +180,6 @@ def test_a_download_has_every_range(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with serving(Bucket()) as bucket:
         url, data = parse_url(bucket.url()), bytes(range(256)) * 41
-        bucket.objects[cold.where(url)["Key"]] = data
-        cold.download(url, tmp_path / "there", 1000)
+        bucket.objects[cold_restores.object_location(url)["Key"]] = data
+        cold_restores.download(url, tmp_path / "there", 1000)
     assert (tmp_path / "there").read_bytes() == data

@@ -19,8 +19,8 @@ import pytest
 import tierd
 from tierd import observing
 from tierd.check import Report, assert_resumes, check_resume
-from tierd.check.child import Orders
-from tierd.check.history import RecordLine
+from tierd.check.launch_records import RecordLine
+from tierd.check.witness import WitnessOrders
 from tierd.cli import run
 from tierd.core.errors import ConfigError, LoopFailed
 
@@ -125,15 +125,15 @@ def test_difference_between_launches_is_no_finding_though_a_rank_was_killed_befo
 
 def test_launch_that_runs_past_the_last_step_names_the_step_of_its_state(room: Path):
     (room / "state").write_text('{"step": 2, "position": 8}')
-    orders = Orders("support.loops:ends_early", str(room), str(room / "record"), os.getpid(), steps=2)
-    code = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
+    orders = WitnessOrders("support.loops:ends_early", str(room), str(room / "record"), os.getpid(), steps=2)
+    code = "import sys; sys.path[:] = {path!r}; from tierd.check.witness import main; main(sys.argv[1])"
     command = [sys.executable, "-c", code.format(path=sys.path), msgspec.json.encode(orders).decode()]
     subprocess.run(command, cwd=ROOT, check=True)
     record = (room / "record").read_bytes()
     for name in ("state", "record"):
         (room / name).unlink()
     lines = [msgspec.json.decode(one, type=RecordLine) for one in record.splitlines()]
-    assert [(one.taken.step, one.taken.at) for one in lines if one.taken] == [(3, "end")]
+    assert [(one.capture.step, one.capture.moment) for one in lines if one.capture] == [(3, "end")]
 
 
 # -- what was planted -------------------------------------------------------------------------------------------------

@@ -5,10 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tierd.check.beginnings import apart_from_the_start, left_behind, never_restored
-from tierd.check.causes import causes
-from tierd.check.compare import Terms, compare
-from tierd.check.history import CheckedRun, KillPoint, Observation, RankHistory, Setting, Taken, as_samples
+from tierd.check.causes import find_causes
+from tierd.check.launch_records import (
+    CheckedRun,
+    KillPoint,
+    Observation,
+    ProcessSettings,
+    RankRecord,
+    StateCapture,
+    as_samples,
+)
+from tierd.check.observation_causes import find_missing_restore, find_restarted_rank, find_split_start
+from tierd.check.sample_comparison import ComparisonTerms, compare_rank
 from tierd.core.errors import ConfigError
 
 STEPS = 12
@@ -24,15 +32,15 @@ def loss(step: int) -> float:
     return 1 / (step + 1)
 
 
-def seen(first: int, last: int, samples=batch, losses=loss, generators=lambda step: {}, setting=None) -> RankHistory:
-    one = RankHistory(setting=setting, saves=[4])
+def seen(first: int, last: int, samples=batch, losses=loss, generators=lambda step: {}, setting=None) -> RankRecord:
+    one = RankRecord(setting=setting, saved_steps=[4])
     for step in range(first, last + 1):
         number = None if losses is None else losses(step).hex()
-        one.observed[step] = Observation(step, tuple(samples(step)), number, generators(step))
+        one.observations[step] = Observation(step, tuple(samples(step)), number, generators(step))
     return one
 
 
-def history(*launches: RankHistory) -> CheckedRun:
+def history(*launches: RankRecord) -> CheckedRun:
     return CheckedRun([[one] for one in launches])
 
 
@@ -40,9 +48,9 @@ WHOLE = history(seen(1, STEPS))
 
 
 def judged(killed: CheckedRun, reference: CheckedRun = WHOLE, again: CheckedRun | None = None, **terms):
-    wanted = Terms(STEPS, **terms)
-    result = compare(reference, killed, 0, wanted)
-    return result, [one.kind for one in causes(reference, killed, again, [result], wanted)]
+    wanted = ComparisonTerms(STEPS, **terms)
+    result = compare_rank(reference, killed, 0, wanted)
+    return result, [one.kind for one in find_causes(reference, killed, again, [result], wanted)]
 
 
 def test_kill_points():
@@ -73,8 +81,8 @@ def test_compare_ignores_steps_that_a_kill_took_back():
     """Launch 1 went wrong after the checkpoint; launch 2 begins before that, so it is as if it had not happened."""
     wrong = seen(1, 7, lambda step: batch(step) if step < 6 else (99,))
     killed = history(wrong, seen(6, STEPS))
-    assert compare(WHOLE, killed, 0, Terms(STEPS)).exact
-    assert [killed.effective(0)[step].launch for step in (5, 6, STEPS)] == [1, 2, 2]
+    assert compare_rank(WHOLE, killed, 0, ComparisonTerms(STEPS)).exact
+    assert [killed.effective_observations(0)[step].launch for step in (5, 6, STEPS)] == [1, 2, 2]
     # A launch that begins too late leaves a hole: the steps that launch 1 had made were lost.
     result, found = judged(history(seen(1, 7), seen(5, 6), seen(9, STEPS)))
     assert (result.divergence.step, result.divergence.what, result.divergence.launch) == (7, "missing", None)
@@ -115,7 +123,7 @@ def test_the_cause_of_other_samples(samples, kind, says):
     result, found = judged(resumed_with(samples))
     assert not result.ok and found == [kind]
     assert (result.divergence.step, result.divergence.launch) == (5, 2)
-    [cause] = causes(WHOLE, resumed_with(samples), None, [result], Terms(STEPS))
+    [cause] = find_causes(WHOLE, resumed_with(samples), None, [result], ComparisonTerms(STEPS))
     assert says in cause.says
 
 
@@ -156,12 +164,12 @@ def test_a_small_difference_is_of_the_generator_that_the_step_drew_from(drawn, k
 
 
 def test_another_number_of_threads_is_named():
-    four, two = Setting(torch_threads=4, cpus=8), Setting(torch_threads=2, cpus=8)
+    four, two = ProcessSettings(torch_threads=4, cpus=8), ProcessSettings(torch_threads=2, cpus=8)
     reference = history(seen(1, STEPS, setting=four))
     killed = history(seen(1, 7, setting=four), seen(5, STEPS, losses=lambda step: loss(step) * (1 + 1e-8), setting=two))
     result, found = judged(killed, reference)
     assert found == ["summation", "setting"]
-    assert "torch_threads 4 and 2" in causes(reference, killed, None, [result], Terms(STEPS))[1].says
+    assert "torch_threads 4 and 2" in find_causes(reference, killed, None, [result], ComparisonTerms(STEPS))[1].says
 
 
 def test_a_loop_that_is_not_deterministic_is_not_blamed_on_its_resume():
@@ -180,46 +188,46 @@ def test_ranks_that_got_each_others_state():
 
     whole = CheckedRun([[seen(1, STEPS), seen(1, STEPS, shifted(500))]])
     killed = CheckedRun([[seen(1, 7), seen(1, 6, shifted(500))], [seen(5, STEPS, shifted(500)), seen(5, STEPS)]])
-    results = [compare(whole, killed, rank, Terms(STEPS)) for rank in (0, 1)]
+    results = [compare_rank(whole, killed, rank, ComparisonTerms(STEPS)) for rank in (0, 1)]
     assert [one.ok for one in results] == [False, False]
-    assert [one.kind for one in causes(whole, killed, None, results, Terms(STEPS))] == ["ranks"]
+    assert [one.kind for one in find_causes(whole, killed, None, results, ComparisonTerms(STEPS))] == ["ranks"]
 
 
 def test_nothing_restored_is_no_proof():
     killed = history(seen(1, 7), seen(1, STEPS))
-    assert compare(WHOLE, killed, 0, Terms(STEPS)).exact
-    assert never_restored(killed, 1).kind == "never restored"
-    assert never_restored(history(seen(1, 7), seen(5, STEPS)), 1) is None
+    assert compare_rank(WHOLE, killed, 0, ComparisonTerms(STEPS)).exact
+    assert find_missing_restore(killed, 1).kind == "never restored"
+    assert find_missing_restore(history(seen(1, 7), seen(5, STEPS)), 1) is None
 
 
 def test_rank_that_begins_anew_beside_a_resumed_rank_is_a_cause():
     """What it does is right, sample by sample; it does it a second time."""
     first, resumed = [seen(1, 7), seen(1, 7)], seen(5, STEPS)
     for one in first:
-        one.saves = [4, 6]
-    found = left_behind(CheckedRun([first, [resumed, seen(1, STEPS)]]), 1)
+        one.saved_steps = [4, 6]
+    found = find_restarted_rank(CheckedRun([first, [resumed, seen(1, STEPS)]]), 1)
     assert found.kind == "ranks" and "rank 1 began launch 2 at step 1, and rank 0 at step 5" in found.says
     restored = seen(1, STEPS)
-    restored.taken.append(Taken(4, "loaded", {}, {}))
-    assert "left out" in left_behind(CheckedRun([[seen(1, 7), seen(1, 7)], [resumed, restored]]), 1).says
+    restored.captures.append(StateCapture(4, "loaded", {}, {}))
+    assert "left out" in find_restarted_rank(CheckedRun([[seen(1, 7), seen(1, 7)], [resumed, restored]]), 1).says
 
 
 def test_a_rank_whose_only_save_may_have_died_with_it_is_not_blamed():
     launches = [[seen(1, 7), seen(1, 5)], [seen(5, 7), seen(1, 5)], [seen(5, STEPS), seen(1, STEPS)]]
-    assert left_behind(CheckedRun(launches), 1) is None
-    assert left_behind(CheckedRun([launches[0], [seen(1, STEPS), seen(1, STEPS)]]), 1) is None
+    assert find_restarted_rank(CheckedRun(launches), 1) is None
+    assert find_restarted_rank(CheckedRun([launches[0], [seen(1, STEPS), seen(1, STEPS)]]), 1) is None
 
 
 def test_ranks_that_begin_apart_on_an_empty_spool():
-    found = apart_from_the_start(WHOLE, CheckedRun([[seen(1, STEPS), seen(4, STEPS)]]))
+    found = find_split_start(WHOLE, CheckedRun([[seen(1, STEPS), seen(4, STEPS)]]))
     assert found.kind == "ranks" and "at step 4 on rank 1, and at step 1 on rank 0" in found.says
-    assert apart_from_the_start(WHOLE, CheckedRun([[seen(1, 7), seen(1, 6)], [seen(5, 9), seen(4, 9)]])) is None
+    assert find_split_start(WHOLE, CheckedRun([[seen(1, 7), seen(1, 6)], [seen(5, 9), seen(4, 9)]])) is None
 
 
 # -- an allowance -----------------------------------------------------------------------------------------------------
 
 
-def behind(count: int, first: int, last: int) -> RankHistory:
+def behind(count: int, first: int, last: int) -> RankRecord:
     """Reads `count` samples again after its resume and goes on from there."""
     return seen(first, last, lambda step: [one - count for one in batch(step)], losses=lambda step: 7.0)
 
@@ -273,5 +281,5 @@ def test_allowance_excuses_no_start_that_did_not_resume():
 
 
 def test_histories_survive_their_record():
-    line = msgspec.json.encode(seen(1, 1).observed[1])
-    assert msgspec.json.decode(line, type=Observation) == seen(1, 1).observed[1]
+    line = msgspec.json.encode(seen(1, 1).observations[1])
+    assert msgspec.json.decode(line, type=Observation) == seen(1, 1).observations[1]

@@ -7,38 +7,38 @@ from functools import partial
 
 import pytest
 
-from tierd.check.causes import causes, from_final_states
-from tierd.check.compare import Terms, compare
-from tierd.check.evidence import evidence
-from tierd.check.final import StateDifference
-from tierd.check.history import PYTHON, CheckedRun, Observation, RankHistory, Taken
-from tierd.check.insides import held_generators, insides
-from tierd.check.leaves import ValueLeaf
-from tierd.check.objects import LiveObjects
+from tierd.check.causes import find_causes, state_difference_causes
+from tierd.check.data_pipeline import data_pipeline_leaves, reachable_generators
+from tierd.check.launch_records import PYTHON_GENERATOR, CheckedRun, Observation, RankRecord, StateCapture
+from tierd.check.live_objects import LiveObjects
+from tierd.check.resume_findings import launch_findings
+from tierd.check.sample_comparison import ComparisonTerms, compare_rank
+from tierd.check.state_comparison import StateDifference
+from tierd.check.value_leaves import ValueLeaf
 
 GRADIENT = 'gradient of model["weight"]'
 
 
-def seen(first: int, *taken: Taken) -> RankHistory:
-    one = RankHistory(taken=list(taken))
+def seen(first: int, *taken: StateCapture) -> RankRecord:
+    one = RankRecord(captures=list(taken))
     for step in range(first, 8):
-        one.observed[step] = Observation(step, (step,))
+        one.observations[step] = Observation(step, (step,))
     return one
 
 
-def taken(at: str, gradient: float | None, **entries: float) -> Taken:
+def taken(at: str, gradient: float | None, **entries: float) -> StateCapture:
     beside = {} if gradient is None else {GRADIENT: gradient}
     values = {f'state["{key}"]': value for key, value in entries.items()}
     kinds = {f'state["{key}"]': "optimizer" for key in entries}
-    return Taken(4, at, leaves(values), leaves(beside), kinds=kinds)
+    return StateCapture(4, at, leaves(values), leaves(beside), kinds=kinds)
 
 
 def leaves(values: dict[str, float]) -> dict[str, ValueLeaf]:
     return {path: ValueLeaf(f"{value}", f"{value}", sample=(value,)) for path, value in values.items()}
 
 
-def backward(gradient: float | None) -> Taken:
-    return Taken(4, "backward", {}, {}, {} if gradient is None else leaves({GRADIENT: gradient}))
+def backward(gradient: float | None) -> StateCapture:
+    return StateCapture(4, "backward", {}, {}, {} if gradient is None else leaves({GRADIENT: gradient}))
 
 
 def kinds(momentum_after_the_load: float, *, clears: bool = False) -> list[str]:
@@ -56,7 +56,7 @@ def kinds(momentum_after_the_load: float, *, clears: bool = False) -> list[str]:
         backward(None),
     )
     killed = CheckedRun([[seen(1)], [begun]])
-    return [one.kind for one in evidence(CheckedRun([[whole]]), killed, 0, 2, "later loss")]
+    return [one.kind for one in launch_findings(CheckedRun([[whole]]), killed, 0, 2, "later loss")]
 
 
 def test_gradients_are_named_where_there_is_no_stronger_cause():
@@ -78,18 +78,18 @@ DICE = "loop() dice"
 KINDS = {"weight": "state", "best": "state", "lr": "optimizer", "ema": "weights", "losses": "state"}
 
 
-def at(step: int, moment: str, generator: str = "", **entries: float) -> Taken:
+def at(step: int, moment: str, generator: str = "", **entries: float) -> StateCapture:
     """A capture of a loop without a module, so that there is none before a forward pass."""
     drawn = {DICE: ValueLeaf(generator, f"generator {generator}")} if generator else {}
     kinds = {f'state["{key}"]': KINDS[key] for key in entries}
     forms = dict.fromkeys(kinds, "object")
     values = leaves({f'state["{key}"]{"[0]" if KINDS[key] == "weights" else ""}': one for key, one in entries.items()})
-    return Taken(step, moment, values, {}, drawn, kinds, forms, ("save", step))
+    return StateCapture(step, moment, values, {}, drawn, kinds, forms, ("save", step))
 
 
-def found(what: str, whole: list[Taken], killed: list[Taken]) -> list[tuple[str, str]]:
+def found(what: str, whole: list[StateCapture], killed: list[StateCapture]) -> list[tuple[str, str]]:
     histories = CheckedRun([[seen(1, *whole)]]), CheckedRun([[seen(1)], [seen(5, *killed)]])
-    return [(one.kind, one.path) for one in evidence(*histories, 0, 2, what)]
+    return [(one.kind, one.path) for one in launch_findings(*histories, 0, 2, what)]
 
 
 def test_a_value_that_training_changes_is_no_cause_after_the_step():
@@ -134,11 +134,11 @@ def test_object_that_keeps_its_loaded_state_was_replaced():
 # -- the state at the end, where samples and losses are right ----------------------------------------------------------
 
 
-def final(whole: list[Taken], killed: list[Taken], reference: list[Taken] | None = None):
+def final(whole: list[StateCapture], killed: list[StateCapture], reference: list[StateCapture] | None = None):
     histories = [CheckedRun([[seen(1, *one)]]) for one in (whole if reference is None else reference, whole)]
     weight = StateDifference(0, 'state["weight"]', 5, 2, "3.0", "3.5", 0.5, 0.1, True)
     run = CheckedRun([[seen(1)], [seen(5, *killed)]])
-    return from_final_states(histories[0], run, histories[1], [weight])
+    return state_difference_causes(histories[0], run, histories[1], [weight])
 
 
 WHOLE = [
@@ -174,15 +174,15 @@ def test_a_weight_on_which_uninterrupted_runs_do_not_agree_is_not_lost():
 def test_a_generator_that_nobody_seeded_explains_no_samples():
     """The killed run's first launch may have been captured at no moment of the others; a second run shows it."""
     begun = seen(5, at(4, "loaded", "x"), at(5, "step", "y"))
-    begun.observed = {step: Observation(step, (step + 100,)) for step in range(5, 8)}
+    begun.observations = {step: Observation(step, (step + 100,)) for step in range(5, 8)}
     killed = CheckedRun([[seen(1)], [begun]])
     whole, again = (
         CheckedRun([[seen(1, at(4, "save", f"{one}"), at(5, "step", f"{one}"), at(7, "end", f"{one}"))]])
         for one in "ab"
     )
-    result = compare(whole, killed, 0, Terms(7))
-    assert [one.kind for one in causes(whole, killed, again, [result], Terms(7))] == ["shuffle"]
-    assert [one.kind for one in causes(again, killed, again, [result], Terms(7))] == ["generator"]
+    result = compare_rank(whole, killed, 0, ComparisonTerms(7))
+    assert [one.kind for one in find_causes(whole, killed, again, [result], ComparisonTerms(7))] == ["shuffle"]
+    assert [one.kind for one in find_causes(again, killed, again, [result], ComparisonTerms(7))] == ["generator"]
 
 
 # -- generators that a loop does not hold itself -----------------------------------------------------------------------
@@ -205,23 +205,23 @@ def dropping():
 
 def test_generators_in_objects_closures_and_global_variables_are_observed():
     before, noise, drop = GRAINS.getstate(), Noise(), partial(dropping())
-    found = held_generators(None)
+    found = reachable_generators(None)
     me = "test_generators_in_objects_closures_and_global_variables_are_observed()"
     assert {f"{me} noise.rng", f"{me} drop.rng", "GRAINS"} <= set(found)
-    assert GRAINS.getstate() == before and PYTHON not in found
+    assert GRAINS.getstate() == before and PYTHON_GENERATOR not in found
     drop(noise.add(1.0))
-    after = held_generators(None)
+    after = reachable_generators(None)
     assert {one for one in found if found[one] != after[one]} == {f"{me} noise.rng", f"{me} drop.rng"}
 
 
 # -- what is beside the checkpoint, and what is set before a step ------------------------------------------------------
 
 
-def captured(step: int, moment: str, **values: float | str) -> Taken:
+def captured(step: int, moment: str, **values: float | str) -> StateCapture:
     """A capture of data in the loop's variables, and of a generator."""
     found = {f"loop() {name.replace('_in_', '.')}": ValueLeaf(f"{one}", f"{one}") for name, one in values.items()}
     found = {path: ValueLeaf(one.digest, one.text, saved=False) for path, one in found.items()}
-    return Taken(step, moment, {}, {}, found)
+    return StateCapture(step, moment, {}, {}, found)
 
 
 def test_epoch_beside_the_checkpoint_is_named_before_the_generator_that_follows_from_it():
@@ -238,17 +238,20 @@ def test_epoch_beside_the_checkpoint_is_named_before_the_generator_that_follows_
 
 def test_a_variable_of_a_stream_that_has_not_begun_is_no_cause():
     one = {"stream().one": ValueLeaf("1", "1")}
-    whole = [Taken(4, "save", {}, {}, one), Taken(5, "step", {}, {}, {"stream().one": ValueLeaf("2", "2")})]
-    killed = [Taken(4, "loaded", {}, {}), Taken(5, "step", {}, {}, {"stream().one": ValueLeaf("3", "3")})]
+    whole = [
+        StateCapture(4, "save", {}, {}, one),
+        StateCapture(5, "step", {}, {}, {"stream().one": ValueLeaf("2", "2")}),
+    ]
+    killed = [StateCapture(4, "loaded", {}, {}), StateCapture(5, "step", {}, {}, {"stream().one": ValueLeaf("3", "3")})]
     assert "gone" not in str(
-        evidence(CheckedRun([[seen(1, *whole)]]), CheckedRun([[seen(1)], [seen(5, *killed)]]), 0, 2, "samples")
+        launch_findings(CheckedRun([[seen(1, *whole)]]), CheckedRun([[seen(1)], [seen(5, *killed)]]), 0, 2, "samples")
     )
 
 
-def window(step: int, moment: str, *items: float) -> Taken:
+def window(step: int, moment: str, *items: float) -> StateCapture:
     path = 'state["data"]["window"]'
     run = ValueLeaf(f"{items}", f"{len(items)} items: …", len(items), items)
-    return Taken(step, moment, {path: run}, {}, {}, {'state["data"]': "data"})
+    return StateCapture(step, moment, {path: run}, {}, {}, {'state["data"]': "data"})
 
 
 @pytest.mark.parametrize(("got", "kind"), [((9, 10, 11, 12, 13, 14), "buffer"), ((1, 2, 3, 4, 8, 9), "order")])
@@ -279,9 +282,9 @@ class Counting:
 
 def test_readers_and_counters_of_the_loop_are_observed():
     reader = Ahead()
-    found = insides(LiveObjects([], []), {"counts": Counting()})
+    found = data_pipeline_leaves(LiveObjects([], []), {"counts": Counting()})
     me = "test_readers_and_counters_of_the_loop_are_observed()"
     assert found[f"{me} reader.ahead[1]"].text == "2" and found[f"{me} reader.ahead[1]"].saved is False
     assert found['state["counts"].pending'].text == "2" and len(reader.ahead) == 2
     saved = {'state["counts"]["pending"]'}
-    assert 'state["counts"].pending' not in insides(LiveObjects([], []), {"counts": Counting()}, saved)
+    assert 'state["counts"].pending' not in data_pipeline_leaves(LiveObjects([], []), {"counts": Counting()}, saved)

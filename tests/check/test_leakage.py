@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from tierd.check.history import CheckedRun, Observation, RankHistory
-from tierd.check.leakage import leaks, line
+from tierd.check.launch_records import CheckedRun, Observation, RankRecord
+from tierd.check.sample_comparison import find_leaks, leak_line
 
 SIZE = 4  # steps of an epoch; two samples a step
 
@@ -17,15 +17,15 @@ def samples(step: int) -> tuple[int, ...]:
     return (2 * at, 2 * at + 1)
 
 
-def rank(first: int, last: int, read=samples, validation: tuple[int, ...] = (), epochs: bool = True) -> RankHistory:
-    seen = RankHistory()
+def rank(first: int, last: int, read=samples, validation: tuple[int, ...] = (), epochs: bool = True) -> RankRecord:
+    seen = RankRecord()
     for step in range(first, last + 1):
         epoch = (step - 1) // SIZE if epochs else None
-        seen.observed[step] = Observation(step, tuple(read(step)), epoch=epoch, validation=validation)
+        seen.observations[step] = Observation(step, tuple(read(step)), epoch=epoch, validation=validation)
     return seen
 
 
-def one(*launches: RankHistory) -> CheckedRun:
+def one(*launches: RankRecord) -> CheckedRun:
     return CheckedRun([[launch] for launch in launches])
 
 
@@ -33,7 +33,7 @@ WHOLE = one(rank(1, 12))
 
 
 def found(killed: CheckedRun, whole: CheckedRun = WHOLE, ranks: int = 1) -> list[tuple[str, int | None, int]]:
-    return [(leak.kind, leak.epoch, leak.count) for leak in leaks(whole, killed, ranks, 12)]
+    return [(leak.kind, leak.epoch, leak.count) for leak in find_leaks(whole, killed, ranks, 12)]
 
 
 def test_an_exact_resume_leaks_nothing():
@@ -44,7 +44,7 @@ def test_leaks_count_samples_read_again_and_skipped_in_an_epoch():
     back = one(rank(1, 5), rank(4, 12, lambda step: samples(step - 1)))
     assert found(back) == [("twice", 0, 2), ("skipped", 0, 2)]
     assert "epoch 0: rank 0 trained on 2 samples more than once: 4, 5" in [
-        line(leak) for leak in leaks(WHOLE, back, 1, 12)
+        leak_line(leak) for leak in find_leaks(WHOLE, back, 1, 12)
     ]
 
 

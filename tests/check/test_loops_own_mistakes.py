@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tierd.check.evidence import evidence
-from tierd.check.history import CheckedRun, Observation, RankHistory, Taken
-from tierd.check.leaves import ValueLeaf
+from tierd.check.launch_records import CheckedRun, Observation, RankRecord, StateCapture
+from tierd.check.resume_findings import launch_findings
+from tierd.check.value_leaves import ValueLeaf
 
 RATE = 'state["optimizer"]["param_groups"][0]["lr"]'
 KINDS = {'state["model"]': "weights", 'state["optimizer"]': "optimizer"}
@@ -17,25 +17,27 @@ def leaf(value: object) -> ValueLeaf:
     return ValueLeaf(str(value), str(value), len(value) if isinstance(value, list) else None)
 
 
-def at(step: int, moment: str, weight: object, rate: float = 0.1, after: int | None = None, **more: object) -> Taken:
+def at(
+    step: int, moment: str, weight: object, rate: float = 0.1, after: int | None = None, **more: object
+) -> StateCapture:
     entries = {'state["model"]["weight"]': leaf(weight), RATE: leaf(rate)}
     own = {
         path: ValueLeaf(leaf(value).digest, leaf(value).text, leaf(value).count, saved=False)
         for path, value in more.items()
     }
     how = "restore" if moment == "loaded" else "save"
-    return Taken(step, moment, entries, {}, own, KINDS, FORMS, (how, step), owned=sorted(own), after=after)
+    return StateCapture(step, moment, entries, {}, own, KINDS, FORMS, (how, step), user_paths=sorted(own), after=after)
 
 
-def found(what: str, whole: list[Taken], killed: list[Taken], begun: int = 5) -> list[tuple[str, str]]:
-    def rank(first: int, taken: list[Taken]) -> RankHistory:
-        seen = RankHistory(taken=list(taken))
+def found(what: str, whole: list[StateCapture], killed: list[StateCapture], begun: int = 5) -> list[tuple[str, str]]:
+    def rank(first: int, taken: list[StateCapture]) -> RankRecord:
+        seen = RankRecord(captures=list(taken))
         for step in range(first, 9):
-            seen.observed[step] = Observation(step, (step,))
+            seen.observations[step] = Observation(step, (step,))
         return seen
 
     killed_run = CheckedRun([[rank(1, [])], [rank(begun, killed)]])
-    return [(one.kind, one.path) for one in evidence(CheckedRun([[rank(1, whole)]]), killed_run, 0, 2, what)]
+    return [(one.kind, one.path) for one in launch_findings(CheckedRun([[rank(1, whole)]]), killed_run, 0, 2, what)]
 
 
 def test_a_step_that_the_checkpoint_holds_and_that_is_trained_again_is_named():
@@ -79,10 +81,10 @@ def test_a_lost_memory_explains_other_samples_and_the_generator_that_drew_from_i
 
 
 def test_the_generator_of_a_dataset_explains_a_loss_and_that_of_a_sampler_does_not():
-    def with_loader(moment: str, dataset: str, order: str) -> Taken:
+    def with_loader(moment: str, dataset: str, order: str) -> StateCapture:
         taken = at(4, moment, "w")
         loaders = {path: ValueLeaf(text, f"generator {text}") for path, text in ((CROPS, dataset), (SAMPLER, order))}
-        return Taken(4, moment, taken.entries, {}, {}, KINDS, FORMS, taken.note, loaders)
+        return StateCapture(4, moment, taken.entries, {}, {}, KINDS, FORMS, taken.note, loaders)
 
     whole = [with_loader("save", "a", "s"), with_loader("forward", "b", "s")]
     killed = [with_loader("loaded", "x", "t"), with_loader("forward", "y", "t")]
@@ -92,10 +94,10 @@ def test_the_generator_of_a_dataset_explains_a_loss_and_that_of_a_sampler_does_n
 def test_gradients_are_named_where_a_framework_loads_later():
     gradient = 'gradient of Net["weight"]'
 
-    def taken(moment: str, form: str, there: bool) -> Taken:
+    def taken(moment: str, form: str, there: bool) -> StateCapture:
         gradients = {gradient: leaf("g")} if there else {}
         entries = {} if moment == "backward" else at(4, moment, "w").entries
-        return Taken(4, moment, entries, {}, gradients, KINDS, {'state["model"]': form}, ("save", 4))
+        return StateCapture(4, moment, entries, {}, gradients, KINDS, {'state["model"]': form}, ("save", 4))
 
     whole = [taken("save", "object", True), taken("forward", "object", True), taken("backward", "", True)]
     killed = [taken("loaded", "values", False), taken("forward", "object", False), taken("backward", "", False)]

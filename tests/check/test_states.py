@@ -7,9 +7,9 @@ import random
 import msgspec
 import pytest
 
-from tierd.check.final import compared, differences, has_common_moment, summary
-from tierd.check.history import CheckedRun, Observation, RankHistory, Taken
-from tierd.check.leaves import ValueLeaf, leaves
+from tierd.check.launch_records import CheckedRun, Observation, RankRecord, StateCapture
+from tierd.check.state_comparison import count_compared_values, difference_lines, has_common_capture, state_differences
+from tierd.check.value_leaves import ValueLeaf, leaves_by_path
 
 STEPS = 9
 
@@ -18,15 +18,15 @@ def leaf(number: float, saved: bool | None = True) -> ValueLeaf:
     return ValueLeaf(f"{number}", f"{number}", sample=(number,), saved=saved)
 
 
-def seen(first: int, last: int, *taken: Taken) -> RankHistory:
-    one = RankHistory(taken=list(taken))
+def seen(first: int, last: int, *taken: StateCapture) -> RankRecord:
+    one = RankRecord(captures=list(taken))
     for step in range(first, last + 1):
-        one.observed[step] = Observation(step, (step,))
+        one.observations[step] = Observation(step, (step,))
     return one
 
 
-def taken(step: int, at: str = "step", beside: dict[str, float] | None = None, **entries: float) -> Taken:
-    return Taken(
+def taken(step: int, at: str = "step", beside: dict[str, float] | None = None, **entries: float) -> StateCapture:
+    return StateCapture(
         step,
         at,
         {f'state["{key}"]': leaf(value) for key, value in entries.items()},
@@ -34,31 +34,31 @@ def taken(step: int, at: str = "step", beside: dict[str, float] | None = None, *
     )
 
 
-def history(*launches: RankHistory) -> CheckedRun:
+def history(*launches: RankRecord) -> CheckedRun:
     return CheckedRun([[one] for one in launches])
 
 
 def found(reference: CheckedRun, killed: CheckedRun, tolerance: float = 0.0, ignore: tuple[str, ...] = ()) -> list[str]:
-    return [one.path for one in differences(reference, killed, 0, tolerance, ignore)]
+    return [one.path for one in state_differences(reference, killed, 0, tolerance, ignore)]
 
 
 WHOLE = history(seen(1, STEPS, taken(4, best=2.0), taken(STEPS, "end", best=1.0)))
 
 
-def killed_with(last: Taken, first: Taken | None = None) -> CheckedRun:
+def killed_with(last: StateCapture, first: StateCapture | None = None) -> CheckedRun:
     return history(seen(1, 4, first or taken(4, best=2.0)), seen(3, STEPS, last))
 
 
 def test_equal_states_are_no_difference():
     killed = killed_with(taken(STEPS, "end", best=1.0))
-    assert found(WHOLE, killed) == [] and compared(WHOLE, killed, 0) == 1
+    assert found(WHOLE, killed) == [] and count_compared_values(WHOLE, killed, 0) == 1
 
 
 @pytest.mark.parametrize(("kind", "differing"), [("scheduler", []), ("state", ['Plan of main["_step_count"]'])])
 def test_number_of_calls_that_a_scheduler_counts_for_a_warning_is_no_difference(kind: str, differing: list[str]):
     """A scheduler that is made anew with `last_epoch` has counted fewer calls, and sets the same rates."""
 
-    def ended(calls: float) -> Taken:
+    def ended(calls: float) -> StateCapture:
         last = taken(STEPS, "end", {'Plan of main["_step_count"]': calls}, best=1.0)
         return msgspec.structs.replace(last, kinds={"Plan of main": kind})
 
@@ -72,10 +72,10 @@ def test_difference_names_the_first_step_the_magnitude_and_the_launch():
         seen(3, 7, taken(4, best=2.5)),
         seen(7, STEPS, taken(STEPS, "end", best=1.5)),
     )
-    [one] = differences(WHOLE, killed, 0, 0.0)
+    [one] = state_differences(WHOLE, killed, 0, 0.0)
     assert (one.path, one.step, one.launch, one.saved) == ('state["best"]', 4, 3, True)
     assert one.magnitude == 0.5 and one.relative == pytest.approx(1 / 3)
-    assert summary([one]) == [
+    assert difference_lines([one]) == [
         'state["best"]: after step 4 apart by 0.5 (3.3e-01 of it): 1.0 uninterrupted, 1.5 in the killed run'
     ]
     assert found(WHOLE, killed, tolerance=0.4) == []
@@ -84,9 +84,9 @@ def test_difference_names_the_first_step_the_magnitude_and_the_launch():
 def test_difference_of_a_leaf_that_was_never_saved_is_listed_last_and_says_so():
     whole = history(seen(1, STEPS, taken(4), taken(STEPS, "end", {"Sequential[0]": 1.0}, best=1.0)))
     killed = killed_with(taken(STEPS, "end", {"Sequential[0]": 3.0}, best=2.0), taken(4))
-    both = differences(whole, killed, 0, 0.0)
+    both = state_differences(whole, killed, 0, 0.0)
     assert [(one.path, one.saved) for one in both] == [('state["best"]', True), ("Sequential[0]", False)]
-    assert summary(both)[1].endswith("; not in the checkpoint")
+    assert difference_lines(both)[1].endswith("; not in the checkpoint")
 
 
 def test_leaf_that_differs_between_two_fresh_launches_is_no_finding():
@@ -96,10 +96,10 @@ def test_leaf_that_differs_between_two_fresh_launches_is_no_finding():
 
 def test_second_uninterrupted_run_shows_leaves_that_vary_where_the_killed_run_has_no_common_moment():
     killed = history(seen(1, 3), seen(3, STEPS, taken(STEPS, "end", best=3.0)))
-    assert not has_common_moment(WHOLE, killed, 0) and found(WHOLE, killed) == ['state["best"]']
+    assert not has_common_capture(WHOLE, killed, 0) and found(WHOLE, killed) == ['state["best"]']
     again = history(seen(1, STEPS, taken(STEPS, "end", best=2.0)))
-    assert differences(WHOLE, killed, 0, 0.0, (), again) == []
-    assert differences(WHOLE, killed, 0, 0.0, (), WHOLE) != []
+    assert state_differences(WHOLE, killed, 0, 0.0, (), again) == []
+    assert state_differences(WHOLE, killed, 0, 0.0, (), WHOLE) != []
 
 
 def test_differences_leave_out_ignored_paths():
@@ -113,7 +113,7 @@ def test_differences_leave_out_ignored_paths():
 
 def test_an_entry_that_only_one_run_has():
     whole = history(seen(1, STEPS, taken(STEPS, "end", best=1.0, late=3.0)))
-    [one] = differences(whole, killed_with(taken(STEPS, "end", best=1.0)), 0, 0.0)
+    [one] = state_differences(whole, killed_with(taken(STEPS, "end", best=1.0)), 0, 0.0)
     assert (one.path, one.got, one.magnitude) == ('state["late"]', "nothing", None)
 
 
@@ -127,7 +127,7 @@ def test_no_earlier_moment_stands_in_for_the_last():
     for late in (taken(6, best=9.0), taken(STEPS + 1, "end", best=9.0)):
         whole = history(seen(1, STEPS, taken(4, best=2.0), taken(6, best=1.5), taken(STEPS, "end", best=1.0)))
         killed = history(seen(1, 4, taken(4, best=2.0)), seen(3, STEPS, late))
-        assert found(whole, killed) == [] and compared(whole, killed, 0) == 0
+        assert found(whole, killed) == [] and count_compared_values(whole, killed, 0) == 0
 
 
 def test_an_entry_that_was_wrong_after_the_resume_and_is_right_at_the_end():
@@ -136,9 +136,9 @@ def test_an_entry_that_was_wrong_after_the_resume_and_is_right_at_the_end():
     whole = history(seen(1, STEPS, taken(4, recent=2.0), taken(6, recent=3.0), taken(STEPS, "end", recent=5.0)))
     late = taken(6, beside={"Meter": 7.0}, recent=0.0)
     killed = history(seen(1, 4, taken(4, recent=2.0)), seen(3, STEPS, late, taken(STEPS, "end", recent=5.0)))
-    [one] = differences(whole, killed, 0, 0.0)
+    [one] = state_differences(whole, killed, 0, 0.0)
     assert (one.path, one.step, one.launch, one.passing) == ('state["recent"]', 6, 2, True)
-    assert summary([one])[0].endswith("; equal again later")
+    assert difference_lines([one])[0].endswith("; equal again later")
     assert found(whole, killed, tolerance=1.0) == found(whole, killed, ignore=('state["recent"]',)) == []
     # In the launch that was killed nothing had been resumed yet, and what two launches do not agree on says nothing.
     assert found(whole, history(seen(1, 8, late), seen(7, STEPS, taken(STEPS, "end", recent=5.0)))) == []
@@ -162,7 +162,7 @@ def test_an_entry_that_was_wrong_after_the_resume_and_is_right_at_the_end():
     ],
 )
 def test_values_are_held_against_each_other_in_the_same_form_alone(ours, theirs, compares):
-    def end(how: str, step: int, form: str, value: float) -> Taken:
+    def end(how: str, step: int, form: str, value: float) -> StateCapture:
         forms = {'state["best"]': form} if form else {}
         one = taken(STEPS, "end", best=value) if form else taken(STEPS, "end")
         return msgspec.structs.replace(one, forms=forms, note=(how, step))
@@ -171,7 +171,7 @@ def test_values_are_held_against_each_other_in_the_same_form_alone(ours, theirs,
     killed = history(seen(1, 4), seen(3, STEPS, end(*theirs, 2.0)))
     assert found(whole, killed) == (['state["best"]'] if compares else [])
     if theirs[2]:
-        assert compared(whole, killed, 0) == compares
+        assert count_compared_values(whole, killed, 0) == compares
 
 
 # -- leaves -----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_leaves_have_paths_and_distinguish_values():
         "np": numpy.random.default_rng(0),
         5: float("nan"),
     }
-    one = leaves(value, "state")
+    one = leaves_by_path(value, "state")
     assert {'state["w"]', 'state["n"][0]', 'state["n"][1]["x"]', 'state["long"]', "state[5]", 'state["gen"]'} <= set(
         one
     )
@@ -199,7 +199,7 @@ def test_leaves_have_paths_and_distinguish_values():
     value["gen"].random()
     value["np"].random()
     value["t"].manual_seed(2)
-    other = leaves(value, "state")
+    other = leaves_by_path(value, "state")
     assert {path for path in one if one[path].digest != other[path].digest} == {
         'state["w"]', 'state["long"]', 'state["gen"]', 'state["np"]', 'state["t"]',
     }  # fmt: skip
@@ -211,5 +211,5 @@ def test_reading_leaves_draws_no_random_number_and_survives_unreadable_values():
     loop: list = []
     loop.append(loop)
     values = {"sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"), "loop": loop, "f": print}
-    assert set(leaves({**values, "empty": torch.empty(0)}, "s")) >= {'s["empty"]', "s"}
+    assert set(leaves_by_path({**values, "empty": torch.empty(0)}, "s")) >= {'s["empty"]', "s"}
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])

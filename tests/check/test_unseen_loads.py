@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tierd.check import check_resume
-from tierd.check.carried import carried_in, name_of
-from tierd.check.evidence import evidence
-from tierd.check.history import CheckedRun, Observation, RankHistory, Taken
-from tierd.check.leaves import ValueLeaf
-from tierd.check.passes import Passes
+from tierd.check.launch_records import CheckedRun, Observation, RankRecord, StateCapture
+from tierd.check.resume_findings import launch_findings
+from tierd.check.source_analysis import loop_carried_names_in, variable_of_path
+from tierd.check.state_capture import PassHooks
+from tierd.check.value_leaves import ValueLeaf
 
 KINDS = {"Net": "weights", 'Net["mean"]': "buffers", "Adam": "optimizer", "StepLR": "scheduler", "_Progress": "state"}
 LOADER = "DataLoader of Rows (40 items)"
@@ -26,7 +26,7 @@ def leaf(value: object) -> ValueLeaf:
     return ValueLeaf(str(value), str(value), len(value) if isinstance(value, list) else None)
 
 
-def at(step: int, moment: str, saved: bool | None = None, **values: object) -> Taken:
+def at(step: int, moment: str, saved: bool | None = None, **values: object) -> StateCapture:
     """A capture of objects beside the state, and of own values, of which `carried` has the names that go on."""
     carried = values.pop("carried", [])
     own = {
@@ -35,19 +35,25 @@ def at(step: int, moment: str, saved: bool | None = None, **values: object) -> T
         if not path.startswith(tuple(KINDS))
     }
     beside = {path: leaf(one) for path, one in values.items() if path not in own}
-    return Taken(step, moment, {}, beside, own, KINDS, owned=sorted(own), carried=carried)
+    return StateCapture(step, moment, {}, beside, own, KINDS, user_paths=sorted(own), carried_names=carried)
 
 
 def found(
-    what: str, begun: Taken, then: list[Taken], before: Taken | None, killed: tuple[Taken, ...] = ()
+    what: str,
+    begun: StateCapture,
+    then: list[StateCapture],
+    before: StateCapture | None,
+    killed: tuple[StateCapture, ...] = (),
 ) -> list[tuple[str, str]]:
     """The causes that are named; `before` is the resumed launch before its first forward pass, if nothing was seen."""
 
-    def rank(first: int, taken: list[Taken], begun: Taken | None) -> RankHistory:
-        return RankHistory({step: Observation(step, (step,)) for step in range(first, 9)}, taken=taken, begun=begun)
+    def rank(first: int, taken: list[StateCapture], begun: StateCapture | None) -> RankRecord:
+        return RankRecord(
+            {step: Observation(step, (step,)) for step in range(first, 9)}, captures=taken, start_capture=begun
+        )
 
     histories = CheckedRun([[rank(1, then, begun)]]), CheckedRun([[rank(1, [], begun)], [rank(5, [*killed], before)]])
-    return [(one.kind, one.path) for one in evidence(*histories, 0, 2, what)]
+    return [(one.kind, one.path) for one in launch_findings(*histories, 0, 2, what)]
 
 
 def unseen(what: str, first: dict[str, object], whole: dict[str, object], killed: dict[str, object], **more: object):
@@ -120,7 +126,9 @@ def test_values_that_differ_in_correct_resumes_are_no_cause(path: str, then: obj
 )
 @pytest.mark.parametrize("what", ["samples", "first loss", "later loss"])
 def test_a_value_that_is_carried_from_step_to_step_and_begins_anew_is_named(what, path, first, then):
-    assert unseen(what, {path: first}, {path: then}, {path: first}, carried=[name_of(path)]) == [("state", path)]
+    assert unseen(what, {path: first}, {path: then}, {path: first}, carried=[variable_of_path(path)]) == [
+        ("state", path)
+    ]
 
 
 def test_value_that_begins_anew_is_named_after_an_unrecorded_save():
@@ -234,7 +242,7 @@ def test_batch_that_was_lost_is_no_second_cause():
     ],
 )
 def test_names_that_carry_a_value_from_step_to_step(source: str, names: set[str]):
-    assert carried_in(source) == names
+    assert loop_carried_names_in(source) == names
 
 
 # -- when a launch begins ----------------------------------------------------------------------------------------------
@@ -242,18 +250,18 @@ def test_names_that_carry_a_value_from_step_to_step(source: str, names: set[str]
 
 @pytest.fixture
 def watched() -> Iterator[list[str]]:
-    """What `Passes` calls back in this process: a load arms the next forward pass, as in a launch's first step."""
+    """What `PassHooks` calls back in this process: a load arms the next forward pass, as in a launch's first step."""
     module = torch.nn.modules.module
     before = torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict, torch.autograd.backward
     hooks = dict(module._global_forward_pre_hooks)
     calls: list[str] = []
 
     def load() -> None:
-        passes.forward = -1
+        passes.forward_after_step = -1
 
-    passes = Passes(lambda step: calls.append(f"forward {step}"), lambda step: None, load)
+    passes = PassHooks(lambda step: calls.append(f"forward {step}"), lambda step: None, load)
     passes.install()
-    passes.forward = -1
+    passes.forward_after_step = -1
     yield calls
     torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict, torch.autograd.backward = before
     module._global_forward_pre_hooks.clear()

@@ -13,11 +13,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from tierd.check.objects import LiveObjects, details, find_live, live
-from tierd.check.owned import owned_leaves
-from tierd.check.places import ObjectPlaces, users_modules
-from tierd.check.usage import only_logged
-from tierd.check.variables import variable_leaves
+from tierd.check.live_objects import LiveObjects, find_live_objects, module_attribute_leaves, unsaved_leaves
+from tierd.check.source_analysis import log_only_names
+from tierd.check.user_code import CreationSites, user_modules
+from tierd.check.user_values import user_object_leaves, variable_leaves
 
 LOOP = """
 import argparse
@@ -85,7 +84,7 @@ critic, loop, harder = Critic(), Loop(), curriculum()
 @pytest.fixture(autouse=True)
 def no_modules_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """They count as the user's, and there may be many."""
-    for module in list(users_modules()):
+    for module in list(user_modules()):
         if module.__name__ != __name__:
             monkeypatch.delitem(sys.modules, module.__name__)
 
@@ -99,7 +98,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
 
 
 def variables(state: dict[str, object] | None = None) -> dict[str, str]:
-    return {path: leaf.text for path, leaf in variable_leaves(find_live().functions, state, ()).items()}
+    return {path: leaf.text for path, leaf in variable_leaves(find_live_objects().functions, state, ()).items()}
 
 
 def test_values_of_modules_classes_closures_and_defaults_are_read(users):
@@ -118,22 +117,22 @@ def test_values_of_modules_classes_closures_and_defaults_are_read(users):
 
 
 def test_slots_of_the_users_own_objects_are_read(users):
-    assert owned_leaves([users.critic], known=True)["Critic.baseline"].text == "1.5"
+    assert user_object_leaves([users.critic], is_captured=True)["Critic.baseline"].text == "1.5"
 
 
 def test_attributes_that_users_code_sets_of_a_librarys_object_are_read(users):
     vars(users.options).update(limit=2.0, unset=3.0)
-    owned = find_live().owned
+    owned = find_live_objects().user_objects
     assert users.options in owned
-    found = owned_leaves([users.options], known=True)
+    found = user_object_leaves([users.options], is_captured=True)
     assert {path: leaf.text for path, leaf in found.items()} == {"Namespace.limit": "2.0"}
 
 
 def test_tensor_that_a_users_module_has_yet_to_set_is_read_as_none(users):
-    places = ObjectPlaces()
+    places = CreationSites()
 
     def carried() -> str:
-        found, _ = live(places, LiveObjects([users.recurrent], []), {})
+        found, _ = unsaved_leaves(places, LiveObjects([users.recurrent], []), {})
         return next(leaf.text for path, leaf in found.items() if path.endswith(".carried"))
 
     assert carried() == "None"
@@ -146,7 +145,7 @@ def test_parameters_of_an_optimizer_that_no_module_has_are_counted():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def count() -> str:
-        found = details(ObjectPlaces(), LiveObjects([model, optimizer], []), True)
+        found = module_attribute_leaves(CreationSites(), LiveObjects([model, optimizer], []), True)
         return next(leaf.text for path, leaf in found.items() if path.endswith("its parameters that no module has"))
 
     assert count() == "0"
@@ -174,14 +173,14 @@ def test_the_saved_state_and_large_tensors_are_left_out():
 
 
 def test_sums_that_only_a_log_has_are_left_out_and_those_that_training_uses_are_not(users):
-    found = set(owned_leaves([users.loop], known=True))
+    found = set(user_object_leaves([users.loop], is_captured=True))
     assert "Loop.factor" in found and not {"Loop.logged_total", "Loop.logged_losses"} & found
-    assert {"logged_total", "logged_losses", "logged_mean", "logged_calls"} <= only_logged() and not {
+    assert {"logged_total", "logged_losses", "logged_mean", "logged_calls"} <= log_only_names() and not {
         "factor",
         "BETA",
         "level",
         "history",
-    } & only_logged()
+    } & log_only_names()
 
 
 @pytest.mark.parametrize(
@@ -203,17 +202,17 @@ def test_a_name_counts_as_used_in_any_doubt(use, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("users_use")
     try:
-        assert "total" not in only_logged()
+        assert "total" not in log_only_names()
     finally:
         del sys.modules["users_use"]
 
 
 HASHED = """
 import torch
-from tierd.check.places import ObjectPlaces
+from tierd.check.user_code import CreationSites
 
-places = ObjectPlaces()
-places.hook()
+places = CreationSites()
+places.record_creations()
 
 class Metric(torch.nn.Module):
     def __init__(self):
@@ -222,9 +221,9 @@ class Metric(torch.nn.Module):
     def __hash__(self):
         return hash(self.names)
 
-number, place = places.of(Metric())
+number, place = places.creation_of(Metric())
 assert number == 1, (number, place)
-assert places.of(object()) == (0, "")
+assert places.creation_of(object()) == (0, "")
 """
 
 

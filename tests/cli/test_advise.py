@@ -16,9 +16,9 @@ from support.world import commit
 from typer.main import get_command
 
 from tierd.cli import app, run
-from tierd.cli.exit_codes import EXIT_WARNING
-from tierd.cli.measuring.advise_show import account
-from tierd.core.advice.run_history import Past
+from tierd.cli.command_runtime import EXIT_WARNING
+from tierd.cli.commands.advise_answer import cost_lines
+from tierd.core.advice.run_estimates import RunHistory
 from tierd.core.advice.save_interval import Costs, advise, goodput
 from tierd.core.ids import CheckpointId, PartId
 from tierd.spool.spool import Spool
@@ -282,8 +282,8 @@ def test_a_real_runs_own_account(spool: Path, capsys: pytest.CaptureFixture[str]
 def test_advise_says_the_cost_of_an_interval_that_was_too_long(capsys: pytest.CaptureFixture[str]) -> None:
     costs = Costs(blocked_s=1, durable_s=20, restart_s=300, mtbf_s=50_000)
     found = advise(costs, 2.0, 3000)
-    past = Past("llama", 9 * 86400, 15, 3000, 2.0, 10**9, 300)
-    first, second = account(past, found.yours, found.recommended)
+    past = RunHistory("llama", 9 * 86400, 15, 3000, 2.0, 10**9, 300)
+    first, second = cost_lines(past, found.yours, found.recommended)
     assert "in 9.00 d run llama saved every 3000 steps and failed 15 times" in first
     lost = (found.recommended.goodput - found.yours.goodput) * 9 * 24
     assert f"every {found.recommended.steps} steps would have lost {lost:#.3g} h less" == second

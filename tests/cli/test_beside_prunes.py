@@ -19,9 +19,9 @@ from support.saved import put
 from support.world import RUN, part
 
 from tierd.cli import run
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.tier_prune import prune
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 KEPT, OLD, NEW = 1, (3, 4), (5, 6)  # retention keeps step 1 for good, and the last two
 

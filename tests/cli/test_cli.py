@@ -18,16 +18,15 @@ import torch
 
 import tierd
 from tierd.cli import run
-from tierd.cli.progress import Meter
+from tierd.cli.command_runtime import Meter
 from tierd.core.config import from_urls
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import PATCHED
-from tierd.core.manifest_codec import decode
+from tierd.core.manifest_codec import decode, seal
 from tierd.core.planning.inventory import Inventory
-from tierd.core.seal import seal
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.service import open_tiers
-from tierd.daemon.tiers.prune import PruneResult, prune
+from tierd.daemon.daemon_service import open_tiers
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.tier_prune import PruneResult, prune
 from tierd.ipc.protocol import PROTOCOL
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -173,7 +172,7 @@ def test_verify_counts_a_copy_that_retention_deletes_meanwhile_as_pruned(
             for path in [home] if where == "spool" else chunks:
                 shutil.rmtree(path, ignore_errors=True)
 
-    monkeypatch.setattr("tierd.cli.progress.Meter", Pruning)
+    monkeypatch.setattr("tierd.cli.command_runtime.Meter", Pruning)
     options = ["--spool", str(spool)] if where == "spool" else [str(tier)]
     assert run(["verify", *options, "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
@@ -282,8 +281,8 @@ def test_prune_continues_past_checkpoints_that_the_daemon_deleted_first(
         batches.append([one.step for one in some])
         return await prune(store, some, **given)
 
-    monkeypatch.setattr("tierd.cli.acting.prune.MOST_CHECKPOINTS", 1)
-    monkeypatch.setattr("tierd.cli.acting.prune.prune_tier", meanwhile)
+    monkeypatch.setattr("tierd.cli.commands.prune_commands.MAX_BATCH_CHECKPOINTS", 1)
+    monkeypatch.setattr("tierd.cli.commands.prune_commands.prune_tier", meanwhile)
     assert run(["prune", str(tier), "--keep-last", "1", "--json"]) == 0
     assert batches == [[20], [10]]
     assert not any("not there any more" in one["held"] for one in json.loads(capsys.readouterr().out)["verdicts"])

@@ -13,7 +13,7 @@ from tierd.cli import run
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ConfigError
 from tierd.spool.spool import Spool
-from tierd.stores import directory_overlap
+from tierd.stores import mounted_directories
 
 _TIER = '[[tier]]\nname = "nas"\nurl = "file://{home}/tier"\n'
 _HOOK = '[[notify]]\nurl = "https://hooks.example/x"\nheaders = {{ Authorization = "{value}" }}\n'
@@ -21,7 +21,7 @@ _HOOK = '[[notify]]\nurl = "https://hooks.example/x"\nheaders = {{ Authorization
 
 def verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, str]:
     """The exit code, and the last line on stderr. A daemon that would begin its work ends there."""
-    monkeypatch.setattr("tierd.daemon.service.Reconciler", _Begun)
+    monkeypatch.setattr("tierd.daemon.daemon_service.Reconciler", _Begun)
     code = run(list(command))
     lines = capsys.readouterr().err.splitlines()
     return code, lines[-1] if code else ""
@@ -117,12 +117,12 @@ def test_directories_that_are_not_apart_are_refused(tmp_path: Path, monkeypatch,
 def test_a_directory_that_does_not_answer_is_judged_by_its_text(monkeypatch) -> None:
     """A hung mount keeps no daemon from its other tiers."""
     hung = threading.Event()
-    monkeypatch.setattr(directory_overlap.os.path, "realpath", lambda path: hung.wait(60))
+    monkeypatch.setattr(mounted_directories.os.path, "realpath", lambda path: hung.wait(60))
     tiers = [TierConfig(name=name, url=f"/{name}") for name in ("a", "b")]
-    asyncio.run(directory_overlap.check_apart(Config(spool="/s", tier=tuple(tiers)), answer_s=0.1))
+    asyncio.run(mounted_directories.check_no_overlap(Config(spool="/s", tier=tuple(tiers)), answer_s=0.1))
     with pytest.raises(ConfigError, match=r"tier\[2\]\.url: /a/c lies in"):
         nested = Config(spool="/s", tier=(*tiers, TierConfig(name="c", url="/a/c")))
-        asyncio.run(directory_overlap.check_apart(nested, answer_s=0.1))
+        asyncio.run(mounted_directories.check_no_overlap(nested, answer_s=0.1))
     hung.set()
 
 

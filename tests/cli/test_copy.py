@@ -18,10 +18,10 @@ from support.waiting import wait_until
 from support.world import RUN, commit, content, part
 
 from tierd.cli import run
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 KILLS = int(os.environ.get("TIERD_COPY_PROCESS_KILLS", "2"))
 

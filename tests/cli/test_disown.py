@@ -14,13 +14,13 @@ import pytest
 from support.world import RUN, attempt, commit, converge, hurry, part, reconciler, running, settle, steps_on
 
 from tierd.cli import run
-from tierd.cli.acting import disown
+from tierd.cli.commands import prune_commands
 from tierd.core.errors import StoreRefused
 from tierd.core.ids import PartId
-from tierd.core.seal import seal
+from tierd.core.manifest_codec import seal
 from tierd.spool import leases
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 PLANTED = part(9, launch=50)
 TOO_NEW = seal(msgspec.defstruct("Later", [("version", int)])(version=99))
@@ -98,7 +98,7 @@ def test_disown_of_readable_checkpoints_needs_yes(home: Path, capsys, monkeypatc
     plant(home, TOO_NEW)
     before = files(home)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(disown.typer, "confirm", lambda *_, **__: pytest.fail("a hasty yes is not enough"))
+    monkeypatch.setattr(prune_commands.typer, "confirm", lambda *_, **__: pytest.fail("a hasty yes is not enough"))
     assert taken(home) == 3
     said = capsys.readouterr().err
     assert "1 of its checkpoints can be read" in said
@@ -131,11 +131,11 @@ def test_disown_asks_a_person_before_it_deletes_unreadable_checkpoints(
     assert taken(home) == 3  # nobody is there to be asked
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     asked: list[str] = []
-    monkeypatch.setattr(disown.typer, "confirm", lambda question, err: bool(asked.append(question)))
+    monkeypatch.setattr(prune_commands.typer, "confirm", lambda question, err: bool(asked.append(question)))
     assert taken(home) == 1
     assert "can be read" in asked[0]
     assert steps(home) == [1, 2, 3, 9]
-    monkeypatch.setattr(disown.typer, "confirm", lambda *_, **__: True)
+    monkeypatch.setattr(prune_commands.typer, "confirm", lambda *_, **__: True)
     assert taken(home) == 0
     assert steps(home) == [1, 2, 3]
 
@@ -171,14 +171,14 @@ def test_a_launch_of_this_node_is_refused(home: Path, capsys) -> None:
 
 def test_a_launch_that_lives_here_is_refused_though_its_spool_is_not_named(home: Path, tmp_path: Path, capsys) -> None:
     before, mine = files(home), Spool(tmp_path / "mine")
-    leases.hold(mine.control, part(4))
+    leases.acquire_lease(mine.control, part(4))
     try:
         assert taken(home, "--yes", launch=attempt(1)) == 3
         said = capsys.readouterr().err
         assert str(os.getpid()) in said and str(tmp_path / "mine") in said
         assert taken(home, "--yes", launch=attempt(2)) == 4, "another launch"
     finally:
-        leases.release(mine.control, part(4))
+        leases.release_lease(mine.control, part(4))
     assert files(home) == before
     assert taken(home, "--yes", launch=attempt(1)) == 0
 

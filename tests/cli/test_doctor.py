@@ -18,12 +18,12 @@ from support.world import Daemon, commit, part
 
 from tierd import __version__
 from tierd.cli import run
-from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
 from tierd.core.diagnosis.findings import CHECKS, Finding, finding
-from tierd.doctor import disk, examine, service
-from tierd.spool.permissions import as_account, whose
+from tierd.doctor import node_checks
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.spool.spool_access import command_as_account, describe_owner
+from tierd.stores.file_store import FileStore
 
 
 def asked(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, dict[tuple[str, str], dict[str, str]]]:
@@ -37,10 +37,14 @@ def asked(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, dict[
 @pytest.fixture
 def alone(monkeypatch) -> None:
     """This machine as one where nothing is wrong, and the system without a unit."""
-    monkeypatch.setattr(examine.machine, "examine", lambda state: [finding("local", "memory", "enough")])
-    monkeypatch.setattr(service, "endings", lambda pid, drain_s: [finding("system", "no unit", f"{drain_s:g}")])
-    monkeypatch.setattr(disk.node, "file_system", lambda mount: finding("local", "local disk", "ext4"))
-    monkeypatch.setattr("tierd.doctor.tier.tier.throughput", lambda place, *_: finding(place, "measured", "fast"))
+    monkeypatch.setattr(node_checks, "examine_machine", lambda state: [finding("local", "memory", "enough")])
+    no_unit = lambda pid, drain_s: [finding("system", "no unit", f"{drain_s:g}")]  # noqa: E731
+    monkeypatch.setattr(node_checks, "examine_endings", no_unit)
+    ext4 = finding("local", "local disk", "ext4")
+    monkeypatch.setattr(node_checks.machine_findings, "file_system", lambda mount: ext4)
+    monkeypatch.setattr(
+        "tierd.doctor.tier_checks.tier_findings.throughput", lambda place, *_: finding(place, "measured", "fast")
+    )
 
 
 def test_everything_named_is_tried_and_left_as_it_was(tmp_path: Path, capsys, alone) -> None:
@@ -140,7 +144,7 @@ def test_the_daemon_is_asked_for_its_version(tmp_path: Path, capsys, alone, monk
     with Daemon(tmp_path / "spool", lambda: {"file": FileStore(tmp_path / "tier")}):
         _, found = asked(capsys, "--spool", str(tmp_path / "spool"))
         assert found["local", "daemon"]["finding"] == "daemon answers"
-        monkeypatch.setattr(service, "__version__", "0.0.9")
+        monkeypatch.setattr(node_checks, "__version__", "0.0.9")
         _, found = asked(capsys, "--spool", str(tmp_path / "spool"))
         assert found["local", "daemon"]["finding"] == "other version"
         assert f"tierd {__version__} answers" in found["local", "daemon"]["found"]
@@ -151,7 +155,7 @@ def test_the_daemon_and_this_shell_may_see_a_tier_differently(tmp_path: Path, ca
     tier = tmp_path / "tier"
     tier.mkdir()
     says = {"url": f"file://{tier}", "reached": True, "failures": 0, "last_error": None}
-    monkeypatch.setattr(service.replies, "read_member", lambda *_: {"version": __version__, "tiers": [says]})
+    monkeypatch.setattr(node_checks.message_codec, "read_member", lambda *_: {"version": __version__, "tiers": [says]})
     with Daemon(tmp_path / "spool", lambda: {"file": FileStore(tier)}):
 
         def view() -> tuple[int, dict[str, str] | None]:
@@ -189,14 +193,17 @@ def test_a_spool_that_this_account_may_not_read_is_refused_once_and_names_its_ac
     monkeypatch.setattr(os, "access", lambda path, mode, **_: Path(path) != spool)  # root may open it
     assert run([*command, "--spool", str(spool / below)]) == 3
     said = " ".join(capsys.readouterr().err.split())
-    assert f"tierd: {spool}: {whose(os.geteuid())}; run as its owner: {as_account(os.geteuid())} tierd" in said
+    assert (
+        f"tierd: {spool}: {describe_owner(os.geteuid())}; run as its owner: {command_as_account(os.geteuid())} tierd"
+        in said
+    )
 
 
 def test_an_account_without_a_name_is_named_by_its_number() -> None:
     nobodys = 3_999_999_999
-    assert whose(nobodys).startswith(f"it belongs to uid {nobodys}, and this is uid {os.geteuid()}")
-    assert as_account(nobodys) == f"sudo -u '#{nobodys}'"
-    assert as_account(0) == "sudo -u root"
+    assert describe_owner(nobodys).startswith(f"it belongs to uid {nobodys}, and this is uid {os.geteuid()}")
+    assert command_as_account(nobodys) == f"sudo -u '#{nobodys}'"
+    assert command_as_account(0) == "sudo -u root"
 
 
 @pytest.mark.parametrize("where", ["disk", "daemon", "tier"])
@@ -205,7 +212,7 @@ def test_doctor_reports_a_check_that_hangs_and_runs_the_others(
 ) -> None:
     hung = threading.Event()
     # The daemon may take a third of it. All others have to answer there, and a loaded disk takes a second.
-    timed_cli(monkeypatch, examined_s=9.0 if where == "daemon" else 0.6)
+    timed_cli(monkeypatch, check_group_s=9.0 if where == "daemon" else 0.6)
     (tmp_path / "tier").mkdir()
     Spool(tmp_path / "spool")
 
@@ -213,8 +220,10 @@ def test_doctor_reports_a_check_that_hangs_and_runs_the_others(
         hung.wait(60)
         return []
 
-    name = {"disk": "doctor.disk.examine", "daemon": "doctor.service.daemon", "tier": "doctor.tier.mount_of"}[where]
-    monkeypatch.setattr(f"tierd.{name}", hang)
+    name = {"disk": "node_checks.examine_spool", "daemon": "node_checks.ask_daemon", "tier": "tier_checks.mount_of"}[
+        where
+    ]
+    monkeypatch.setattr(f"tierd.doctor.{name}", hang)
     code, found = asked(capsys, "--spool", str(tmp_path / "spool"), str(tmp_path / "tier"))
     hung.set()
     place = {"disk": ("local", "spool"), "daemon": ("local", "daemon"), "tier": ("file", "directory")}[where]

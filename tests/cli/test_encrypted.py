@@ -21,15 +21,15 @@ from tierd.core.errors import ConfigError
 from tierd.core.ids import head_key
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.urls import parse_url
-from tierd.daemon.service import open_tiers
+from tierd.daemon.daemon_service import open_tiers
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
-from tierd.stores.keys import Key
+from tierd.stores.encryption_keys import EncryptionKey
 from tierd.stores.open import open_store
 
 SECRET = bytes(range(100, 132))
-ID, OTHER = Key(SECRET).id, Key(bytes(32)).id
+ID, OTHER = EncryptionKey(SECRET).id, EncryptionKey(bytes(32)).id
 
 
 @pytest.fixture
@@ -167,11 +167,11 @@ def test_a_key_belongs_to_a_url(arguments, tmp_path, key, capsys) -> None:
 
 def test_without_the_package_the_way_out_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.delitem(sys.modules, "tierd.stores.encrypted", raising=False)
+    monkeypatch.delitem(sys.modules, "tierd.stores.encrypted_store", raising=False)
     for name in [name for name in sys.modules if name.startswith("cryptography.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"tierd\[crypt\]"):
-        open_store(parse_url("file:///mnt/x"), key=Key(SECRET))
+        open_store(parse_url("file:///mnt/x"), key=EncryptionKey(SECRET))
 
 
 def test_the_key_is_nowhere_but_in_its_file(tmp_path, key) -> None:

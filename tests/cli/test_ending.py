@@ -19,7 +19,7 @@ from support.world import Daemon, commit, hurry, part
 
 from tierd.cli import run
 from tierd.core.errors import StoreRefused, StoreUnavailable
-from tierd.daemon.pause import TierPause
+from tierd.daemon.tiers.tier_pauses import TierPause
 from tierd.spool.spool import Spool
 
 

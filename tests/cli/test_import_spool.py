@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tierd.cli.acting.import_spool import import_spool
+from tierd.cli.commands.copy_commands import import_spool
 from tierd.spool.spool import Spool
 
 PLACES = {"beside": (".tierd-import-", ""), "temporary": ("tierd-import-", "spool")}
 IMPORT = """
 import sys, time
 from pathlib import Path
-from tierd.cli.acting.import_spool import import_spool
+from tierd.cli.commands.copy_commands import import_spool
 with import_spool(Path(sys.argv[1]) if len(sys.argv) > 1 else None) as spool:
     print(spool.root, flush=True)
     time.sleep(60)

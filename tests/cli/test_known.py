@@ -12,9 +12,9 @@ from support.world import Daemon, commit, part
 
 from tierd.cli import run
 from tierd.core.config import from_urls
-from tierd.daemon.service import open_tiers
+from tierd.daemon.daemon_service import open_tiers
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 RUNS, STEPS = "the runs there are: bert, other", "the steps there are: 10, 20"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from tierd.cli.layout import lay_out, wrapped
+from tierd.cli.output import lay_out_table, wrap_text
 
 COLUMNS = ("RUN", "STEP", "ATTEMPT", "WHERE", "STATE", "KEPT BECAUSE")
 A, B = "018f0aab1234-00000001", "018f0aab1234-00000002"
@@ -20,7 +20,7 @@ ROWS = [
 
 
 def test_rows_that_do_not_fit_take_several_lines_and_name_their_thing_once() -> None:
-    assert lay_out(COLUMNS, ROWS, 61, key=3) == [
+    assert lay_out_table(COLUMNS, ROWS, 61, key=3) == [
         "RUN         STEP  ATTEMPT",
         "    WHERE  STATE      KEPT BECAUSE",
         f"bert-large  30    {A}",
@@ -34,19 +34,19 @@ def test_rows_that_do_not_fit_take_several_lines_and_name_their_thing_once() -> 
 
 def test_a_column_without_text_takes_no_room_where_there_is_none() -> None:
     rows = [("a" * 30, "", "b" * 30)]
-    assert lay_out(("ONE", "TWO", "THREE"), rows, 62) == [f"{'ONE':30}  THREE", f"{'a' * 30}  {'b' * 30}"]
-    assert "TWO" in lay_out(("ONE", "TWO", "THREE"), rows, 80)[0]
+    assert lay_out_table(("ONE", "TWO", "THREE"), rows, 62) == [f"{'ONE':30}  THREE", f"{'a' * 30}  {'b' * 30}"]
+    assert "TWO" in lay_out_table(("ONE", "TWO", "THREE"), rows, 80)[0]
 
 
 def test_layout_breaks_a_single_word_that_is_too_wide() -> None:
-    assert wrapped("a" * 25, 10) == ["a" * 10, "a" * 10, "a" * 5]
-    assert wrapped("日本語日本語", 5) == ["日本", "語日", "本語"]
-    assert lay_out(("FILE", "BYTES"), [("a" * 25, "3")], 20) == ["FILE", "    BYTES", "a" * 20, "a" * 5, "    3"]
+    assert wrap_text("a" * 25, 10) == ["a" * 10, "a" * 10, "a" * 5]
+    assert wrap_text("日本語日本語", 5) == ["日本", "語日", "本語"]
+    assert lay_out_table(("FILE", "BYTES"), [("a" * 25, "3")], 20) == ["FILE", "    BYTES", "a" * 20, "a" * 5, "    3"]
 
 
 def test_a_table_without_any_text_keeps_its_heads() -> None:
-    assert lay_out(("FILE", "BYTES"), [], 9) == ["FILE", "    BYTES"]
-    assert lay_out(("FILE", "BYTES"), [("", "")], 9) == ["FILE", "    BYTES", "", ""]
+    assert lay_out_table(("FILE", "BYTES"), [], 9) == ["FILE", "    BYTES"]
+    assert lay_out_table(("FILE", "BYTES"), [("", "")], 9) == ["FILE", "    BYTES", "", ""]
 
 
 CELLS = st.text(st.characters(categories=["L", "N", "P"]) | st.just(" "), max_size=60)
@@ -56,7 +56,7 @@ CELLS = st.text(st.characters(categories=["L", "N", "P"]) | st.just(" "), max_si
 def test_no_line_is_too_wide_and_no_text_is_lost(width: int, key: int, data: st.DataObject) -> None:
     columns = tuple(f"C{number}" for number in range(data.draw(st.integers(1, 6))))
     rows = data.draw(st.lists(st.tuples(*[CELLS] * len(columns)), max_size=5))
-    lines = lay_out(columns, rows, width, key)
+    lines = lay_out_table(columns, rows, width, key)
     assert all(cell_len(line) <= width for line in lines)
     if not key:
         shown = Counter("".join(lines).replace(" ", ""))

@@ -23,9 +23,9 @@ def test_the_table_names_every_command_once_beside_its_module():
 @pytest.mark.parametrize(
     ("arguments", "module"),
     [
-        (["ls", "file:///x"], "reading.read"),
-        (["--json", "status"], "reading.status"),
-        (["import", "--help"], "acting.move"),
+        (["ls", "file:///x"], "commands.checkpoint_commands"),
+        (["--json", "status"], "commands.status_commands"),
+        (["import", "--help"], "commands.copy_commands"),
         ([], None),
         (["--help"], None),
         (["lss"], None),
@@ -40,5 +40,10 @@ def test_command_line_imports_the_module_of_the_given_command(arguments, module,
 def test_a_status_loads_no_daemon():
     code = "import sys, tierd.cli; tierd.cli.run(['status', '--spool', '/nowhere/else']); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "tierd.cli.reading.status" in loaded
-    assert not {"tierd.daemon.service", "tierd.daemon.reconcile", "tierd.cli.acting.act", "numpy"} & set(loaded)
+    assert "tierd.cli.commands.status_commands" in loaded
+    assert not {
+        "tierd.daemon.daemon_service",
+        "tierd.daemon.reconciler",
+        "tierd.cli.commands.daemon_commands",
+        "numpy",
+    } & set(loaded)

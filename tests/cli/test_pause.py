@@ -15,8 +15,8 @@ from support.timed import timed_cli
 from support.world import Daemon
 
 from tierd.cli import run
-from tierd.daemon.handoff import HandoffServer
-from tierd.daemon.pause import TierPause
+from tierd.daemon.handoff_socket import HandoffServer
+from tierd.daemon.tiers.tier_pauses import TierPause
 from tierd.spool.spool import Spool
 
 
@@ -122,7 +122,7 @@ def test_a_daemon_that_is_about_to_listen_is_waited_for(
 def test_a_daemon_that_does_not_answer_is_an_error(
     spool: Spool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed_cli(monkeypatch, listens_s=0.2)
+    timed_cli(monkeypatch, listen_timeout_s=0.2)
     with spool.lock():
         assert run(["pause", "--spool", str(spool.root)]) == 6
     assert "no daemon answers" in capsys.readouterr().err

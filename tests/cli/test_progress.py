@@ -21,30 +21,30 @@ from support.world import Daemon, commit, content, hurry, part
 
 import tierd
 from tierd.cli import run
-from tierd.cli.progress import Meter, progress
+from tierd.cli.command_runtime import Meter, show_progress
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import BacklogRequest, Wait
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 GIB = 1 << 30
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed_cli(monkeypatch, shown_s=0.02, logged_s=0.02)
+    timed_cli(monkeypatch, progress_delay_s=0.02, progress_log_s=0.02)
 
 
 def test_progress_shows_nothing_for_an_operation_that_ends_soon(capsys) -> None:
-    with progress("restoring") as meter:
+    with show_progress("restoring") as meter:
         meter.update(GIB, 3 * GIB)
     assert capsys.readouterr() == ("", "")
 
 
 def test_elsewhere_there_is_a_line_now_and_then(quick, capsys) -> None:
-    with progress("restoring") as meter:
+    with show_progress("restoring") as meter:
         meter.update(GIB, 3 * GIB)
         time.sleep(0.5)
         meter.update(2 * GIB, 3 * GIB, "restoring rank 1")
@@ -63,7 +63,7 @@ def test_the_rate_and_the_rest_are_those_of_the_transfer(monkeypatch) -> None:
     for number in range(11):
         now[0] = float(number)
         meter.update(number * GIB, 30 * GIB)
-    assert meter.line() == "flushing: 10.0 GiB of 30.0 GiB, 1.0 GiB/s, 20 s left"
+    assert meter.progress_line() == "flushing: 10.0 GiB of 30.0 GiB, 1.0 GiB/s, 20 s left"
 
 
 def test_progress_bar_on_a_terminal_is_erased_at_the_end(quick, monkeypatch) -> None:
@@ -82,7 +82,7 @@ def test_progress_bar_on_a_terminal_is_erased_at_the_end(quick, monkeypatch) -> 
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", terminal)
-        with progress("restoring") as meter:
+        with show_progress("restoring") as meter:
             meter.update(GIB, 4 * GIB)
             wait_until(lambda: b"1.0/4.0 GiB" in b"".join(said))
     reads.join(60)
@@ -111,7 +111,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Double:
 
 def test_daemon_reports_the_progress_of_a_flush(tmp_path: Path, slow: Double) -> None:
     spool = Spool(tmp_path / "spool")
-    with Daemon(spool.root, {"disk": slow}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"disk": slow}) as daemon, DaemonConnection(spool) as link:
         daemon.settle()
         whole = sum(map(len, commit(spool, part(7), content(7, chunks=40)).values()))
         reported: list[dict] = []

@@ -16,12 +16,12 @@ from support.world import RUN, commit, content, part
 
 from tierd.cli import run
 from tierd.core.manifest import MANIFEST_NAME
-from tierd.daemon.transfer import export as export_module
+from tierd.daemon.transfer import restore_to_directory as export_module
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.gathering import held
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.local_files import locked_partial
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 CHUNKS = 6
 
@@ -71,7 +71,7 @@ def got(monkeypatch) -> list[str]:
 _STUCK = """
 import asyncio, sys
 from tierd.daemon.transfer import download
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 from tierd.cli import run
 
 real, left = FileStore.get, int(sys.argv[1])
@@ -162,7 +162,7 @@ def test_restore_after_a_kill_rejects_damaged_partial_files(tmp_path, tier, harm
 
 def test_two_at_once_to_one_place_the_second_is_refused(tmp_path, tier, capsys):
     quarantined = tmp_path / ".out.partial"
-    with held(quarantined):
+    with locked_partial(quarantined):
         assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
         assert "another restore" in capsys.readouterr().err
     assert not quarantined.exists()
@@ -291,7 +291,7 @@ def test_restore_refuses_a_mount_point_before_it_fetches(tmp_path, tier, got, ca
 
 def test_where_all_was_there_no_source_is_named(tmp_path, tier, capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(export_module, "publish", lambda *_: 1 / 0)
+        patched.setattr(export_module, "publish_directory", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")])
     assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 0

@@ -15,13 +15,13 @@ from support.world import Daemon
 
 import tierd
 from tierd.cli import run
-from tierd.cli.acting import space
+from tierd.cli.commands import run_commands
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Attach
-from tierd.spool.records import policies, set_policy
+from tierd.spool.run_records import record_policy, recorded_policies
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_rm_asks_a_person(places, capsys, monkeypatch) -> None:
     tier = places[1]
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     asked = []
-    monkeypatch.setattr(space.typer, "confirm", lambda question, err: bool(asked.append(question)))
+    monkeypatch.setattr(run_commands.typer, "confirm", lambda question, err: bool(asked.append(question)))
     before = under(tier)
     assert run(["rm", "r", str(tier)]) == 1
     assert "3 checkpoints" in asked[0] and under(tier) == before
@@ -148,14 +148,14 @@ def test_rm_deletes_manifests_first(places, monkeypatch) -> None:
 def test_rm_keeps_the_policy_of_a_launch_that_began_meanwhile(places, monkeypatch, restored) -> None:
     """The default would prune what the new trainer wants kept. The removal itself changes the run's directory later."""
     spool, real = Spool(places[0]), Spool.remove
-    set_policy(spool.control, "r", RetentionPolicy())
+    record_policy(spool.control, "r", RetentionPolicy())
     spool.pin(next(part.checkpoint for part in spool.parts() if part.checkpoint.run == "r"), pinned=True)
     if restored:  # fetched only: no launch has saved it here
         shutil.rmtree(spool.control / "saved" / "r")
     wanted = RetentionPolicy(keep_last=9)
 
     def remove(self, parts):
-        set_policy(spool.control, "r", wanted)
+        record_policy(spool.control, "r", wanted)
         time.sleep(0.02)  # longer than a tick of the file system's clock
         real(self, parts)
 
@@ -163,9 +163,9 @@ def test_rm_keeps_the_policy_of_a_launch_that_began_meanwhile(places, monkeypatc
         patch.setattr(Spool, "remove", remove)
         assert run(["rm", "r", "--spool", str(spool.root), "--yes"]) == 0
     assert not (spool.root / "r").exists()
-    assert [one.retention for one in policies(spool.control, ["r"])["r"]] == [wanted]
+    assert [one.retention for one in recorded_policies(spool.control, ["r"])["r"]] == [wanted]
     assert run(["rm", "r", "--spool", str(spool.root), "--yes"]) == 0
-    assert policies(spool.control, ["r"]) == {}
+    assert recorded_policies(spool.control, ["r"]) == {}
 
 
 def test_rm_without_a_daemon_refuses_while_a_trainer_saves_the_run(places, capsys) -> None:
@@ -180,7 +180,7 @@ def test_rm_without_a_daemon_refuses_while_a_trainer_saves_the_run(places, capsy
 def test_rm_on_a_spool_asks_its_daemon_and_is_refused_while_a_trainer_is_there(places, capsys) -> None:
     spool, tier = places
     with Daemon(spool, lambda: {"file": FileStore(tier)}) as daemon:
-        with Link(daemon.spool) as link:
+        with DaemonConnection(daemon.spool) as link:
             link.ask(Attach(run="r"))
             assert run(["rm", "r", "--spool", str(spool), "--yes"]) == 3
             assert "a trainer" in capsys.readouterr().err and under(spool)

@@ -15,14 +15,13 @@ from support.web import serving
 from support.world import Daemon, commit, part, reconciler
 
 from tierd.cli import run
-from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
-from tierd.core.event_kinds import KINDS
-from tierd.core.timeline.launches import Rival
-from tierd.daemon.reconciling.wording import subject, verb
-from tierd.daemon.reports import last_status
-from tierd.daemon.reports.problems import problems
-from tierd.daemon.scrub.scrub_status import ScrubStatus
-from tierd.daemon.status import Status, status
+from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
+from tierd.core.event_kinds import EVENT_KINDS
+from tierd.core.timeline.concurrent_launches import Rival
+from tierd.daemon import status_file
+from tierd.daemon.component_status import ScrubStatus
+from tierd.daemon.daemon_status import Status, make_status, status_problems
+from tierd.daemon.reconciling.tier_worker import action_subject, action_verb
 from tierd.events.journal import AlertStatus
 from tierd.spool.spool import Spool
 
@@ -35,7 +34,7 @@ def spool(tmp_path: Path) -> Spool:
 @pytest.fixture
 def calm(spool: Spool) -> Status:
     """The status of a daemon that nothing is wrong with."""
-    found = status(reconciler(spool, {"tier": Double()}), 0, 0)
+    found = make_status(reconciler(spool, {"tier": Double()}), 0, 0)
     return replace(found, spool_free=0.5, tiers=tuple(replace(one, reached=True) for one in found.tiers))
 
 
@@ -43,11 +42,11 @@ def calm(spool: Spool) -> Status:
 
 
 def reported(found: Status) -> list[tuple[str, str]]:
-    return [(one.severity, one.place) for one in problems(found)]
+    return [(one.severity, one.place) for one in status_problems(found)]
 
 
 def test_nothing_is_wrong_with_a_calm_daemon(calm: Status) -> None:
-    assert problems(calm) == ()
+    assert status_problems(calm) == ()
 
 
 def test_each_problem_has_its_severity(calm: Status) -> None:
@@ -67,14 +66,14 @@ def test_each_problem_has_its_severity(calm: Status) -> None:
     assert reported(both) == [("alert", "tier"), ("warning", "local")]  # the worst first
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.level == "alert"])
+@pytest.mark.parametrize("kind", [name for name, kind in EVENT_KINDS.items() if kind.level == "alert"])
 def test_check_reports_every_event_that_is_an_alert(spool: Spool, kind: str) -> None:
     """`rolled back` and `given up` were sent as alerts, and the check said OK."""
     one = reconciler(spool, {"tier": Double()})
-    if KINDS[kind].stays:
+    if EVENT_KINDS[kind].persists:
         one.journal.record(kind, "tier", "run", "first", run="run")
         one.journal.record(kind, "tier", "run", "second", run="run")
-        alerts = [problem for problem in status(one, 0, 0).problems if problem.severity == "alert"]
+        alerts = [problem for problem in make_status(one, 0, 0).problems if problem.severity == "alert"]
         text = f"{kind} (2 times since the daemon's start, this is the last): run: second; shown until"
         assert [(problem.place, problem.why) for problem in alerts] == [("tier", f"{text} the daemon starts again")]
     else:
@@ -94,14 +93,16 @@ def test_check_exits_by_severity(spool: Spool, capsys: pytest.CaptureFixture[str
         assert run(["status", "--check", *where]) == EXIT_WARNING
         assert capsys.readouterr().out == "WARNING tier: 1 copy was quarantined since the daemon's start\n"
         for _ in range(3):
-            daemon.reconciler.journal.failed(("worker", "x"), "prune", "tier", "backlog", "refused")
+            daemon.reconciler.journal.record_failure(("worker", "x"), "prune", "tier", "backlog", "refused")
         assert run(["status", "--check", *where]) == EXIT_ALERT
         assert capsys.readouterr().out.startswith("ALERT tier: prune backlog failed 3 times in a row: refused\nWARNING")
         for _ in range(3):
-            daemon.reconciler.journal.failed(("lane", "y"), verb(None), "other", subject(None), "no route")
+            daemon.reconciler.journal.record_failure(
+                ("lane", "y"), action_verb(None), "other", action_subject(None), "no route"
+            )
         assert run(["status", "--check", *where]) == EXIT_ALERT
         assert "ALERT other: observing failed 3 times in a row: no route\n" in capsys.readouterr().out
-        daemon.reconciler.journal.worked(("lane", "y"))
+        daemon.reconciler.journal.record_success(("lane", "y"))
         assert run(["status", "--check", "--json", *where]) == EXIT_ALERT
         assert [one["severity"] for one in json.loads(capsys.readouterr().out)["problems"]] == ["alert", "warning"]
         assert run(["status", *where]) == 0  # without --check the state is shown, and nothing is judged
@@ -138,37 +139,37 @@ def test_without_a_last_state_the_absent_daemon_is_an_error(spool: Spool, capsys
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, None])
 def test_a_damaged_last_state_is_none(spool: Spool, damage: bytes | None, tmp_path: Path) -> None:
-    path = spool.control / last_status.LAST_STATUS
+    path = spool.control / status_file.LAST_STATUS
     if damage is None:  # a link that leads out of the spool
         (tmp_path / "secret").write_text('{"pid": 1}')
         path.symlink_to(tmp_path / "secret")
     else:
         path.write_bytes(damage)
-    assert last_status.read(spool.control) is None
+    assert status_file.read_status(spool.control) is None
     assert run(["status", "--spool", str(spool.root)]) == 6
 
 
 def test_the_age_of_a_last_state(spool: Spool, calm: Status, capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, age in ((5, "5 s old"), (125, "2 min old"), (7300, "2 h old"), (3 * 86400, "3 d old")):
         at = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
-        last_status.write(spool.control, replace(calm, at=at))
+        status_file.write_status(spool.control, replace(calm, at=at))
         assert run(["status", "--spool", str(spool.root)]) == 0
         assert age in capsys.readouterr().err
-    last_status.write(spool.control, replace(calm, at="never"))
+    status_file.write_status(spool.control, replace(calm, at="never"))
     assert run(["status", "--spool", str(spool.root)]) == 0
     assert "of unknown age" in capsys.readouterr().err
 
 
 def test_a_last_state_is_private_and_replaced_whole(spool: Spool, calm: Status) -> None:
-    path = spool.control / last_status.LAST_STATUS
-    last_status.write(spool.control, calm)
+    path = spool.control / status_file.LAST_STATUS
+    status_file.write_status(spool.control, calm)
     first = path.stat()
-    last_status.write(spool.control, calm)
+    status_file.write_status(spool.control, calm)
     assert first.st_mode & 0o777 == 0o600 and path.stat().st_ino != first.st_ino
-    assert [one.name for one in spool.control.glob("status*")] == [last_status.LAST_STATUS]
+    assert [one.name for one in spool.control.glob("status*")] == [status_file.LAST_STATUS]
 
 
 def test_a_disk_that_takes_no_state_changes_nothing_else(spool: Spool, calm: Status) -> None:
-    (spool.control / f"{last_status.LAST_STATUS}.new").mkdir()
-    last_status.write(spool.control, calm)
-    assert last_status.read(spool.control) is None
+    (spool.control / f"{status_file.LAST_STATUS}.new").mkdir()
+    status_file.write_status(spool.control, calm)
+    assert status_file.read_status(spool.control) is None

@@ -19,11 +19,11 @@ from support.waiting import wait_until
 from support.world import Daemon, commit, part
 
 from tierd.cli import run
-from tierd.cli.reading.frame import frame
-from tierd.cli.reading.top import DaemonView
+from tierd.cli.commands.top_command import DaemonView
+from tierd.cli.commands.top_lines import top_lines
 from tierd.core.errors import RequestUnknown, StoreUnavailable
 from tierd.ipc import messages
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
 
 EVIL = "\u202e\x9b31m"
@@ -40,8 +40,8 @@ def spool(tmp_path: Path) -> Spool:
 
 
 def lines(seen: DaemonView, width: int = 80) -> list[str]:
-    seen.ask()
-    return [line.plain for line in frame(seen.status, seen.runs, width)]
+    seen.refresh()
+    return [line.plain for line in top_lines(seen.status, seen.runs, width)]
 
 
 # -- what it shows ----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_lane_reaches_to_where_a_later_launch_left_it(spool: Spool) -> None:
         for name, step, since, by in (("a", 10, None, None), ("b", 100, 40, "a"))
     ]
     runs = {"checkpoints": checkpoints, "launches": launches, "unreached": [], "held": [], "in_flight": []}
-    text = [line.plain for line in frame({"at": "2026-01-01T00:00:00+00:00"}, runs, 80)]
+    text = [line.plain for line in top_lines({"at": "2026-01-01T00:00:00+00:00"}, runs, 80)]
     first, second = (text[text.index(next(one for one in text if f"launch {name}" in one)) + 1] for name in "ab")
     assert second.lstrip().startswith("└──") and second.rstrip().endswith("○")
     assert len(first) == second.index("└") + 1, text  # no gap between the two
@@ -105,7 +105,7 @@ def test_top_shows_problems_and_transfers_under_way(spool: Spool) -> None:
     store.before = before
     with Daemon(spool.root, {"disk": store}) as daemon:
         for _ in range(3):
-            daemon.reconciler.journal.failed(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down")
+            daemon.reconciler.journal.record_failure(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down")
         seen = DaemonView(spool)
         wait_until(lambda: re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen, 200))), pause_s=0.05)
         assert "ALERT disk: prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen)
@@ -115,20 +115,20 @@ def test_top_leaves_out_members_that_a_daemon_of_another_version_lacks(spool: Sp
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
         seen = DaemonView(spool)
-        seen.ask()
-        text = "\n".join(line.plain for line in frame({"events": seen.status["events"]}, None, 80))
+        seen.refresh()
+        text = "\n".join(line.plain for line in top_lines({"events": seen.status["events"]}, None, 80))
         assert "of another version of tierd: 'problems'" in text and "not known" in text and "flushed disk" in text
 
 
 def test_a_daemon_that_does_not_know_the_request_shows_its_status(spool: Spool, monkeypatch) -> None:
-    real = Link.ask
+    real = DaemonConnection.ask
 
-    def ask(self: Link, request: messages.Request, *more: object) -> dict:
+    def ask(self: DaemonConnection, request: messages.Request, *more: object) -> dict:
         if isinstance(request, messages.RunsRequest):
             raise RequestUnknown("the daemon does not know 'runs'")
         return real(self, request, *more)
 
-    monkeypatch.setattr(Link, "ask", ask)
+    monkeypatch.setattr(DaemonConnection, "ask", ask)
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
         seen = DaemonView(spool)

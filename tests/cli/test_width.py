@@ -20,9 +20,9 @@ from support.world import Daemon, attempt, commit, part
 from tierd.cli import run
 from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
-from tierd.daemon.service import open_tiers
+from tierd.daemon.daemon_service import open_tiers
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 RUN = "a-run-with-a-name-of-some-length"

@@ -13,8 +13,8 @@ from support.training import fresh, restored, same, tensors, train
 from support.world import listing
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import pipeline
+from tierd.client.checkpointer import internals
+from tierd.client.saving import save_pipeline
 from tierd.core.errors import ConfigError, ManifestError, StateRefused, StepRefused
 
 
@@ -49,7 +49,7 @@ def test_a_save_says_how_it_stands(spool, monkeypatch):
         save = checkpointer.save(1, {"x": torch.ones(3)})
         save.wait()
         assert repr(save) == f"<Save of {save.part}: durable>"
-        monkeypatch.setattr(pipeline, "write_part", refused)
+        monkeypatch.setattr(save_pipeline, "write_part", refused)
         save = checkpointer.save(2, {"x": torch.ones(3)})
         assert repr(save) == f"<Save of {save.part}: running>"
         go.set()
@@ -60,13 +60,13 @@ def test_a_save_says_how_it_stands(spool, monkeypatch):
 
 def test_nothing_that_training_changes_after_save_gets_into_the_checkpoint(spool, monkeypatch):
     """50 saves; every tensor is overwritten in place the moment save has returned, while the writer is still at it."""
-    real = pipeline.write_part
+    real = save_pipeline.write_part
 
     def slow(*arguments, **options):
         time.sleep(0.004)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(pipeline, "write_part", slow)
+    monkeypatch.setattr(save_pipeline, "write_part", slow)
     noise = torch.Generator().manual_seed(7)
     state = {
         "float": torch.randn(40_000, generator=noise),
@@ -129,7 +129,7 @@ def test_a_step_is_saved_once(local, spool):
     local.save(5, tensors(5))
     with pytest.raises(StepRefused, match="already"):  # while it is being persisted
         local.save(5, tensors(6))
-    made_of(local).pipeline.drain()
+    internals(local).pipeline.drain()
     with pytest.raises(StepRefused, match="already"), local.stage(5):
         pass
     local.save(3, tensors(3)).wait()  # an older step that is not there yet is none of these
@@ -150,7 +150,7 @@ def test_a_value_without_a_safe_form_is_refused_by_its_path(local, spool, value,
     before = listing(spool)
     with pytest.raises(StateRefused, match=path):
         local.save(1, {"good": torch.ones(3), **value})
-    made_of(local).pipeline.drain()
+    internals(local).pipeline.drain()
     assert listing(spool) == before
     local.save(1, tensors(1)).wait()  # the step is still free
 

@@ -19,14 +19,14 @@ from support.waiting import wait_until
 from support.world import Daemon, commit, part
 
 import tierd
-from tierd.client import attachment, closing, outliving
-from tierd.client.acceptance import Acceptance
-from tierd.client.attachment import Attachment
-from tierd.client.checkpointer import made_of
-from tierd.client.outliving import would_end
-from tierd.client.saving import pipeline
+from tierd.client import daemon_attachment, unflushed_saves
+from tierd.client.checkpointer import internals
+from tierd.client.daemon_attachment import Attachment
+from tierd.client.saving import save_pipeline
+from tierd.client.unflushed_saves import would_end
+from tierd.client.user_messages import TierAcceptance
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, StoreUnavailable
-from tierd.core.planning.unflushed import Remaining, TierTrouble, UnflushedParts
+from tierd.core.planning.unflushed_parts import TierReadiness, UnflushedPart, UnflushedParts
 from tierd.spool.spool import Spool
 
 
@@ -48,7 +48,7 @@ def fast(monkeypatch, quick):
 @pytest.fixture
 def mortal(monkeypatch):
     """The daemon ends with this process."""
-    monkeypatch.setattr(closing, "ends_with_us", lambda connection: True)
+    monkeypatch.setattr(unflushed_saves, "ends_with_us", lambda connection: True)
 
 
 def saved(spool, *steps: int) -> tierd.Checkpointer:
@@ -174,7 +174,9 @@ def test_a_close_that_waits_for_no_tier_says_that_nobody_waited(spool, caplog, m
     with Daemon(spool.root, {"nfs": Double(), "s3": Double()}) as daemon:
         checkpointer = saved(spool, 1)
         daemon.settle()
-        stale = UnflushedParts(left=(Remaining(part=spool.parts()[0], size_bytes=1, on=(), lacks=("s3",)),), tiers={})
+        stale = UnflushedParts(
+            left=(UnflushedPart(part=spool.parts()[0], size_bytes=1, on=(), lacks=("s3",)),), tiers={}
+        )
         daemon.reconciler.backlog.summary = lambda: stale
         checkpointer.close(wait="local")
     assert "only in the spool: this close waited for no tier; the daemon ends with" in warnings(caplog)[0]
@@ -198,7 +200,7 @@ def save_all(checkpointer: tierd.Checkpointer, *steps: int) -> None:
 def test_close_raises_if_the_last_saves_met_a_full_disk(spool, alone, monkeypatch, how):
     disk = SmallDisk(monkeypatch, spool.root, 1 << 30)
     save_all(alone, 1, 2)
-    made_of(alone).pipeline.drain()
+    internals(alone).pipeline.drain()
     disk.size_bytes = 0
     save_all(alone, 3, 4)
     with pytest.raises(SaveFailed) as raised:
@@ -214,7 +216,7 @@ def test_close_raises_if_the_last_saves_met_a_full_disk(spool, alone, monkeypatc
 def test_close_raises_nothing_if_a_later_save_became_durable(spool, alone, monkeypatch):
     disk = SmallDisk(monkeypatch, spool.root, 0)
     save_all(alone, 1, 2)
-    made_of(alone).pipeline.drain()
+    internals(alone).pipeline.drain()
     disk.size_bytes = 1 << 30
     save_all(alone, 3)
     alone.close()
@@ -224,7 +226,7 @@ def test_close_raises_nothing_if_a_later_save_became_durable(spool, alone, monke
 def test_close_raises_nothing_if_the_same_step_was_saved_again(spool, alone, monkeypatch):
     disk = SmallDisk(monkeypatch, spool.root, 0)
     save_all(alone, 1)
-    made_of(alone).pipeline.drain()
+    internals(alone).pipeline.drain()
     disk.size_bytes = 1 << 30
     save_all(alone, 1)
     alone.close()
@@ -233,10 +235,10 @@ def test_close_raises_nothing_if_the_same_step_was_saved_again(spool, alone, mon
 def test_close_raises_nothing_for_a_failed_step_that_a_restore_left_behind(spool, alone, monkeypatch):
     disk = SmallDisk(monkeypatch, spool.root, 1 << 30)
     save_all(alone, 1)
-    made_of(alone).pipeline.drain()
+    internals(alone).pipeline.drain()
     disk.size_bytes = 0
     save_all(alone, 9)
-    made_of(alone).pipeline.drain()
+    internals(alone).pipeline.drain()
     disk.size_bytes = 1 << 30
     assert alone.restore(tensors(0)).step == 1
     save_all(alone, 2)
@@ -244,8 +246,8 @@ def test_close_raises_nothing_for_a_failed_step_that_a_restore_left_behind(spool
 
 
 def test_close_raises_nothing_for_a_skipped_save(spool, monkeypatch):
-    go_on, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: go_on.wait(60) and real(*a))
+    go_on, real = threading.Event(), save_pipeline.write_part
+    monkeypatch.setattr(save_pipeline, "write_part", lambda *a: go_on.wait(60) and real(*a))
     checkpointer = tierd.Checkpointer(spool.root, "run", to=[], when_busy="skip")
     checkpointer.save(1, tensors(1))
     assert isinstance(checkpointer.save(2, tensors(2)).error(), tierd.SaveSkipped)
@@ -320,7 +322,7 @@ def test_a_signal_handler_renews_while_the_thread_that_it_interrupts_does(spool,
         made.renew()
         raise DaemonUnavailable("none")
 
-    monkeypatch.setattr(attachment, "Link", link)
+    monkeypatch.setattr(daemon_attachment, "DaemonConnection", link)
     for times in (1, 2):
         training = threading.Thread(target=made.renew, daemon=True)
         training.start()
@@ -364,7 +366,7 @@ def test_exception_in_flight_reaches_the_caller(spool, caplog, monkeypatch):
     def broken(self, *args, **kwargs):
         raise StoreUnavailable("broken")
 
-    monkeypatch.setattr(closing.Closing, "end", broken)
+    monkeypatch.setattr(unflushed_saves.UnflushedSaves, "report", broken)
     with Daemon(spool.root, {"nfs": Double()}):
         with pytest.raises(ZeroDivisionError), saved(spool, 1):
             1 / 0  # noqa: B018
@@ -402,8 +404,8 @@ def test_who_is_at_the_other_end_matters_only_in_a_namespace_that_ends(monkeypat
     ours, other = socket.socketpair()
     with ours, other:
         for ends in (True, False):
-            monkeypatch.setattr(outliving, "namespace_ends_with_us", lambda ends=ends: ends)
-            assert outliving.ends_with_us(ours) is ends
+            monkeypatch.setattr(unflushed_saves, "namespace_ends_with_us", lambda ends=ends: ends)
+            assert unflushed_saves.ends_with_us(ours) is ends
 
 
 CONTAINER = """
@@ -471,27 +473,27 @@ def test_mistyped_tier_is_warned_of_within_seconds_and_again_by_close(spool, cap
     (tmp_path / "typo").mkdir()  # so that the daemon, which outlives the trainer, ends
 
 
-DOWN = UnflushedParts(tiers={"nfs": TierTrouble(reached=False, error="503")})
-REFUSED = UnflushedParts(tiers={"nfs": TierTrouble(reached=False, error="403", refused=True)})
-FINE = UnflushedParts(tiers={"nfs": TierTrouble(reached=True), "s3": TierTrouble(reached=False, error="503")})
+DOWN = UnflushedParts(tiers={"nfs": TierReadiness(reached=False, error="503")})
+REFUSED = UnflushedParts(tiers={"nfs": TierReadiness(reached=False, error="403", refused=True)})
+FINE = UnflushedParts(tiers={"nfs": TierReadiness(reached=True), "s3": TierReadiness(reached=False, error="503")})
 
 
 def test_lasting_trouble_that_may_pass_is_warned_of_late_and_then_rarely(caplog):
-    heard = Acceptance()
+    heard = TierAcceptance()
     for second in range(2):
-        heard.hear(DOWN, second)
+        heard.log_change(DOWN, second)
     assert warnings(caplog) == []
     for second in range(2, 1200):
-        heard.hear(DOWN, second)
+        heard.log_change(DOWN, second)
     assert warnings(caplog) == ["no tier accepts checkpoints, they are only in the spool: nfs: 503"] * 2
-    heard.hear(FINE, 1300.0)
-    heard.hear(FINE, 1301.0)
+    heard.log_change(FINE, 1300.0)
+    heard.log_change(FINE, 1301.0)
     assert warnings(caplog)[2:] == ["a tier accepts checkpoints again"]
 
 
 def test_refusing_tier_is_warned_of_at_once_and_a_down_tier_of_two_is_not(caplog):
-    heard = Acceptance()
-    heard.hear(FINE, 0.0)
+    heard = TierAcceptance()
+    heard.log_change(FINE, 0.0)
     assert warnings(caplog) == []
-    heard.hear(REFUSED, 1.0)
+    heard.log_change(REFUSED, 1.0)
     assert len(warnings(caplog)) == 1

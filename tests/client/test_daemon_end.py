@@ -10,7 +10,7 @@ from support.waiting import wait_until
 
 import tierd
 from tierd.core.errors import DaemonUnavailable
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
 
 ENDING = """
@@ -29,7 +29,7 @@ if "--await-trainer" in sys.orig_argv:
 
 def answers(spool: Spool) -> bool:
     try:
-        Link(spool).close()
+        DaemonConnection(spool).close()
     except DaemonUnavailable:
         return False
     return True

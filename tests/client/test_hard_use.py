@@ -18,11 +18,11 @@ from support.waiting import wait_until
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.client.saving import slots
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import ConfigError, SaveFailed, StateRefused
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.file_io import FileWriter
 
 
@@ -70,7 +70,7 @@ def test_a_save_that_is_interrupted_while_it_streams_is_no_checkpoint(spool, loc
             local.save(1, state)
         state["x"].zero_()
         changed.set()
-        made_of(local).pipeline.drain()
+        internals(local).pipeline.drain()
     assert not spool.parts() and not list((spool.control / "stage").iterdir())
     assert begun.count(begun[-1]) == number  # it ended soon, because a later save waits for it
     assert local.stats.failed == errors  # the step was given up, or had been claimed and has failed
@@ -93,7 +93,7 @@ def test_copy_that_fails_is_a_value_and_blocks_no_later_save(spool, local, monke
 
 def test_a_tree_that_is_too_large_is_the_callers_to_hear_of(spool, local, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("tierd.state.values.MAX_TREE", 100)
+        patch.setattr("tierd.state.single_values.MAX_TREE", 100)
         with pytest.raises(StateRefused, match="100 at most"):
             local.save(1, {"text": "x" * 200})
     local.save(1, tensors(1)).wait(timeout=60)
@@ -118,7 +118,7 @@ def child(work) -> int:
 def test_a_forked_child_cannot_save_and_cannot_reach_the_arena(spool, local):
     local.save(1, tensors(1)).wait()
     assert child(lambda: local.save(2, tensors(2))) == 7
-    arena = made_of(local).pipeline.slots[0].arena
+    arena = internals(local).pipeline.slots[0].arena
     before = bytes(arena.view[:4096])
     assert child(lambda: arena.view.__setitem__(slice(0, 4096), b"\xff" * 4096)) == -signal.SIGSEGV
     assert bytes(arena.view[:4096]) == before
@@ -129,7 +129,7 @@ def test_a_forked_child_does_not_keep_its_parent_attached(spool):
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         from tierd.ipc.messages import Attach
 
-        link = Link(spool)
+        link = DaemonConnection(spool)
         link.ask(Attach())
         pid = os.fork()
         if pid == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierd.adapters.last_save import LastSave
+from tierd.adapters.step_metrics import LastSave
 
 
 class Saves:
@@ -23,6 +23,6 @@ class Saves:
 @pytest.mark.parametrize("failure", [None, OSError("the disk is full")], ids=["durable or running", "failed"])
 def test_last_step_is_due_again_only_if_its_save_failed(failure: Exception | None) -> None:
     last = LastSave(10)
-    assert [last.is_due(step) for step in (9, 10, 11)] == [False, False, True]
+    assert [last.needs_save(step) for step in (9, 10, 11)] == [False, False, True]
     last.save(Saves(failure), 20, {}, None)  # type: ignore[arg-type]
-    assert [last.is_due(step) for step in (19, 20, 21)] == [False, failure is not None, True]
+    assert [last.needs_save(step) for step in (19, 20, 21)] == [False, failure is not None, True]

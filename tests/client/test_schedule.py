@@ -12,8 +12,8 @@ from support.training import tensors
 from support.world import attempt
 
 import tierd
-from tierd.client import schedule
-from tierd.client.saving import pipeline
+from tierd.client import save_schedule
+from tierd.client.saving import save_pipeline
 from tierd.core.errors import ConfigError, SaveFailed, StateRefused
 from tierd.spool.spool import Spool
 
@@ -54,7 +54,7 @@ def test_due_changes_nothing_and_a_save_does(spool):
 
 
 def test_save_skipped_as_busy_does_not_count_and_a_failed_save_counts_but_for_its_metric(spool, monkeypatch):
-    real, go_on = pipeline.write_part, threading.Event()
+    real, go_on = save_pipeline.write_part, threading.Event()
 
     def slow(*arguments, **options):
         assert go_on.wait(60)
@@ -62,7 +62,7 @@ def test_save_skipped_as_busy_does_not_count_and_a_failed_save_counts_but_for_it
             raise OSError(28, "No space left on device")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(pipeline, "write_part", slow)
+    monkeypatch.setattr(save_pipeline, "write_part", slow)
     fail: list[int] = []
     with made(spool, tierd.When(steps=10, best="loss"), when_busy="skip") as checkpointer:
         assert checkpointer.due(10, metrics={"loss": 5.0})
@@ -113,7 +113,7 @@ def test_the_best_so_far_is_known_again_after_a_restore(spool):
 
 def test_time_counts_from_the_beginning_the_restore_and_the_last_save(spool, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(schedule.Schedule.__init__, "__defaults__", (clock,))
+    monkeypatch.setattr(save_schedule.SaveSchedule.__init__, "__defaults__", (clock,))
     with made(spool, tierd.When(every="10m")) as checkpointer:
         clock.now += 599
         assert not checkpointer.due(5)
@@ -139,7 +139,7 @@ def test_a_handler_may_save_at_any_line_of_the_schedule(spool):
 
     with made(spool, tierd.When(steps=1, best="loss")) as checkpointer:
         for moment in range(200):
-            with at_line(moment, {"schedule.py", "queue.py"}, save) as fired:
+            with at_line(moment, {"save_schedule.py", "queue.py"}, save) as fired:
                 save()
             if not fired:
                 break
@@ -189,7 +189,7 @@ def test_due_by_steps_needs_no_messages_and_skips_a_save_that_a_rank_did_not_mak
 
 def test_rank_0s_clock_decides_and_is_looked_at_seldom(spool, group, monkeypatch):
     clocks = [Clock(), Clock()]
-    monkeypatch.setattr(schedule.Schedule.__init__, "__defaults__", (lambda: clocks[group.me.rank].now,))
+    monkeypatch.setattr(save_schedule.SaveSchedule.__init__, "__defaults__", (lambda: clocks[group.me.rank].now,))
 
     def work(number: int):
         with made(spool, tierd.When(every="100s")) as checkpointer:

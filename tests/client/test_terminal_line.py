@@ -21,8 +21,8 @@ from support.waiting import wait_until
 from support.world import Daemon, hurry, part
 
 import tierd
-from tierd.client.restoring.progress import Fetching
-from tierd.client.terminal_line import TerminalLine, pace
+from tierd.client.restoring.part_fetch import FetchProgress
+from tierd.client.user_messages import TerminalLine, transfer_rate_text
 from tierd.core.errors import StoreUnavailable
 from tierd.spool.spool import Spool
 
@@ -85,14 +85,14 @@ def test_a_standard_error_that_is_none_is_no_terminal(monkeypatch, stream) -> No
 
 
 def test_a_rate_needs_bytes_and_time() -> None:
-    assert pace(2e9, 4, 1e9) == ", 0.50 GB/s, 2 s left"
-    assert pace(0, 4, 1e9) == pace(-1, 4, 1e9) == pace(1, 0, 1e9) == ""
+    assert transfer_rate_text(2e9, 4, 1e9) == ", 0.50 GB/s, 2 s left"
+    assert transfer_rate_text(0, 4, 1e9) == transfer_rate_text(-1, 4, 1e9) == transfer_rate_text(1, 0, 1e9) == ""
 
 
 def test_one_rank_of_those_on_a_terminal_says_how_far_it_is(caplog) -> None:
     with caplog.at_level(logging.INFO, "tierd"), on_terminal() as screen:
         for rank in (0, 1):
-            with Fetching(part(7, rank=rank, world=2)) as reported:
+            with FetchProgress(part(7, rank=rank, world=2)) as reported:
                 reported({"working": True, "done": 10**9, "total": 3 * 10**9, "tiers": ["s3"]})
         wait_until(lambda: screen.text.endswith("\x1b[K"))
     assert screen.text.count("tierd: 1.0 of 3.0 GB: fetching run step 7") == 1
@@ -131,7 +131,7 @@ def test_a_close_that_waits_says_how_far_it_is(tmp_path, monkeypatch, caplog, te
 
 def test_a_restore_that_fails_leaves_no_line_behind() -> None:
     with on_terminal() as screen:
-        with pytest.raises(StoreUnavailable), Fetching(part(7), stalled_s=0.0) as reported:
+        with pytest.raises(StoreUnavailable), FetchProgress(part(7), stalled_s=0.0) as reported:
             reported({"done": 1, "total": 3})
             reported({"done": 1, "total": 3})
         wait_until(lambda: screen.text.endswith("\r\x1b[K"))

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from support import by_hand
 from support.seeds import examples
 
-from tierd.codec import byte_planes, codec, detect
+from tierd.codec import byte_planes, chunk_codec, number_layout
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId, chunk_key
-from tierd.core.manifest import Chunk, Stored
+from tierd.core.manifest import Chunk, StoredChunk
 from tierd.spool.file_io import digest
 
 PART = PartId(CheckpointId("r", "0123456789ab-01234567", 7), 3, 8)
@@ -75,7 +75,7 @@ def described(raw: bytes) -> Chunk:
 def crafted(raw_size: int, data: bytes) -> Chunk:
     """What a hostile manifest would say of an object that is as its digest says."""
     there = "0" * 32
-    stored = Stored(codec="planes", size=len(data), xxh3_128=digest(data), key=chunk_key(PART, there, "planes"))
+    stored = StoredChunk(codec="planes", size=len(data), xxh3_128=digest(data), key=chunk_key(PART, there, "planes"))
     return Chunk(size=raw_size, xxh3_128=there, stored=stored)
 
 
@@ -97,10 +97,10 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("phase", range(8))
 def test_numbers_shrink_wherever_they_begin_and_decode_to_themselves(kind, phase, join_planes):
     raw = noise(phase) + numbers(kind, 70_001) + noise(7 - phase)
-    found = codec.encode(PART, described(raw), raw)
+    found = chunk_codec.encode(PART, described(raw), raw)
     assert found.stored.codec == "planes" or kind.startswith("int")  # those zstd packs as well, here and there
     assert found.stored.size < KINDS[kind] * len(raw)
-    assert codec.decode(found.chunk, bytes(found.data), "t") == raw
+    assert chunk_codec.decode(found.chunk, bytes(found.data), "t") == raw
     assert found.stored.codec == "zst" or join_planes(bytes(found.data), len(raw)) == raw
 
 
@@ -109,15 +109,18 @@ def test_a_chunk_of_many_kinds_is_cut_block_by_block(small_blocks, join_planes):
     data = byte_planes.pack(raw)
     assert byte_planes.unpack(data, len(raw)) == raw
     assert join_planes(bytes(data), len(raw)) == raw
-    forms = {detect.detect(np.frombuffer(raw, np.uint8)[at : at + 4096]).width for at in range(0, len(raw), 4096)}
+    forms = {
+        number_layout.detect_layout(np.frombuffer(raw, np.uint8)[at : at + 4096]).width
+        for at in range(0, len(raw), 4096)
+    }
     assert forms == {1, 2, 4, 8}
 
 
 def test_large_chunks_have_several_blocks_and_an_odd_end():
     raw = numbers("bf16", 2 * MB) + numbers("fp32", MB // 2 + 1) + b"odd"
-    found = codec.encode(PART, described(raw), raw)
+    found = chunk_codec.encode(PART, described(raw), raw)
     assert found.stored.size < 0.75 * len(raw)
-    assert codec.decode(found.chunk, found.data, "t") == raw
+    assert chunk_codec.decode(found.chunk, found.data, "t") == raw
 
 
 @settings(max_examples=examples(200))
@@ -136,9 +139,9 @@ def test_large_chunks_have_several_blocks_and_an_odd_end():
 @example(bytes(4096) + noise(4097))
 def test_any_bytes_decode_to_themselves_and_nothing_grows(raw):
     if raw:
-        found = codec.encode(PART, described(raw), raw)
+        found = chunk_codec.encode(PART, described(raw), raw)
         assert found.stored.size <= len(raw)
-        assert codec.decode(found.chunk, found.data, "t") == raw
+        assert chunk_codec.decode(found.chunk, found.data, "t") == raw
     data = byte_planes.pack(raw)
     assert data is None or byte_planes.unpack(data, len(raw)) == raw
 
@@ -160,7 +163,7 @@ def test_a_block_takes_little_more_than_its_bytes_even_under_a_wrong_layout():
     data = np.frombuffer(noise(100_003), np.uint8)
     for width in (1, 2, 4, 8):
         out = byte_planes._Writer(200_000)
-        at = detect.NumberLayout(width, width - 1, width > 1, (True,) * (width // 2 - 1), True)
+        at = number_layout.NumberLayout(width, width - 1, width > 1, (True,) * (width // 2 - 1), True)
         byte_planes._write_block(out, data, at)
         assert out.at <= len(data) + 64
         back = np.empty(len(data), np.uint8)
@@ -170,12 +173,12 @@ def test_a_block_takes_little_more_than_its_bytes_even_under_a_wrong_layout():
 
 def test_text_is_stored_as_a_single_zstd_frame_and_noise_as_raw():
     for raw, name in ((b'{"weights": [1, 2, 3]}\n' * 99_999, "zst"), (noise(3 * MB), "raw"), (bytes(3 * MB), "zst")):
-        assert codec.encode(PART, described(raw), raw).stored.codec == name
+        assert chunk_codec.encode(PART, described(raw), raw).stored.codec == name
 
 
 def test_nothing_is_packed_that_shall_not_be():
     raw = numbers("bf16", 50_000)
-    found = codec.encode(PART, described(raw), raw, pack=False)
+    found = chunk_codec.encode(PART, described(raw), raw, pack=False)
     assert found.stored.codec == "raw"
     assert found.data is raw
 
@@ -209,7 +212,7 @@ def test_every_flip_and_truncation_is_corruption_or_the_wrong_bytes(kind, small_
     for other in others:
         if other != data:
             with pytest.raises(CorruptChunk):
-                codec.decode(crafted(len(raw), other), other, "t")
+                chunk_codec.decode(crafted(len(raw), other), other, "t")
 
 
 @settings(max_examples=examples(300))
@@ -217,7 +220,7 @@ def test_every_flip_and_truncation_is_corruption_or_the_wrong_bytes(kind, small_
 def test_random_blocks_are_refused(body, size, log):
     data = struct.pack("<4sIB3s", b"TPL1", size, log, bytes(3)) + body
     with pytest.raises(CorruptChunk):
-        codec.decode(crafted(size, data), data, "t")
+        chunk_codec.decode(crafted(size, data), data, "t")
 
 
 def head(size: int, log: int = 20, zeros: bytes = bytes(3), magic: bytes = b"TPL1") -> bytes:
@@ -280,7 +283,7 @@ def test_a_lying_object_is_corruption_and_costs_nothing(name):
     chunk = crafted(2 if "beyond the end" in name and "lead" in name else 5000 if "missing" in name[-7:] else 8, data)
     tracemalloc.start()
     with pytest.raises(CorruptChunk, match="codec 'planes'"):
-        codec.decode(chunk, data, "t")
+        chunk_codec.decode(chunk, data, "t")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * MB  # a thread's scratch memory, at most
@@ -297,7 +300,7 @@ def test_nothing_may_follow_the_frame_of_an_empty_plane(behind):
     lies = planes(plane(1, frame(b"") + behind), empty), planes(empty, plane(2, no_pairs + behind))
     for data in (*lies, planes(empty, plane(1, frame(b"") + behind))):
         with pytest.raises(CorruptChunk, match="codec 'planes'"):
-            codec.decode(crafted(1, data), data, "t")
+            chunk_codec.decode(crafted(1, data), data, "t")
 
 
 def test_fifteen_always_means_another_byte():
@@ -344,11 +347,11 @@ def test_unpack_writes_into_the_given_memory_and_nowhere_else(kind, odd):
 
 def test_an_honest_object_is_decoded_in_memory_of_its_own_size():
     raw = numbers("bf16", 16 * MB)
-    found = codec.encode(PART, described(raw), raw)
+    found = chunk_codec.encode(PART, described(raw), raw)
     chunk = msgspec.structs.replace(found.chunk)
-    codec.decode(chunk, found.data, "t")  # this thread's scratch memory is there
+    chunk_codec.decode(chunk, found.data, "t")  # this thread's scratch memory is there
     tracemalloc.start()
-    assert len(codec.decode(chunk, found.data, "t")) == 32 * MB
+    assert len(chunk_codec.decode(chunk, found.data, "t")) == 32 * MB
     assert tracemalloc.get_traced_memory()[1] < 36 * MB
     tracemalloc.stop()
 
@@ -404,9 +407,9 @@ def test_block_that_does_not_read_back_is_not_split(monkeypatch, caplog, join_pl
 
     monkeypatch.setattr(byte_planes.np, "subtract", err)
     raw = numbers("fp32", 1_000_000)
-    found = codec.encode(PART, described(raw), raw)
+    found = chunk_codec.encode(PART, described(raw), raw)
     assert found.stored.codec == "planes" and found.stored.size < 0.95 * len(raw)
-    assert codec.decode(found.chunk, found.data, "t") == raw == join_planes(bytes(found.data), len(raw))
+    assert chunk_codec.decode(found.chunk, found.data, "t") == raw == join_planes(bytes(found.data), len(raw))
     assert [one.levelname for one in caplog.records] == ["ERROR"]
 
 
@@ -416,16 +419,16 @@ def test_reader_that_fails_counts_as_a_block_that_does_not_read_back(monkeypatch
 
     monkeypatch.setattr(byte_planes._Pairs, "put", fail)
     raw = numbers("bf16", 1_000_000)
-    found = codec.encode(PART, described(raw), raw)
+    found = chunk_codec.encode(PART, described(raw), raw)
     monkeypatch.undo()
-    assert codec.decode(found.chunk, found.data, "t") == raw
+    assert chunk_codec.decode(found.chunk, found.data, "t") == raw
 
 
 def test_numbers_that_never_read_back_are_stored_another_way(monkeypatch):
     monkeypatch.setattr(byte_planes.np, "array_equal", lambda *arrays: False)
     raw = numbers("fp32", 1_000_000)
-    found = codec.encode(PART, described(raw), raw)
-    assert found.stored.codec == "raw" and codec.decode(found.chunk, found.data, "t") == raw
+    found = chunk_codec.encode(PART, described(raw), raw)
+    assert found.stored.codec == "raw" and chunk_codec.decode(found.chunk, found.data, "t") == raw
 
 
 # -- FORMAT.md says what the code does --------------------------------------------------------------------------------
@@ -443,7 +446,8 @@ def test_the_numbers_in_the_description_are_those_of_the_code():
     ) == (12, 2, 5, 5)
     assert (byte_planes.RAW, byte_planes.ZSTD, byte_planes.PAIRS, byte_planes.FOLDED) == (0, 1, 2, 128)
     assert all(
-        f"`{name}`" in FORMAT.split("### Codecs")[1].split("#### `planes`")[0] for name in (*codec.CODECS, "patch")
+        f"`{name}`" in FORMAT.split("### Codecs")[1].split("#### `planes`")[0]
+        for name in (*chunk_codec.CODECS, "patch")
     )
 
 

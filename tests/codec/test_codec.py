@@ -14,10 +14,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.codec import codec
+from tierd.codec import chunk_codec
 from tierd.core.errors import CorruptChunk, FormatTooNew
 from tierd.core.ids import CheckpointId, PartId, chunk_key
-from tierd.core.manifest import Chunk, Stored
+from tierd.core.manifest import Chunk, StoredChunk
 from tierd.spool.file_io import digest
 
 PART = PartId(CheckpointId("r", "0123456789ab-01234567", 7), 3, 8)
@@ -32,14 +32,14 @@ def described(raw: bytes) -> Chunk:
     return Chunk(size=len(raw), xxh3_128=digest(raw))
 
 
-def encoded(raw) -> codec.EncodedChunk:
-    return codec.encode(PART, described(bytes(raw)), raw)
+def encoded(raw) -> chunk_codec.EncodedChunk:
+    return chunk_codec.encode(PART, described(bytes(raw)), raw)
 
 
 def crafted(raw: bytes, data: bytes, codec_name: str = "zst") -> Chunk:
     """What a hostile manifest would say: every digest fits, so that only the frame itself can be caught."""
     key = chunk_key(PART, digest(raw), codec_name)
-    stored = Stored(codec=codec_name, size=len(data), xxh3_128=digest(data), key=key)
+    stored = StoredChunk(codec=codec_name, size=len(data), xxh3_128=digest(data), key=key)
     return Chunk(size=len(raw), xxh3_128=digest(raw), stored=stored)
 
 
@@ -60,7 +60,7 @@ def peak(call) -> int:
 @given(st.one_of(st.binary(min_size=1, max_size=2000), st.binary(min_size=1, max_size=9).map(lambda b: b * 500)))
 def test_encoded_chunk_decodes_to_its_bytes(raw):
     found = encoded(raw)
-    assert codec.decode(found.chunk, found.data, "t") == raw
+    assert chunk_codec.decode(found.chunk, found.data, "t") == raw
     assert (found.chunk.size, found.chunk.xxh3_128) == (len(raw), digest(raw))
     assert found.stored.size == len(found.data) <= len(raw)
     assert found.stored.key == chunk_key(PART, digest(raw), found.stored.codec)
@@ -130,7 +130,7 @@ def test_frame_that_does_not_read_back_is_not_stored(monkeypatch, caplog):
     compressing(monkeypatch, lambda raw: b"W" + bytes(raw)[1:])
     raw = b"weights " * 10_000
     found = encoded(raw)
-    assert found.stored.codec == "raw" and codec.decode(found.chunk, found.data, "t") == raw
+    assert found.stored.codec == "raw" and chunk_codec.decode(found.chunk, found.data, "t") == raw
     assert "which is not stored: other bytes" in caplog.text
 
 
@@ -139,10 +139,10 @@ def test_patch_that_does_not_read_back_is_not_stored(monkeypatch):
     raw = b"W" + base[1:]
     of = Chunk(size=MB, xxh3_128=digest(base), stored=encoded(base).stored)
     described = Chunk(size=MB, xxh3_128=digest(raw), stored=None)
-    assert codec.encode_patch(PART, described, raw, of, base, "0123456789a") is not None
-    make = codec.patch.make
-    monkeypatch.setattr(codec.patch, "make", lambda raw, base: make(b"V" + bytes(raw)[1:], base))
-    assert codec.encode_patch(PART, described, raw, of, base, "0123456789a") is None
+    assert chunk_codec.encode_patch(PART, described, raw, of, base, "0123456789a") is not None
+    make = chunk_codec.make_patch
+    monkeypatch.setattr(chunk_codec, "make_patch", lambda raw, base: make(b"V" + bytes(raw)[1:], base))
+    assert chunk_codec.encode_patch(PART, described, raw, of, base, "0123456789a") is None
 
 
 def test_equal_input_in_any_buffer_gives_equal_output():
@@ -158,7 +158,7 @@ def test_equal_input_in_any_buffer_gives_equal_output():
 @pytest.mark.parametrize("raw", [b"ab" * 5000, noise(5000)], ids=["zst", "raw"])
 def test_stored_bytes_decode_from_any_buffer(kind, raw):
     found = encoded(raw)
-    assert bytes(codec.decode(found.chunk, kind(bytes(found.data)), "t")) == raw
+    assert bytes(chunk_codec.decode(found.chunk, kind(bytes(found.data)), "t")) == raw
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -173,20 +173,20 @@ def test_every_flipped_bit_and_every_truncation_is_corruption(raw):
             flipped = bytearray(data)
             flipped[index] ^= 1 << bit
             with pytest.raises(CorruptChunk, match="tier-a"):
-                codec.decode(found.chunk, flipped, "tier-a")
+                chunk_codec.decode(found.chunk, flipped, "tier-a")
     for other in (*(data[:length] for length in range(len(data))), data + b"\0"):
         with pytest.raises(CorruptChunk, match=f"{len(other)} bytes, not the {len(data)}"):
-            codec.decode(found.chunk, other, "tier-a")
+            chunk_codec.decode(found.chunk, other, "tier-a")
 
 
 def test_a_chunk_that_is_nowhere_stored_cannot_be_decoded():
     with pytest.raises(CorruptChunk, match="does not say how"):
-        codec.decode(described(b"x"), b"x", "t")
+        chunk_codec.decode(described(b"x"), b"x", "t")
 
 
 def test_a_codec_of_a_newer_tierd_is_named():
     with pytest.raises(FormatTooNew, match="'lz9' is not known"):
-        codec.decode(crafted(b"x", b"x", "lz9"), b"x", "t")
+        chunk_codec.decode(crafted(b"x", b"x", "lz9"), b"x", "t")
 
 
 @pytest.mark.parametrize("codec_name", ["raw", "zst"])
@@ -194,14 +194,14 @@ def test_a_codec_that_the_bytes_are_not_is_corruption(codec_name):
     raw = b"ab" * 500
     data = raw if codec_name == "zst" else zstandard.compress(raw)
     with pytest.raises(CorruptChunk):
-        codec.decode(crafted(raw, data, codec_name), data, "t")
+        chunk_codec.decode(crafted(raw, data, codec_name), data, "t")
 
 
 def test_right_bytes_for_another_digest_are_corruption():
     found = encoded(b"ab" * 500)
     other = msgspec.structs.replace(found.chunk, xxh3_128="0" * 32)
     with pytest.raises(CorruptChunk, match="decoded bytes differ"):
-        codec.decode(other, found.data, "t")
+        chunk_codec.decode(other, found.data, "t")
 
 
 # -- bombs: every digest in the manifest fits, only the frame lies ----------------------------------------------------
@@ -253,7 +253,7 @@ BOMBS = {
 def test_a_lying_frame_is_corruption_and_costs_no_more_than_the_chunk(name):
     data = BOMBS[name]
     chunk = crafted(RAW, data)
-    assert peak(lambda: codec.decode(chunk, data, "t")) < len(data) + MB
+    assert peak(lambda: chunk_codec.decode(chunk, data, "t")) < len(data) + MB
 
 
 def test_the_bombs_are_bombs():
@@ -269,7 +269,7 @@ def test_a_giant_window_is_not_allocated():
     """The frame is honest but for its window: it is decoded into one buffer of the chunk's size, without a window."""
     data = giant_window(RAW)
     before = _address_space()
-    assert codec.decode(crafted(RAW, data), data, "t") == RAW
+    assert chunk_codec.decode(crafted(RAW, data), data, "t") == RAW
     assert _address_space() - before < 256 * MB
 
 
@@ -277,7 +277,7 @@ def test_an_honest_chunk_is_decoded_in_memory_of_its_own_size():
     raw = bytes(32 * MB)
     found = encoded(raw)
     tracemalloc.start()
-    assert len(codec.decode(found.chunk, found.data, "t")) == 32 * MB
+    assert len(chunk_codec.decode(found.chunk, found.data, "t")) == 32 * MB
     assert tracemalloc.get_traced_memory()[1] < 33 * MB
     tracemalloc.stop()
 
@@ -291,13 +291,13 @@ def _address_space() -> int:
 def test_a_child_of_a_fork_decodes_although_every_core_was_busy() -> None:
     raw = struct.pack(f"<{MB // 4}f", *(random.Random(1).gauss(0, 0.02) for _ in range(MB // 4)))
     made = encoded(raw)
-    assert made.stored.codec == codec.PLANES
-    busy = codec._cores
-    assert all(busy.acquire(timeout=60) for _ in range(codec._CORES))
+    assert made.stored.codec == chunk_codec.PLANES
+    busy = chunk_codec._cores
+    assert all(busy.acquire(timeout=60) for _ in range(chunk_codec._CORES))
     try:
         if not (child := os.fork()):
             signal.alarm(60)
-            os._exit(bytes(codec.decode(made.chunk, made.data, "t")) != raw)
+            os._exit(bytes(chunk_codec.decode(made.chunk, made.data, "t")) != raw)
         assert os.waitpid(child, 0)[1] == 0
     finally:
-        busy.release(codec._CORES)
+        busy.release(chunk_codec._CORES)

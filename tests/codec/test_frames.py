@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 import zstandard
 
-from tierd.codec.frames import expand
+from tierd.codec.zstd_frames import expand_frame
 
 MB = 1 << 20
 EMPTY = zstandard.compress(b"")
@@ -29,13 +29,13 @@ def checked(raw: bytes) -> bytes:
 def test_a_frame_gives_its_bytes(whole):
     for raw in (b"", b"x", b"ab" * 5000):
         for frame in (zstandard.compress(raw), checked(raw)):
-            assert expand(whole(frame), len(raw), zstandard.ZstdDecompressor()) == raw
+            assert expand_frame(whole(frame), len(raw), zstandard.ZstdDecompressor()) == raw
 
 
 def test_an_empty_frame_may_have_any_number_of_empty_blocks():
     for number in range(20):
         frame = HEAD + block(0, 0, last=False) * number + block(0, 0)
-        assert expand(frame, 0, zstandard.ZstdDecompressor()) == b""
+        assert expand_frame(frame, 0, zstandard.ZstdDecompressor()) == b""
 
 
 WRONG = {
@@ -62,7 +62,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_an_empty_frame_that_is_not_whole_or_not_alone_is_refused(name):
     with pytest.raises((ValueError, zstandard.ZstdError)):
-        expand(WRONG[name], 0, zstandard.ZstdDecompressor())
+        expand_frame(WRONG[name], 0, zstandard.ZstdDecompressor())
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -70,7 +70,7 @@ def test_an_empty_frame_that_expands_to_much_costs_little(last):
     bomb = WIDE_HEAD + block(1, 128 << 10, b"\0", last=False) * 1000 + block(1, 128 << 10, b"\0", last=last)
     tracemalloc.start()
     with pytest.raises((ValueError, zstandard.ZstdError)):
-        expand(bomb, 0, zstandard.ZstdDecompressor())
+        expand_frame(bomb, 0, zstandard.ZstdDecompressor())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 * MB

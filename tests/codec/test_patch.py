@@ -11,8 +11,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.codec import patch
-from tierd.codec.patch import BLOCK, HEAD, MAGIC, apply, make
+from tierd.codec import chunk_codec
+from tierd.codec.chunk_codec import BLOCK, HEAD, MAGIC, apply_patch, make_patch
 
 
 def _changed(base: bytes, blocks: list[int], seed: int) -> bytes:
@@ -29,11 +29,11 @@ def test_patch_turns_the_base_into_the_chunk(size, seed, data):
     blocks = -(-size // BLOCK)
     some = data.draw(st.lists(st.integers(0, max(blocks - 1, 0)), max_size=blocks // 4, unique=True)) if blocks else []
     raw = _changed(base, some, seed + 1)
-    made = make(raw, base)
-    assert made is not None and made == make(raw, base)
-    assert bytes(apply(made, base)) == raw
+    made = make_patch(raw, base)
+    assert made is not None and made == make_patch(raw, base)
+    assert bytes(apply_patch(made, base)) == raw
     memory = memoryview(bytearray(base))
-    assert apply(made, memory, memory) is memory and bytes(memory) == raw
+    assert apply_patch(made, memory, memory) is memory and bytes(memory) == raw
 
 
 def test_few_rows_of_an_embedding_make_a_small_patch_and_many_make_none():
@@ -41,10 +41,10 @@ def test_few_rows_of_an_embedding_make_a_small_patch_and_many_make_none():
     noise = random.Random(1)
     base = noise.randbytes(rows * width)
     few = _changed(base, noise.sample(range(rows), rows // 20), 2)
-    assert len(make(few, base)) < 0.06 * len(base)
+    assert len(make_patch(few, base)) < 0.06 * len(base)
     many = _changed(base, noise.sample(range(rows), rows // 3), 3)
-    assert make(many, base) is None
-    assert make(base + b"x", base) is None
+    assert make_patch(many, base) is None
+    assert make_patch(base + b"x", base) is None
 
 
 def _made(size: int, count: int, body: bytes) -> bytes:
@@ -70,14 +70,14 @@ def _made(size: int, count: int, body: bytes) -> bytes:
 )
 def test_anything_else_is_a_value_error(wrong):
     with pytest.raises((ValueError, zstandard.ZstdError)):
-        apply(wrong, bytes(4 * BLOCK))
+        apply_patch(wrong, bytes(4 * BLOCK))
 
 
 def test_a_frame_that_promises_much_takes_no_memory():
     bomb = HEAD.pack(MAGIC, 4 * BLOCK, 1) + zstandard.ZstdCompressor().compress(bytes(64 << 20))
     tracemalloc.start()
     with pytest.raises(ValueError, match="promises"):
-        apply(bomb, bytes(4 * BLOCK))
+        apply_patch(bomb, bytes(4 * BLOCK))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -86,10 +86,10 @@ def test_a_frame_that_promises_much_takes_no_memory():
 def test_noise_is_refused(data):
     for wrong in (data, struct.pack("<4sII", MAGIC, 4 * BLOCK, 1) + data):
         with pytest.raises((ValueError, zstandard.ZstdError)):
-            apply(wrong, bytes(4 * BLOCK))
+            apply_patch(wrong, bytes(4 * BLOCK))
 
 
 def test_the_share_that_differs():
     base = bytes(100 * BLOCK)
-    assert patch.share_that_differs(base, base) == 0
-    assert patch.share_that_differs(_changed(base, [1, 50], 1), base) == pytest.approx(0.02)
+    assert chunk_codec.differing_share(base, base) == 0
+    assert chunk_codec.differing_share(_changed(base, [1, 50], 1), base) == pytest.approx(0.02)

@@ -20,7 +20,7 @@ from tierd.core.chunking import (
     GRAIN,
     MAX_HEAD,
     FileRecord,
-    cut,
+    content_chunk_sizes,
     cut_records,
     grain_of,
     safetensors_records,
@@ -158,7 +158,16 @@ def test_a_safetensors_file_is_cut_at_its_tensors():
     sizes = {"a": 5 * MIB, "b": 100, "c": 200, "d": 3 * MIB + 8, "e": 1}
     data = safetensors([(name, "F32", bytes(size)) for name, size in sizes.items()])
     head = len(data) - sum(sizes.values())
-    assert cut(reader(data), len(data), 2 * MIB) == [head, 2 * MIB, 2 * MIB, MIB, 300, 2 * MIB, MIB + 8, 1]
+    assert content_chunk_sizes(reader(data), len(data), 2 * MIB) == [
+        head,
+        2 * MIB,
+        2 * MIB,
+        MIB,
+        300,
+        2 * MIB,
+        MIB + 8,
+        1,
+    ]
     records = safetensors_records(reader(data), len(data))
     assert records == [FileRecord(head), *(FileRecord(size, name.encode(), 4) for name, size in sizes.items())]
 
@@ -199,20 +208,20 @@ def test_an_odd_header_gets_fixed_cuts(case):
     ODD[case](header)
     text = json.dumps(header).encode()
     data = len(text).to_bytes(8, "little") + text + BIG + BIG
-    assert cut(reader(data), len(data), 3 * MIB) == chunk_sizes(len(data), 3 * MIB)
+    assert content_chunk_sizes(reader(data), len(data), 3 * MIB) == chunk_sizes(len(data), 3 * MIB)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5 * MIB, MAX_HEAD, 2**64 - 1])
 @pytest.mark.parametrize("text", [b"{}", b"{" * 3 * MIB, b'{"a":' * MIB, b"\xff" * 2 * MIB])
 def test_bytes_that_only_look_like_a_header_get_fixed_cuts(length, text):
     data = length.to_bytes(8, "little") + text + BIG
-    assert cut(reader(data), len(data)) == chunk_sizes(len(data))
+    assert content_chunk_sizes(reader(data), len(data)) == chunk_sizes(len(data))
 
 
 def test_a_header_that_is_not_at_hand_gets_fixed_cuts():
     data = safetensors([(str(i), "U8", bytes(100)) for i in range(20_000)])
-    assert cut(reader(data[:4096]), len(data), MIB) == chunk_sizes(len(data), MIB)
-    assert cut(reader(data), len(data), MIB) != chunk_sizes(len(data), MIB)
+    assert content_chunk_sizes(reader(data[:4096]), len(data), MIB) == chunk_sizes(len(data), MIB)
+    assert content_chunk_sizes(reader(data), len(data), MIB) != chunk_sizes(len(data), MIB)
 
 
 GOOD = safetensors([("a", "F32", bytes(40)), ("b", "U8", bytes(30)), ("c", "F16", bytes(8))], {"tierd.moving": "40:70"})
@@ -223,7 +232,7 @@ def check_damaged(good, at, patch, more, limit):
     data = bytearray(good)
     data[at : at + len(patch)] = patch
     for size in (len(data), len(data) + more, at):
-        sizes = cut(reader(bytes(data)), size, limit)
+        sizes = content_chunk_sizes(reader(bytes(data)), size, limit)
         assert sum(sizes) == size and all(0 < length <= limit for length in sizes)
 
 
@@ -235,9 +244,9 @@ def test_damage_cuts_otherwise_and_nothing_more(at, patch, more, limit):
 
 def test_a_file_of_no_more_than_a_grain_is_one_chunk():
     data = safetensors([(str(i), "U8", bytes(1000)) for i in range(100)])
-    assert cut(reader(data), len(data)) == [len(data)]
-    assert cut(reader(b""), 0) == []
-    assert cut(lambda *_: pytest.fail("read"), GRAIN) == [GRAIN]
+    assert content_chunk_sizes(reader(data), len(data)) == [len(data)]
+    assert content_chunk_sizes(reader(b""), 0) == []
+    assert content_chunk_sizes(lambda *_: pytest.fail("read"), GRAIN) == [GRAIN]
 
 
 # -- zip --------------------------------------------------------------------------------------------------------------
@@ -261,7 +270,7 @@ def test_an_archive_is_cut_where_the_content_of_an_entry_begins(monkeypatch, for
             monkeypatch.setattr(zipfile, limit, 1)
     data = archive(ENTRIES, name="step-100")
     assert (b"PK\6\6" in data) == forced
-    begun = [0, *itertools.accumulate(cut(reader(data), len(data), 2 * MIB))]
+    begun = [0, *itertools.accumulate(content_chunk_sizes(reader(data), len(data), 2 * MIB))]
     chunks = {data[begin:end] for begin, end in itertools.pairwise(begun)}
     assert all(entry[at : at + 2 * MIB] in chunks for entry in ENTRIES for at in range(0, len(entry), 2 * MIB) if at)
     assert sum(len(chunk) < 1000 for chunk in chunks) == 5  # before each large one, and what ends it
@@ -314,7 +323,7 @@ def test_a_great_many_archives_are_not_all_looked_at():
     data = archive([b""]) * 150_000
     asked = []
     read = reader(data)
-    sizes = cut(lambda offset, length: asked.append(length) or read(offset, length), len(data))
+    sizes = content_chunk_sizes(lambda offset, length: asked.append(length) or read(offset, length), len(data))
     assert sum(sizes) == len(data) and len(asked) < 500_000
 
 

@@ -73,7 +73,7 @@ def test_everything_that_can_be_said():
 def test_little_needs_to_be_said():
     config = from_toml(f'spool = "/s"\n{TIER}', "tierd.toml")
     assert config.retention is config.tier[0].retention is None  # each run's own
-    assert config.named("nfs") is config.tier[0]
+    assert config.tier_named("nfs") is config.tier[0]
 
 
 def text(top: str = "", tier: str = "", *, spool: str = 'spool = "/s"') -> str:

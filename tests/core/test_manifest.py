@@ -28,14 +28,13 @@ from tierd.core.manifest import (
     File,
     Manifest,
     Origin,
-    Stored,
+    StoredChunk,
     check_path,
     chunk_sizes,
     is_metric_name,
     metrics_to_json,
 )
-from tierd.core.manifest_codec import decode, encode
-from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode, encode
 
 ATTEMPT, EARLIER = "0123456789ab-01234567", "0123456789aa-01234567"
 PART = PartId(CheckpointId("run", ATTEMPT, 200), 1, 2)
@@ -44,7 +43,7 @@ KEY = chunk_key(PART, DIGEST, "zst")
 
 
 def manifest(**changes) -> Manifest:
-    chunk = Chunk(size=5, xxh3_128=DIGEST, stored=Stored(codec="zst", size=4, xxh3_128=DIGEST, key=KEY))
+    chunk = Chunk(size=5, xxh3_128=DIGEST, stored=StoredChunk(codec="zst", size=4, xxh3_128=DIGEST, key=KEY))
     plain = Manifest(
         version=1,
         run="run",

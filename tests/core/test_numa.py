@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierd.core.numa import node_beside, pci_address
+from tierd.core.numa import node_near_device, pci_address
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from tierd.core.numa import node_beside, pci_address
     ],
 )
 def test_the_node_beside_a_device(node, with_memory, with_cpu, expected):
-    assert node_beside(node, with_memory, with_cpu) == expected
+    assert node_near_device(node, with_memory, with_cpu) == expected
 
 
 def test_a_pci_address_is_written_as_sysfs_writes_it():

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.errors import StoreRefused
-from tierd.core.printable import printable, printable_json, printable_lines
+from tierd.core.errors import StoreRefused, printable, printable_json, printable_lines
 
 UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 anything = st.text(st.characters(exclude_categories=()))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.rate import Rate, rate
+from tierd.core.retention.policy import Rate, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tierd.core.rate import Rate, rate
     ],
 )
 def test_a_rate_is_bytes_per_second(text, meant):
-    assert rate(text) == meant
+    assert parse_rate(text) == meant
     assert msgspec.convert(text, Rate) == text
 
 
@@ -37,7 +37,7 @@ def test_a_rate_is_bytes_per_second(text, meant):
 )
 def test_invalid_rate_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="200MB/s"):
-        rate(text)
+        parse_rate(text)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(text, Rate)
 
@@ -45,7 +45,7 @@ def test_invalid_rate_is_refused_with_an_example(text):
 @pytest.mark.parametrize("text", ["0kB/s", "0.0GB/s", "0.0009kB/s"])
 def test_a_rate_that_moves_nothing_is_refused(text):
     with pytest.raises(ValueError, match="never move a byte"):
-        rate(text)
+        parse_rate(text)
 
 
 @given(st.text())
@@ -54,6 +54,6 @@ def test_any_text_is_a_rate_in_both_readings_or_in_none(text):
         msgspec.convert(text, Rate)
     except msgspec.ValidationError:
         with pytest.raises(ValueError):
-            rate(text)
+            parse_rate(text)
     else:
-        assert rate(text) >= 1
+        assert parse_rate(text) >= 1

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.inventories import checkpoint
 
-from tierd.core.early_stopping import EarlyStopping
 from tierd.core.errors import ConfigError, StateMismatch
-from tierd.core.save_policy import Goal, SaveHistory, When, best_so_far, is_due, steps_to_wait
+from tierd.core.save_policy import EarlyStopping, MetricGoal, SaveHistory, When, best_so_far, is_due, steps_to_wait
 
 NAN = math.nan
 
@@ -105,9 +104,9 @@ def test_the_best_so_far_is_that_of_the_timeline_alone():
     values = {checkpoint(1, 1): 3.0, checkpoint(1, 2): 1.0, checkpoint(1, 3): 0.5, checkpoint(2, 2): 2.0}
     values |= {checkpoint(2, 9): 0.1, checkpoint(3, 1): NAN}
     origins = {checkpoint(2, 0).attempt: checkpoint(1, 2), checkpoint(1, 0).attempt: None}
-    assert best_so_far(values, checkpoint(2, 2), origins, Goal("loss")) == 1.0
-    assert best_so_far(values, checkpoint(2, 2), origins, Goal("loss", "max")) == 3.0
-    assert best_so_far(values, checkpoint(3, 1), {}, Goal("loss")) is None
+    assert best_so_far(values, checkpoint(2, 2), origins, MetricGoal("loss")) == 1.0
+    assert best_so_far(values, checkpoint(2, 2), origins, MetricGoal("loss", "max")) == 3.0
+    assert best_so_far(values, checkpoint(3, 1), {}, MetricGoal("loss")) is None
 
 
 # -- early stopping ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from tierd.core.config import NotifyConfig, from_toml, without_addresses
 from tierd.core.errors import ConfigError
-from tierd.core.event_kinds import CHOICES
+from tierd.core.event_kinds import SELECTABLE_KINDS
 
 SECRET = "c4nary"
 TIER = 'spool = "/spool"\n[[tier]]\nname = "nfs"\nurl = "/mnt/tier"\n'
@@ -67,7 +67,11 @@ def test_an_address_that_can_be_posted_to(url: str) -> None:
         ),
         ('url = "https://h"\nheaders = { Host = "env:A" }', "notify[0].headers", "one that tierd sets"),
         ('url = "https://h"\nheaders = { "a b" = "env:A" }', "notify[0].headers", "no header's name"),
-        ('url = "https://h"\nevents = ["saved"]', "notify[0].events", f"'saved': there are {', '.join(CHOICES)}"),
+        (
+            'url = "https://h"\nevents = ["saved"]',
+            "notify[0].events",
+            f"'saved': there are {', '.join(SELECTABLE_KINDS)}",
+        ),
         ('url = "https://h"\nevents = []', "notify[0].events", "length >= 1"),
         ('url = "https://h"\nper_minute = 0', "notify[0].per_minute", ">= 1"),
         ('url = "https://h"\ntimeout_s = 0', "notify[0].timeout_s", "> 0"),

@@ -21,10 +21,10 @@ from support.world import Daemon, commit, part
 
 from tierd import cli
 from tierd.core.errors import CheckpointNotFound, ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
-from tierd.daemon import control_lines
-from tierd.daemon.transfer.flush_pacing import Cadence
-from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_REQUEST, Attach, Fetch, Remove, ReportRequest, StatusRequest, Wait, encode_line
+from tierd.daemon import client_connections
+from tierd.daemon.tiers.tier_pauses import SaveCadence
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.messages import MAX_REQUEST, Attach, Fetch, RemoveRun, ReportRequest, StatusRequest, Wait, encode_line
 from tierd.spool.spool import Spool
 
 
@@ -73,13 +73,13 @@ GARBAGE = {
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_does_not_disturb_the_daemon(spool, kind):
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}) as daemon, DaemonConnection(spool) as link:
         link.ask(Attach())
         for half in (False, True):
             answer = raw(spool, GARBAGE[kind], half=half)
             assert b'"ok":true' not in answer
         assert link.ask(StatusRequest())["status"]["trainers"] == 1
-        assert not daemon.reconciler.requests.held
+        assert not daemon.reconciler.requests.held_checkpoints
         link.ask(Wait(part=part(1), tier="tier", timeout_s=60))
         wait_until(lambda: len(daemon.control._connections) == 1)
 
@@ -95,9 +95,9 @@ def test_a_pause_of_no_length_is_refused_and_says_why(spool, for_s):
 
 def test_a_removal_is_logged_if_anything_was_removed(spool, caplog):
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}), DaemonConnection(spool) as link:
         for run in ("nope", part(1).checkpoint.run):
-            assert link.ask(Remove(run=run), 60)["ok"]
+            assert link.ask(RemoveRun(run=run), 60)["ok"]
             said = [record.getMessage() for record in caplog.records if "was deleted, as asked" in record.getMessage()]
             assert len(said) == (run != "nope")
 
@@ -118,7 +118,7 @@ def opened(spool) -> Iterator[Callable[[], socket.socket]]:
 
 def test_a_crowd_is_refused_by_name_and_costs_no_descriptors(spool, opened, monkeypatch, caplog):
     """1,100 silent connections left a daemon under `ulimit -n 1024` no descriptor."""
-    monkeypatch.setattr(control_lines, "MOST", 20)
+    monkeypatch.setattr(client_connections, "MAX_CONTROL_CONNECTIONS", 20)
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         crowd = [opened() for _ in range(60)]
         refusals = [json.loads(peer.recv(1 << 16)) for peer in crowd[20:]]
@@ -128,32 +128,36 @@ def test_a_crowd_is_refused_by_name_and_costs_no_descriptors(spool, opened, monk
         assert [peer.recv(1 << 16) for peer in crowd[20:]] == [b""] * 40
         assert len(daemon.control._connections) == 20
         for greet in (True, False):
-            with Link(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="20 connections"):
+            with DaemonConnection(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="20 connections"):
                 link.ask(StatusRequest())
         said = [record.getMessage() for record in caplog.records if "control: refused" in record.getMessage()]
         assert len(said) == 1  # a flood of them fills no log
         for peer in crowd:
             peer.close()
         wait_until(lambda: not daemon.control._connections)
-        with Link(spool) as link:
+        with DaemonConnection(spool) as link:
             assert link.ask(StatusRequest())["status"]
 
 
 def test_a_client_reads_why_its_connection_was_closed_before_its_first_request(spool, monkeypatch):
-    monkeypatch.setattr(control_lines, "MOST", 0)
+    monkeypatch.setattr(client_connections, "MAX_CONTROL_CONNECTIONS", 0)
     with Daemon(spool.root, {"tier": Double()}):
         for greet in (True, False):
-            with Link(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="0 connections"):
-                wait_until(link.heard)
+            with DaemonConnection(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="0 connections"):
+                wait_until(link.has_unread)
                 time.sleep(0.1)  # the end follows the reason
                 link.ask(StatusRequest())
 
 
 def test_who_is_idle_gives_way_and_who_trains_or_waits_does_not(spool, opened, monkeypatch):
-    monkeypatch.setattr(control_lines, "MOST", 4)
-    monkeypatch.setattr(control_lines, "QUIET", 0.0)
+    monkeypatch.setattr(client_connections, "MAX_CONTROL_CONNECTIONS", 4)
+    monkeypatch.setattr(client_connections, "CONTROL_IDLE_S", 0.0)
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": down()}) as daemon, Link(spool) as trainer, Link(spool) as restore:
+    with (
+        Daemon(spool.root, {"tier": down()}) as daemon,
+        DaemonConnection(spool) as trainer,
+        DaemonConnection(spool) as restore,
+    ):
         trainer.ask(Attach())
         restore.ask(Fetch(part=part(1)))
         waiting = opened()
@@ -164,10 +168,10 @@ def test_who_is_idle_gives_way_and_who_trains_or_waits_does_not(spool, opened, m
         second = opened()
         assert first.recv(1 << 16) == b""  # idle, so closed for the one that came
         wait_until(lambda: len(daemon.control._connections) == 4)
-        with Link(spool) as link:
+        with DaemonConnection(spool) as link:
             assert link.ask(StatusRequest())["status"]["trainers"] == 1
         assert second.recv(1 << 16) == b""
-        assert trainer.alive() and restore.alive() and daemon.reconciler.requests.held
+        assert trainer.is_alive() and restore.is_alive() and daemon.reconciler.requests.held_checkpoints
         waiting.setblocking(False)
         with pytest.raises(BlockingIOError):
             waiting.recv(1 << 16)
@@ -191,8 +195,8 @@ def test_a_socket_left_by_a_killed_daemon_is_replaced(spool):
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(spool.socket))
     with pytest.raises(DaemonUnavailable, match="none is running"):
-        Link(spool)
-    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
+        DaemonConnection(spool)
+    with Daemon(spool.root, {"tier": Double()}), DaemonConnection(spool) as link:
         assert link.ask(StatusRequest())["status"]["spool"] == str(spool.root)
 
 
@@ -200,13 +204,13 @@ def test_a_spool_whose_path_is_longer_than_a_sockets_may_be(tmp_path):
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     spool = Spool(deep)
     assert len(str(spool.socket)) > 200
-    with Daemon(deep, {"tier": Double()}), Link(spool) as link:
+    with Daemon(deep, {"tier": Double()}), DaemonConnection(spool) as link:
         assert link.ask(Attach())["tiers"] == {"tier": "file:///tier"}
 
 
 def test_link_without_a_daemon_says_how_to_start_it(spool):
     with pytest.raises(DaemonUnavailable, match="tierd run --spool"):
-        Link(spool)
+        DaemonConnection(spool)
 
 
 # -- wait -------------------------------------------------------------------------------------------------------------
@@ -215,26 +219,26 @@ def test_link_without_a_daemon_says_how_to_start_it(spool):
 def test_wait_answers_when_the_tier_has_verified_it(spool):
     store = Double()
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}) as daemon, DaemonConnection(spool) as link:
         assert link.ask(Wait(part=part(1), tier="tier", timeout_s=60))["ok"]
         assert part(1).manifest_key in daemon.call(contents(store.inner))
 
 
 def test_a_flush_that_is_waited_for_is_not_spread(spool):
     store = Double()
-    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}) as daemon, DaemonConnection(spool) as link:
         daemon.reconciler.requests.attended = lambda: True
         now = [0.0]
-        daemon.reconciler._live.cadence = Cadence(lambda: now[0])
+        daemon.reconciler._live.cadence = SaveCadence(lambda: now[0])
         for step in range(4):
             now[0] += 3600.0
-            daemon.reconciler._live.cadence.saw([part(step)])
+            daemon.reconciler._live.cadence.note_saves([part(step)])
         commit(spool, part(9))
         daemon.loop.call_soon_threadsafe(daemon.reconciler.wake)
         wait_until(lambda: store.puts(is_chunk))
         assert not store.puts(is_manifest)
         assert link.ask(Wait(part=part(9), tier="tier", timeout_s=60))["ok"]
-        assert not daemon.reconciler.requests.awaited
+        assert not daemon.reconciler.requests.awaited_parts
 
 
 def test_wait_for_a_checkpoint_that_will_never_be_on_the_tier_ends(spool):
@@ -243,7 +247,7 @@ def test_wait_for_a_checkpoint_that_will_never_be_on_the_tier_ends(spool):
     store.error = StoreUnavailable("down")
     for step in range(3):
         commit(spool, part(step))
-    with Daemon(spool.root, {"tier": store}, keep=1), Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}, keep=1), DaemonConnection(spool) as link:
         with pytest.raises(TimeoutError, match="down"):
             link.ask(Wait(part=part(0), tier="tier", timeout_s=0.3))
         threading.Timer(0.3, lambda: setattr(store, "error", None)).start()
@@ -258,7 +262,7 @@ def test_wait_outlasts_a_tier_that_is_down_and_says_why_when_it_does_not(spool):
     store = Double()
     store.error = StoreUnavailable("no route to host")
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": store}), Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}), DaemonConnection(spool) as link:
         with pytest.raises(TimeoutError, match="no route to host"):
             link.ask(Wait(part=part(1), tier="tier", timeout_s=0.3))
         threading.Timer(0.3, lambda: setattr(store, "error", None)).start()
@@ -269,14 +273,14 @@ def test_wait_raises_at_once_where_the_tier_refuses(spool):
     store = Double()
     store.error = StoreRefused("403 Forbidden")
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": store}), Link(spool) as link, pytest.raises(StoreRefused, match="403"):
+    with Daemon(spool.root, {"tier": store}), DaemonConnection(spool) as link, pytest.raises(StoreRefused, match="403"):
         link.ask(Wait(part=part(1), tier="tier"), 60)
 
 
 def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
     with (
         Daemon(spool.root, {"tier": Double()}),
-        Link(spool) as link,
+        DaemonConnection(spool) as link,
         pytest.raises(ConfigError, match="local, tier"),
     ):
         link.ask(Wait(part=part(1), tier="s3"), 60)
@@ -285,7 +289,7 @@ def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
 def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
     monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.05)
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": down()}), Link(spool, silence_s=1.5) as link:
+    with Daemon(spool.root, {"tier": down()}), DaemonConnection(spool, silence_s=1.5) as link:
         with pytest.raises(TimeoutError):  # and not DaemonUnavailable, after twice its silence
             link.ask(Wait(part=part(1), tier="tier", timeout_s=3.0))
         assert link.ask(StatusRequest())["ok"]  # the connection goes on
@@ -295,7 +299,7 @@ def test_a_silent_daemon_costs_a_bounded_wait(spool):
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(spool.socket))
         mute.listen()
-        with Link(spool, silence_s=0.3) as link, pytest.raises(DaemonUnavailable, match="silent"):
+        with DaemonConnection(spool, silence_s=0.3) as link, pytest.raises(DaemonUnavailable, match="silent"):
             link.ask(StatusRequest())
 
 
@@ -303,8 +307,8 @@ def test_a_fault_of_the_daemon_is_an_answer(spool, monkeypatch, caplog):
     def fail(*_):
         raise OverflowError("65536 out of bounds")
 
-    monkeypatch.setattr("tierd.daemon.request_handler.report", fail)
-    with Daemon(spool.root, {"tier": down()}), Link(spool) as link:
+    monkeypatch.setattr("tierd.daemon.request_handler.make_report", fail)
+    with Daemon(spool.root, {"tier": down()}), DaemonConnection(spool) as link:
         with pytest.raises(DaemonUnavailable, match="the daemon failed: OverflowError: 65536 out of bounds"):
             link.ask(ReportRequest(run="r"))
         assert link.ask(StatusRequest())["status"]
@@ -313,18 +317,18 @@ def test_a_fault_of_the_daemon_is_an_answer(spool, monkeypatch, caplog):
 
 def test_daemon_that_stops_during_a_request_is_unavailable(spool):
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": down()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": down()}) as daemon, DaemonConnection(spool) as link:
         threading.Timer(0.2, daemon.stop).start()
         with pytest.raises(DaemonUnavailable):
             link.ask(Wait(part=part(1), tier="tier"), 60)
-        assert not link.alive()
+        assert not link.is_alive()
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "JSON"])
 def test_ls_shows_the_spool_and_says_that_the_daemon_did_not_answer(spool, monkeypatch, capsys, options):
     """Stopped, it knows of tiers that `ls` then does not show."""
-    for module in ("known", "reading.read"):
-        monkeypatch.setattr(f"tierd.cli.{module}.Link", functools.partial(Link, silence_s=0.3))
+    for module in ("missing_runs", "commands.checkpoint_commands"):
+        monkeypatch.setattr(f"tierd.cli.{module}.DaemonConnection", functools.partial(DaemonConnection, silence_s=0.3))
     commit(spool, part(1))
     command = ["ls", "--spool", str(spool.root), *options]
     assert cli.run(command) == 0  # none runs: the spool is all there is

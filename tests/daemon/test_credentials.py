@@ -14,7 +14,7 @@ from support.world import commit, part, reconciler, running, settle, steps_on
 from tierd.core.urls import parse_url
 from tierd.spool.spool import Spool
 from tierd.stores.retry import RetryingStore
-from tierd.stores.s3.limits import S3Limits
+from tierd.stores.s3.http1 import S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials", "file"]  # the fixtures

@@ -23,10 +23,10 @@ from support.world import attempt, commit, config, converge, hurry, part, runnin
 from tierd.core.config import TierConfig
 from tierd.core.ids import CheckpointId
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.status import status
-from tierd.spool.node_id import node_id
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.reconciler import Reconciler
 from tierd.spool.spool import Spool
+from tierd.spool.spool_directory import node_id
 
 KEEP_LAST, KEEP_EVERY_STEPS = 2, 5
 FILL = RetentionPolicy(keep_last=KEEP_LAST, keep_every_steps=KEEP_EVERY_STEPS)
@@ -82,9 +82,9 @@ async def die(home: Path, rng: random.Random, stores: dict[str, Double]) -> str:
 async def fill(spool: Spool, stores: dict[str, Double]) -> tuple[list[str], tuple[str, ...]]:
     """Run the taker until it has nothing to do; return the problems of `new`, and what it leaves to other nodes."""
     async with running(taker(spool, stores)) as daemon:
-        await until(lambda: daemon.filled)
+        await until(lambda: daemon.is_backfilled)
         await settle(daemon)
-        problems = [one.why for one in status(daemon, 0, 0).problems if one.place == "new"]
+        problems = [one.why for one in make_status(daemon, 0, 0).problems if one.place == "new"]
         return problems, daemon.backlog.summary().left_to_nodes
 
 

@@ -11,21 +11,21 @@ from support.waiting import until
 from support.world import commit, content, converge, corrupt, manifest_on, part, read, reconciler, running, steps_in
 
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable, WrongKey
-from tierd.core.seal import seal
-from tierd.daemon.tiers.overview import check_key
-from tierd.daemon.tiers.prune import prune, quarantine
-from tierd.daemon.tiers.verify import verify
+from tierd.core.manifest_codec import seal
+from tierd.daemon.tiers.run_overview import check_encryption_key
+from tierd.daemon.tiers.tier_objects import verify_part
+from tierd.daemon.tiers.tier_prune import prune, quarantine
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import export
-from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.restore_to_directory import restore_to_directory
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool.spool import Spool
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.keys import Key
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.memory_store import MemoryStore
 
-KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))
+KEY, OTHER = EncryptionKey(bytes(range(32))), EncryptionKey(bytes(32))
 PART = part(7)
 
 
@@ -44,7 +44,7 @@ async def test_encrypted_flush_restores_to_the_same_files(spool):
     store = tier()
     await flush(spool, PART, TierUploadContext(store))
     assert await restored(spool, tier=store) == files
-    assert (await verify(store, PART, lambda size: None))[1] == []
+    assert (await verify_part(store, PART, lambda size: None))[1] == []
 
 
 async def test_each_tier_has_its_own_key_and_all_describe_the_same_stored_bytes(spool):
@@ -70,9 +70,9 @@ async def test_unchanged_chunk_is_named_and_not_sent_again(spool):
     await converge(spool, {"tier": store})
     assert len(double.puts(is_chunk)) == 4
     assert (await manifest_on(store, part(2))).owners == {part(1).checkpoint, part(2).checkpoint}
-    assert (await prune(store, [part(1).checkpoint])).gone
+    assert (await prune(store, [part(1).checkpoint])).deleted
     assert await restored(spool, part(2), tier=store) == {"weights.bin": shared, "new": b"new"}
-    assert (await prune(store, [part(2).checkpoint])).gone
+    assert (await prune(store, [part(2).checkpoint])).deleted
     assert [key for key in await contents(double) if key != "README.md"] == []
 
 
@@ -106,14 +106,14 @@ async def test_spool_is_repaired_from_an_encrypted_tier_and_that_tier_from_anoth
     victims = [key for key in await contents(one) if is_chunk(key)]
     for key in victims:
         await flip(one, key)
-    bad = (await verify(stores["one"], PART, lambda size: None))[1]
+    bad = (await verify_part(stores["one"], PART, lambda size: None))[1]
     assert len(bad) == len(victims) and all("under this name" in why for why in bad)
     shutil.rmtree(spool.path(PART))
     manifest = await manifest_on(stores["one"], PART)
     places = [(n, i) for n, file in enumerate(manifest.files) for i, _ in enumerate(file.chunks)]
     work = await daemon._repairer.repair("one", PART, manifest, places)
-    assert (work.repaired, work.lost) == (len(victims), [])
-    assert (await verify(stores["one"], PART, lambda size: None))[1] == []
+    assert (work.repaired, work.lost_reasons) == (len(victims), [])
+    assert (await verify_part(stores["one"], PART, lambda size: None))[1] == []
 
 
 def forged(which=PART, run="run") -> bytes:
@@ -146,8 +146,8 @@ async def test_a_checkpoint_by_somebody_without_the_key_is_never_restored(spool)
     later = part(8)
     await inner.put(later.manifest_key, forged(later))
     with pytest.raises(StoreUnavailable, match="is not encrypted, and could be anybody's"):
-        await export({"tier": store}, "run", spool.root.parent / "out", None, None, Progress())
-    found = await export({"tier": store}, "run", spool.root.parent / "out", 7, None, Progress())
+        await restore_to_directory({"tier": store}, "run", spool.root.parent / "out", None, None, Progress())
+    found = await restore_to_directory({"tier": store}, "run", spool.root.parent / "out", 7, None, Progress())
     assert found.step == 7
 
 
@@ -196,7 +196,7 @@ async def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_de
     with pytest.raises(StoreUnavailable, match=f"encrypted with key {KEY.id}"):
         await fetch(spool, part(8), {"tier": store})
     with pytest.raises(StoreUnavailable, match=f"encrypted with key {KEY.id}"):
-        await export({"tier": store}, "run", spool.root.parent / "out", None, None, Progress())
+        await restore_to_directory({"tier": store}, "run", spool.root.parent / "out", None, None, Progress())
     with pytest.raises(FormatTooNew):
         await prune(store, [PART.checkpoint])
     async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=1)) as daemon:
@@ -248,7 +248,7 @@ async def test_the_check_for_a_key_ends_at_manifests_that_nobody_can_read():
     store = Double()
     for step in range(100):
         await store.inner.put(part(step).manifest_key, b"")
-    await check_key(store, "new")
+    await check_encryption_key(store, "new")
     assert sum(operation == "get" for operation, _ in store.calls) <= 2 * 16
 
 

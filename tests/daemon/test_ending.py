@@ -12,7 +12,7 @@ from support.waiting import until
 from support.world import commit, config, part
 
 from tierd.core.errors import StoreUnavailable
-from tierd.daemon import service
+from tierd.daemon import daemon_service
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def stores(monkeypatch) -> dict[str, Double]:
     async def opened(config, stack, *, trial):
         return found
 
-    monkeypatch.setattr(service, "open_tiers", opened)
+    monkeypatch.setattr(daemon_service, "open_tiers", opened)
     return found
 
 
@@ -30,7 +30,7 @@ def stores(monkeypatch) -> dict[str, Double]:
 def states(monkeypatch) -> list[str]:
     """What systemd is told."""
     found: list[str] = []
-    monkeypatch.setattr(service, "notify", found.append)
+    monkeypatch.setattr(daemon_service, "notify", found.append)
     return found
 
 
@@ -38,7 +38,7 @@ def serve_and_stop(spool, stores, ready, **options):
     """Serve until `ready` holds of the stores, then SIGTERM; what was left."""
 
     async def work():
-        daemon = asyncio.ensure_future(service.serve(config(spool, "nfs", "s3", **options)))
+        daemon = asyncio.ensure_future(daemon_service.serve(config(spool, "nfs", "s3", **options)))
         await until(spool.socket.exists)
         await until(ready)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -75,7 +75,7 @@ def test_a_finished_drain_leaves_nothing(spool, stores, states, caplog):
 
 
 def test_drain_while_paused_ends_at_once_and_names_the_unflushed_parts(spool, stores, states, caplog):
-    from tierd.daemon.pause import TierPause
+    from tierd.daemon.tiers.tier_pauses import TierPause
 
     asyncio.run(TierPause(spool).begin(None))
     commit(spool, part(1))

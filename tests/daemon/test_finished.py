@@ -17,15 +17,15 @@ from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import pin_key
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.eviction import superseded
-from tierd.daemon import service
-from tierd.daemon.presence import TrainerActivity
+from tierd.core.planning.eviction import superseded_copies
+from tierd.daemon import daemon_service
+from tierd.daemon.reconciling.client_requests import TrainerActivity
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.ipc.client import Link
-from tierd.ipc.messages import Attach, Candidates, Pin
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.messages import Attach, CandidatesRequest, Pin
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 DAYS = 2 * 86400
 
@@ -101,7 +101,7 @@ def test_pins_leave_the_spool_with_the_run_and_are_kept_on_the_tier(spool):
     store = Double()
     for step in (1, 2, 3):
         commit(spool, part(step))
-    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}) as daemon, DaemonConnection(spool) as link:
         daemon.settle()
         link.ask(Pin(checkpoint=part(1).checkpoint, pinned=True))
     age(spool)
@@ -116,19 +116,19 @@ def test_run_with_a_trainer_is_kept_and_leaves_after_the_trainer_ended(spool, mo
     for which in (part(1), other):
         commit(spool, which)
     with Daemon(spool.root, {"tier": store}) as daemon:
-        with Link(spool) as link:
+        with DaemonConnection(spool) as link:
             link.ask(Attach(run="run"))
             age(spool)
             daemon.settle()
             assert [one.checkpoint.run for one in spool.parts()] == ["run"]
-            monkeypatch.setattr(TrainerActivity, "asked", lambda self, run: None)  # as if it had left a day ago
+            monkeypatch.setattr(TrainerActivity, "note_request", lambda self, run: None)  # as if it had left a day ago
         daemon.settle()
         daemon.call(until(lambda: not spool.parts()))
 
 
 def test_runs_are_kept_while_a_trainer_does_not_say_its_run(spool):
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}) as daemon, DaemonConnection(spool) as link:
         link.ask(Attach())
         age(spool)
         daemon.settle()
@@ -136,10 +136,10 @@ def test_runs_are_kept_while_a_trainer_does_not_say_its_run(spool):
 
 
 def test_interest_in_a_run_that_the_spool_has_nothing_of_is_lost(spool):
-    with Daemon(spool.root, {"tier": Double()}, finished="0s") as daemon, Link(spool) as link:
-        link.ask(Candidates(run="elsewhere"))
+    with Daemon(spool.root, {"tier": Double()}, finished="0s") as daemon, DaemonConnection(spool) as link:
+        link.ask(CandidatesRequest(run="elsewhere"))
         daemon.call(daemon.reconciler.observe("local"))
-        assert not daemon.reconciler.requests.interest
+        assert not daemon.reconciler.requests.requested_runs
 
 
 def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path):
@@ -150,11 +150,11 @@ def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path
     asyncio.run(flush(fill, part(1, run="elsewhere"), TierUploadContext(there)))
     slow = Double()
     stores = {"quick": there, "slow": slow}
-    with Daemon(spool.root, stores, finished="0s") as daemon, Link(spool) as link:
+    with Daemon(spool.root, stores, finished="0s") as daemon, DaemonConnection(spool) as link:
         daemon.settle()
         slow.delay = 1.0
         views: list[dict] = []
-        asked = threading.Thread(target=lambda: views.append(link.ask(Candidates(run="elsewhere"))["sight"]))
+        asked = threading.Thread(target=lambda: views.append(link.ask(CandidatesRequest(run="elsewhere"))["sight"]))
         asked.start()
         while asked.is_alive():
             daemon.call(daemon.reconciler.observe("quick"))
@@ -163,7 +163,7 @@ def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path
 
 
 def test_attach_returns_the_number_of_checkpoints_that_the_spool_keeps(spool):
-    with Daemon(spool.root, {"tier": Double()}, keep=7, keep_local=2), Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}, keep=7, keep_local=2), DaemonConnection(spool) as link:
         assert link.ask(Attach(run="run"))["keep_last"] == 2
 
 
@@ -183,7 +183,7 @@ def test_only_copy_is_not_deleted_because_of_an_old_listing_of_a_tier(spool, mon
         daemon = reconciler(spool, {"tier": store}, keep=3)
         await daemon.observe("tier")
         await daemon._live.observe()
-        assert part(1).checkpoint in superseded(Demand(daemon.inventory(), daemon.config, "run"))
+        assert part(1).checkpoint in superseded_copies(Demand(daemon.inventory(), daemon.config, "run"))
         for key in await contents(store):
             await store.delete([key])
         assert not await daemon._pruner.release(part(1).checkpoint, ())
@@ -201,7 +201,7 @@ def test_daemon_whose_clock_is_year_ahead_deletes_no_run_from_spool(spool, tmp_p
     commit(spool, part(1))
 
     def serve_until_idle() -> list[int]:
-        asyncio.run(service.serve(config, until_idle=True))
+        asyncio.run(daemon_service.serve(config, until_idle=True))
         return steps_in(spool)
 
     now = time.time

@@ -19,10 +19,9 @@ from watchdog.observers.api import BaseObserver
 
 from tierd.core.config import Config, from_urls
 from tierd.core.errors import StoreUnavailable
-from tierd.daemon import service
-from tierd.daemon.fs_events import watching
-from tierd.daemon.systemd import notify, watchdog_interval
-from tierd.ipc.client import Link
+from tierd.daemon import daemon_service
+from tierd.daemon.host_events import notify, watch_stages, watchdog_interval
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Attach
 from tierd.spool.spool import Spool
 
@@ -49,7 +48,7 @@ def reported(tmp_path, monkeypatch):
 
 async def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
     async with running(reconciler(spool, {"tier": Double()}, rescan="1h")) as daemon:
-        with watching(spool, daemon.wake):
+        with watch_stages(spool, daemon.wake):
             await settle(daemon)
             for step in range(3):
                 await asyncio.sleep(0.1)
@@ -82,7 +81,7 @@ def test_system_without_watches_is_logged_and_the_daemon_continues(spool, monkey
     monkeypatch.setattr(Observer, "start", exhausted)
 
     async def work():
-        with watching(spool, lambda: None):
+        with watch_stages(spool, lambda: None):
             return True
 
     assert asyncio.run(work())
@@ -154,7 +153,7 @@ def served(spool: Spool, tmp_path) -> Config:
 async def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, reported, monkeypatch):
     monkeypatch.setenv("WATCHDOG_USEC", "200000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
-    daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path)))
+    daemon = asyncio.ensure_future(daemon_service.serve(served(spool, tmp_path)))
     await until(lambda: reported().count("WATCHDOG=1") >= 3)
     commit(spool, part(1))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -170,11 +169,11 @@ async def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, r
 
 async def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(spool, tmp_path, monkeypatch):
     timed(monkeypatch, grace_s=0.4)
-    daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path), until_idle=True, await_trainer=True))
+    daemon = asyncio.ensure_future(daemon_service.serve(served(spool, tmp_path), until_idle=True, await_trainer=True))
     await until(spool.socket.exists)
     await asyncio.sleep(1.0)
     assert not daemon.done(), "it waits for its first trainer"
-    link = Link(spool)
+    link = DaemonConnection(spool)
     await asyncio.to_thread(link.ask, Attach())
     await asyncio.sleep(1.0)
     assert not daemon.done(), "a trainer is there"
@@ -194,13 +193,13 @@ async def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch
     async def opened(config, stack, *, trial):
         return {"tier": store}
 
-    monkeypatch.setattr(service, "open_tiers", opened)
+    monkeypatch.setattr(daemon_service, "open_tiers", opened)
     timed(monkeypatch, grace_s=0.3, backoff_s=0.05)
     commit(spool, part(1))
 
-    daemon = asyncio.ensure_future(service.serve(config(spool, "tier"), until_idle=True))
+    daemon = asyncio.ensure_future(daemon_service.serve(config(spool, "tier"), until_idle=True))
     await until(spool.socket.exists)
-    link = Link(spool)
+    link = DaemonConnection(spool)
     await asyncio.to_thread(link.ask, Attach())
     link.close()
     await asyncio.sleep(1.5)
@@ -220,7 +219,7 @@ async def test_errors_of_the_observers_own_end_are_not_logged(tmp_path, monkeypa
         stop(observer)
 
     monkeypatch.setattr(BaseObserver, "stop", stopped)
-    with watching(spool, lambda: None):
+    with watch_stages(spool, lambda: None):
         pass
     assert not caplog.records
     logging.getLogger("watchdog.observers.inotify").error("another one's")

@@ -13,12 +13,12 @@ from support.timed import timed
 from support.waiting import until
 from support.world import commit, converge, part, reconciler, running, settle
 
+from tierd.daemon.daemon_timings import USUAL
+from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.scrub.scrubber import Scrubber
-from tierd.daemon.tier_worker import TierWorker
-from tierd.daemon.tiers import observe
-from tierd.daemon.timings import USUAL
+from tierd.daemon.tiers import tier_observer
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 
 RUNS, HOURS = 20, 24
 
@@ -30,7 +30,7 @@ class Resting:
         self.rests: dict[str, list[float]] = {}
         self.begins: Callable[[str], object] = lambda name: None  # called before a tier's first rest
         self.hours = 0.0
-        real = TierWorker.rest
+        real = TierWorker.wait
 
         async def rest(lane: TierWorker, rescan: float) -> None:
             if lane.name == "local" or self.now(lane.name) >= HOURS:
@@ -42,10 +42,12 @@ class Resting:
             self.rests[lane.name].append(rescan)
             await asyncio.sleep(0)
 
-        monkeypatch.setattr(TierWorker, "rest", rest)
+        monkeypatch.setattr(TierWorker, "wait", rest)
         # Its tier workers ask no tier at rest.
         monkeypatch.setattr(Scrubber, "run", lambda scrubber: asyncio.sleep(3600))
-        monkeypatch.setattr(observe, "time", SimpleNamespace(monotonic=lambda: 3600 * max(map(self.now, self.rests))))
+        monkeypatch.setattr(
+            tier_observer, "time", SimpleNamespace(monotonic=lambda: 3600 * max(map(self.now, self.rests)))
+        )
 
     def now(self, name: str) -> float:
         return sum(self.rests.get(name, [])) / 3600

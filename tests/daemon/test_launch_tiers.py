@@ -23,8 +23,8 @@ from support.world import Daemon, commit, part
 import tierd
 from tierd.core.config import from_urls, with_urls
 from tierd.core.errors import DaemonUnavailable
-from tierd.daemon import service
-from tierd.ipc.client import Link, holder
+from tierd.daemon import daemon_service
+from tierd.ipc.daemon_connection import DaemonConnection, spool_holder_pid
 from tierd.ipc.messages import Attach, StatusRequest
 from tierd.spool.spool import Spool
 
@@ -42,7 +42,7 @@ def directory(path: Path) -> str:
 @contextlib.asynccontextmanager
 async def serving(spool: Spool, urls: list[str], *, by_trainer: bool = True) -> AsyncIterator[asyncio.Future]:
     config = msgspec.structs.replace(from_urls(str(spool.root), urls), drain="1s")
-    daemon = asyncio.ensure_future(service.serve(config, until_idle=by_trainer, await_trainer=by_trainer))
+    daemon = asyncio.ensure_future(daemon_service.serve(config, until_idle=by_trainer, await_trainer=by_trainer))
     await until(spool.socket.exists)
     try:
         yield daemon
@@ -54,15 +54,15 @@ async def serving(spool: Spool, urls: list[str], *, by_trainer: bool = True) -> 
 
 
 @contextlib.contextmanager
-def attached(spool: Spool) -> Link:
-    link = Link(spool)
+def attached(spool: Spool) -> DaemonConnection:
+    link = DaemonConnection(spool)
     try:
         yield link
     finally:
         link.close()
 
 
-async def attach(link: Link, *to: str) -> dict:
+async def attach(link: DaemonConnection, *to: str) -> dict:
     return await asyncio.to_thread(link.ask, Attach(run="run", to=to), 60.0)
 
 
@@ -128,7 +128,7 @@ def test_trainer_logs_refused_tiers_with_way_out(spool, tmp_path, caplog):
 
 def _ended(spool: Spool) -> bool:
     try:
-        Link(spool).close()
+        DaemonConnection(spool).close()
     except DaemonUnavailable:
         return True
     return False
@@ -140,7 +140,7 @@ def stopped(spool: Spool, a: Path) -> Iterator[int]:
     with tierd.Checkpointer(spool.root, "run", to=[directory(a)]) as first:
         a.rename(a.with_name("away"))
         first.save(1, tensors(1)).wait()
-    daemon = holder(spool)
+    daemon = spool_holder_pid(spool)
     os.kill(daemon, signal.SIGSTOP)
     try:
         yield daemon

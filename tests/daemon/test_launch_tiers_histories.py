@@ -25,8 +25,8 @@ from support.world import RUN, commit, hurry, part, steps_in
 
 from tierd.core.config import from_urls
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon import service
-from tierd.ipc.client import Link
+from tierd.daemon import daemon_service
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Attach
 from tierd.spool.spool import Spool
 
@@ -60,7 +60,7 @@ async def serving(spool: Spool, to: list[Directory], keep: int) -> AsyncIterator
     """The daemon that a trainer started for these tiers."""
     made = from_urls(str(spool.root), [f"file://{tier.path}" for tier in to], RetentionPolicy(keep_last=keep))
     config = msgspec.structs.replace(made, drain="1s", rescan="1s", min_free_percent=0.0)
-    daemon = asyncio.ensure_future(service.serve(config, until_idle=True, await_trainer=True))
+    daemon = asyncio.ensure_future(daemon_service.serve(config, until_idle=True, await_trainer=True))
     await until(spool.socket.exists)
     try:
         yield
@@ -80,7 +80,7 @@ async def history(spool: Spool, home: Path, seed: int) -> int:
     named = list(to)  # by any launch of this daemon
     async with serving(spool, to, keep), contextlib.AsyncExitStack() as beside:
         if rng.random() < 0.3:  # another trainer of the spool, attached for the whole history
-            trainer = beside.enter_context(contextlib.closing(Link(spool)))
+            trainer = beside.enter_context(contextlib.closing(DaemonConnection(spool)))
             await asyncio.to_thread(trainer.ask, Attach(run=RUN, to=urls(to)), 60.0)
         for launch in range(1, rng.randint(3, 6)):
             if launch > 1:
@@ -91,7 +91,7 @@ async def history(spool: Spool, home: Path, seed: int) -> int:
                     tier.turn()  # a launch begins with tiers that it can use
                 if tier not in named:
                     named.append(tier)
-            with contextlib.closing(Link(spool)) as link:
+            with contextlib.closing(DaemonConnection(spool)) as link:
                 await asyncio.to_thread(link.ask, Attach(run=RUN, to=urls(to)), 60.0)
                 for _ in range(rng.randint(1, 3)):
                     if rng.random() < 0.4:

@@ -14,9 +14,9 @@ from support.world import RUN, Daemon, commit, converge, part, steps_in, steps_o
 
 import tierd
 from tierd.core.errors import ConfigError, DaemonUnavailable
-from tierd.core.planning.eviction import evictable
-from tierd.ipc.client import Link
-from tierd.ipc.messages import PreemptionNotice, Remove, ReportRequest
+from tierd.core.planning.eviction import evictable_copies
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.messages import PreemptionNotice, RemoveRun, ReportRequest
 from tierd.spool.spool import Spool
 
 
@@ -37,7 +37,7 @@ def on(tier: Double) -> list[int]:
 
 def ended(spool: Spool) -> bool:
     with contextlib.suppress(DaemonUnavailable):
-        Link(spool).close()
+        DaemonConnection(spool).close()
         return False
     return True
 
@@ -52,7 +52,7 @@ def test_daemon_of_earlier_launch_leaves_launch_without_tiers_alone(spool, tmp_p
     assert not ended(spool)
     save(spool, range(2, 9), [])
     away.rename(tier)
-    with Link(spool) as link:
+    with DaemonConnection(spool) as link:
         link.ask(
             PreemptionNotice(part=spool.parts()[0], why="the tier is back"), 60
         )  # the tier is tried at once, and not after its backoff
@@ -125,11 +125,11 @@ def test_full_disk_evicts_nothing_of_run_without_tiers(spool):
 
     async def work() -> tuple:
         daemon = await converge(spool, {"tier": tier})
-        assert evictable(daemon.inventory(), daemon.config)
+        assert evictable_copies(daemon.inventory(), daemon.config)
         with tierd.Checkpointer(spool.root, RUN, to=[]) as ckpt:
             await asyncio.to_thread(lambda: ckpt.save(3, tensors(3)).wait())
         await daemon.observe("local")
-        return evictable(daemon.inventory(), daemon.config)
+        return evictable_copies(daemon.inventory(), daemon.config)
 
     assert asyncio.run(work()) == ()
 
@@ -138,7 +138,7 @@ def test_list_of_daemon_shows_checkpoints_of_launch_without_tiers_as_kept(spool)
     save(spool, [1, 2, 3], [])
     with Daemon(spool.root, {"tier": Double()}, keep=1) as daemon:
         daemon.settle()
-        with Link(spool) as link:
+        with DaemonConnection(spool) as link:
             found = link.ask(ReportRequest(run=RUN), 60.0)["report"]["checkpoints"]
     assert [one["step"] for one in found] == [3, 2, 1]
     assert all(copy["keep"] and "no tier" in copy["reasons"][0] for one in found for copy in one["copies"])
@@ -157,6 +157,6 @@ def test_removed_run_leaves_no_record(spool):
     save(spool, [1], [])
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         daemon.settle()
-        with Link(spool) as link:
-            link.ask(Remove(run=RUN), 60.0)
+        with DaemonConnection(spool) as link:
+            link.ask(RemoveRun(run=RUN), 60.0)
     assert not (spool.control / "local-only" / f"{RUN}.json").exists()

@@ -11,7 +11,7 @@ from support.nodes import TIER, Node, Nodes, pruned
 from support.world import attempt, part
 
 from tierd.core.errors import StoreUnavailable
-from tierd.core.planning.actions import Flush
+from tierd.core.planning.place import Flush
 
 
 @pytest.mark.parametrize(

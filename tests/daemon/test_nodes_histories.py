@@ -20,7 +20,7 @@ from support.world import RUN, attempt
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, chunk_owner, pin_key
-from tierd.daemon import timings
+from tierd.daemon import daemon_timings
 
 
 @dataclass
@@ -195,5 +195,5 @@ async def test_daemons_at_once_harm_no_checkpoint_in_any_history(home, seed, mon
         await story.observe()
     for node in story.nodes.alive():
         await story.stop(node)
-    timings.given().wall_ns.at_ms += 10**12  # what was cut off is left over now
+    daemon_timings.given().wall_ns.at_ms += 10**12  # what was cut off is left over now
     await story.end()

@@ -12,9 +12,9 @@ from support.world import RUN, corrupt, part, read
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import PartId, pin_key
-from tierd.core.planning.actions import Flush, Prune
-from tierd.core.report import report
+from tierd.core.planning.place import Flush, Prune
 from tierd.core.retention.policy import Best
+from tierd.core.run_report import make_report
 
 
 async def test_incomplete_checkpoint_of_a_lost_node_is_never_offered_and_pruned_later(home):
@@ -140,7 +140,7 @@ async def test_quarantined_part_makes_its_checkpoint_incomplete_for_every_node(h
         assert [one.step for one in (await nodes.resume(name)).quarantined] == [3]
     for node in nodes.alive():
         await node.daemon.observe(TIER)
-        reported = {one.step: one for one in report(node.daemon.inventory(), node.daemon.config, RUN).checkpoints}
+        reported = {one.step: one for one in make_report(node.daemon.inventory(), node.daemon.config, RUN).checkpoints}
         assert (reported[3].complete, reported[3].resumes) == (False, False)
         assert (reported[2].complete, reported[2].resumes) == (True, True)
     nodes.save(4, 1, "AB")  # 2 is one of the last two that are whole

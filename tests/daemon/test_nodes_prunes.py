@@ -15,7 +15,7 @@ from support.nodes import TIER, Line, Node, Nodes
 from support.world import part, read
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
-from tierd.core.planning.actions import Prune
+from tierd.core.planning.place import Prune
 
 
 @pytest.mark.parametrize("how", ["held", "pinned here"])
@@ -23,7 +23,7 @@ async def test_part_that_a_node_holds_is_not_sent_and_pruned_in_turn(home, how):
     nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
     await nodes["D"].daemon.repairs.fetch(part(20, 1, 1, 2))
     if how == "held":  # as the control socket does while a trainer reads, or uses the directory
-        nodes["D"].daemon.requests.held[origin] += 1
+        nodes["D"].daemon.requests.held_checkpoints[origin] += 1
     else:  # the tier was down when it was pinned
         nodes["D"].spool.pin(origin, pinned=True)
     nodes.save(30, 1, "AB")

@@ -15,10 +15,10 @@ LARGEST = 2000  # bytes
 MANY = f"""
 import logging, os, sys
 from pathlib import Path
-from tierd.daemon.reports import own_log
-own_log.LARGEST_BYTES = {LARGEST}
+from tierd.daemon import status_file
+status_file.MAX_LOG_BYTES = {LARGEST}
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-with own_log.bounded(Path(sys.argv[1])):
+with status_file.bounded_log(Path(sys.argv[1])):
     for number in range(500):
         logging.info("line %d", number)
         os.write(1, b"out %d\\n" % number)
@@ -26,8 +26,8 @@ os.write(2, b"the last word\\n")
 """
 RUN = f"""
 import sys
-from tierd.daemon.reports import own_log
-own_log.LARGEST_BYTES = {LARGEST}
+from tierd.daemon import status_file
+status_file.MAX_LOG_BYTES = {LARGEST}
 from tierd.cli import run
 sys.exit(run(["run", "--spool", sys.argv[1], "--to", sys.argv[1] + ".tier", "--until-idle"]))
 """

@@ -28,16 +28,16 @@ from support.world import (
 )
 
 from tierd.core.errors import SpoolUnusable
-from tierd.daemon import service
-from tierd.daemon.pause import TierPause as State
-from tierd.daemon.scrub.history import ScrubHistory
-from tierd.ipc.client import Link
-from tierd.ipc.messages import Attach, Candidates, Fetch, Pause, Resume, StatusRequest, Wait
+from tierd.daemon import daemon_service
+from tierd.daemon.scrub.scrub_history import ScrubHistory
+from tierd.daemon.tiers.tier_pauses import TierPause as State
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.messages import Attach, CandidatesRequest, Fetch, Pause, Resume, StatusRequest, Wait
 from tierd.spool.spool import Spool
 
 
 def ask(spool: Spool, request) -> dict:
-    with Link(spool) as link:
+    with DaemonConnection(spool) as link:
         return link.ask(request, 60)
 
 
@@ -52,7 +52,7 @@ def test_pause_that_is_off_does_not_wait(spool):
     state = State(spool)
     with pytest.raises(StopIteration):
         state.wait().send(None)  # it ends without giving the loop a turn
-    assert (state.paused, state.until, state.left) == (False, None, 0.0)
+    assert (state.paused, state.until, state.remaining_s) == (False, None, 0.0)
 
 
 def test_a_pause_outlives_its_daemon_until_it_is_resumed(spool):
@@ -70,7 +70,7 @@ def test_end_of_a_pause_outlives_its_daemon(spool):
     asyncio.run(state.begin(3600))
     again = State(spool)
     for one in (state, again):
-        assert 3500 < one.left <= 3600
+        assert 3500 < one.remaining_s <= 3600
         ends = datetime.fromisoformat(one.until)
         assert timedelta(seconds=3500) < ends - datetime.now(UTC) <= timedelta(seconds=3600)
     asyncio.run(again.begin(0.05))
@@ -96,7 +96,7 @@ def test_end_of_a_pause_outlives_its_daemon(spool):
 def test_pause_file_with_any_content_is_a_pause_that_can_be_ended(spool, text, left):
     (spool.control / "paused").write_text(text, encoding="latin-1")
     state = State(spool)
-    assert state.left == left
+    assert state.remaining_s == left
     asyncio.run(state.end())
     assert not State(spool).paused
 
@@ -132,11 +132,11 @@ def test_paused_nothing_is_flushed_and_resumed_it_is(spool):
         assert ask(spool, Pause()) == {"ok": True, "paused": "until resumed"}
         commit(spool, part(1))
         daemon.loop.call_soon_threadsafe(daemon.reconciler.wake)
-        wait_until(lambda: len(daemon.reconciler.backlog.of("tier")) == 1)
+        wait_until(lambda: len(daemon.reconciler.backlog.pending_sizes("tier")) == 1)
         wait_until(
             lambda: daemon.reconciler.workers["tier"].doing is None and ("scan", "run/manifests/") in store.calls
         )
-        with Link(spool) as link, pytest.raises(TimeoutError, match="paused: until resumed"):
+        with DaemonConnection(spool) as link, pytest.raises(TimeoutError, match="paused: until resumed"):
             link.ask(Wait(part=part(1), tier="tier", timeout_s=0.5))
         assert not store.puts()
         assert paused(spool) == "until resumed"
@@ -162,7 +162,7 @@ def test_a_pause_that_began_before_the_daemon_holds(spool):
     commit(spool, part(1))
     asyncio.run(State(spool).begin(3600))
     with Daemon(spool.root, {"tier": store}) as daemon:
-        wait_until(lambda: len(daemon.reconciler.backlog.of("tier")) == 1)
+        wait_until(lambda: len(daemon.reconciler.backlog.pending_sizes("tier")) == 1)
         time.sleep(0.2)
         assert not store.puts() and paused(spool) is not None
         ask(spool, Resume())
@@ -224,7 +224,7 @@ def test_restore_while_paused_is_answered_and_repaired(spool):
         daemon.settle()
         ask(spool, Pause())
         corrupt(spool.path(part(1)) / "weights.bin")
-        found = ask(spool, Candidates(run="run"))["sight"]
+        found = ask(spool, CandidatesRequest(run="run"))["sight"]
         assert found["whole"] == {"1": {part(1).checkpoint.attempt: [1]}}
         assert ask(spool, Fetch(part=part(1)))["tiers"] == ["tier"]
         assert read(spool, part(1)) == content(1)
@@ -243,7 +243,7 @@ def store(monkeypatch):
     async def opened(config, stack, *, trial):
         return {"tier": found}
 
-    monkeypatch.setattr(service, "open_tiers", opened)
+    monkeypatch.setattr(daemon_service, "open_tiers", opened)
     timed(monkeypatch, grace_s=0.3)
     return found
 
@@ -253,7 +253,7 @@ def test_sigterm_while_paused_ends_at_once_and_the_pause_is_kept(spool, store):
     commit(spool, part(1))
 
     async def work():
-        daemon = asyncio.ensure_future(service.serve(config(spool, "tier", drain="1d")))
+        daemon = asyncio.ensure_future(daemon_service.serve(config(spool, "tier", drain="1d")))
         await until(spool.socket.exists)
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(60):
@@ -271,7 +271,7 @@ def test_a_paused_daemon_with_a_backlog_does_not_end_idle(spool, store, backlog)
         commit(spool, part(1))
 
     async def work():
-        daemon = asyncio.ensure_future(service.serve(config(spool, "tier"), until_idle=True))
+        daemon = asyncio.ensure_future(daemon_service.serve(config(spool, "tier"), until_idle=True))
         await until(spool.socket.exists)
         await asyncio.to_thread(ask, spool, Attach())
         if backlog:
@@ -300,8 +300,8 @@ def test_a_clock_that_was_set_back_makes_no_pause_longer(spool, monkeypatch):
         def now(cls, tz=None):
             return datetime(1970, 1, 1, tzinfo=tz)
 
-    monkeypatch.setattr("tierd.daemon.pause.datetime", Back)
-    assert 3500 < State(spool).left < 3601  # a file's clock may be a tick ahead
+    monkeypatch.setattr("tierd.daemon.tiers.tier_pauses.datetime", Back)
+    assert 3500 < State(spool).remaining_s < 3601  # a file's clock may be a tick ahead
 
 
 @pytest.mark.parametrize("name", ["paused", "scrubbed.json"])

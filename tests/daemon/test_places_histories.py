@@ -20,10 +20,10 @@ from support.world import RUN, commit, hurry, part, running, steps_on
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import StoreUnavailable
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.reconciler import Reconciler
 from tierd.spool.spool import Spool
-from tierd.stores.base import Buffer, ObjectInfo
-from tierd.stores.memory import MemoryStore
+from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.memory_store import MemoryStore
 
 
 class Place(MemoryStore):
@@ -41,7 +41,7 @@ class Place(MemoryStore):
         await super().delete(keys)
 
 
-class Name:
+class Name(Store):
     """One name of a place; its server may be silent under this name alone."""
 
     def __init__(self, place: Place) -> None:

@@ -19,9 +19,9 @@ from tierd.core.errors import ManifestError, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.manifest_codec import encode
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.tiers.prune import quarantine
+from tierd.daemon.tiers.tier_prune import quarantine
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 def test_the_newest_is_flushed_first(spool):
@@ -254,11 +254,11 @@ async def test_part_that_is_being_restored_is_not_evicted(spool):
     for step in range(4):
         commit(spool, part(step))
     daemon = reconciler(spool, {"tier": store}, keep=1)
-    daemon.requests.held[part(0).checkpoint] += 1
+    daemon.requests.held_checkpoints[part(0).checkpoint] += 1
     async with running(daemon):
         await settle(daemon)
         assert steps_in(spool) == [0, 3]
-        daemon.requests.held.clear()
+        daemon.requests.held_checkpoints.clear()
         await settle(daemon)
         assert steps_in(spool) == [3]
 
@@ -391,7 +391,7 @@ async def test_part_that_a_rank_commits_while_other_parts_are_freed_is_still_lis
             commit(spool, late)
             await daemon.observe(SPOOL)
 
-    monkeypatch.setattr(daemon.tiers, "lacking", lacking)
+    monkeypatch.setattr(daemon.tiers, "find_missing_parts", lacking)
     monkeypatch.setattr(daemon.tiers.observed, "has", lambda part, tier: True)
     assert await daemon._pruner.release(freed.checkpoint, ())
     place = daemon.inventory().spool
@@ -404,7 +404,7 @@ def test_a_spool_that_can_remember_nothing_more_is_flushed_all_the_same(spool, m
     def full(control, head):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tierd.daemon.reconciling.records.remember", full)
+    monkeypatch.setattr("tierd.daemon.reconciling.flusher.record_head", full)
     commit(spool, part(1))
     commit(spool, part(2))
     daemon = asyncio.run(converge(spool, {"tier": MemoryStore()}))

@@ -24,8 +24,8 @@ from support.world import commit, part, read, steps_in
 import tierd
 from tierd.cli.options import load_config
 from tierd.core.errors import ConfigError, SpoolHeld, StoreUnavailable
-from tierd.daemon import service
-from tierd.ipc.client import Link
+from tierd.daemon import daemon_service
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Attach, Fetch, StatusRequest, Wait
 from tierd.spool.spool import Spool
 
@@ -50,7 +50,7 @@ class Node:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         reread = lambda: load_config(self.file)  # noqa: E731
-        daemon = asyncio.ensure_future(service.serve(reread(), reread=reread))
+        daemon = asyncio.ensure_future(daemon_service.serve(reread(), reread=reread))
         await until(self.spool.socket.exists)
         try:
             yield
@@ -77,20 +77,20 @@ async def reload(said, text: str = "the configuration is reloaded") -> None:
     await until(lambda: len(said(text)) > before)
 
 
-async def ask(link: Link, request, timeout: float = 20.0):
+async def ask(link: DaemonConnection, request, timeout: float = 20.0):
     return await asyncio.to_thread(link.ask, request, timeout)
 
 
 async def test_a_tier_that_was_added_is_flushed_to_and_nobody_is_dropped(node, spool, said):
     commit(spool, part(1))
     async with node.serving():
-        attached = Link(spool)
+        attached = DaemonConnection(spool)
         await ask(attached, Attach())
         await until(lambda: node.manifests("a") == 1)
         node.configure("a", "b")
         await reload(said)
         await until(lambda: node.manifests("b") == 1)
-        assert attached.alive()
+        assert attached.is_alive()
         status = (await ask(attached, StatusRequest()))["status"]
         assert status["trainers"] == 1 and [one["name"] for one in status["tiers"]] == ["a", "b"]
         with pytest.raises(SpoolHeld), Spool(spool.root).lock():
@@ -155,18 +155,18 @@ async def test_removed_tier_is_left_alone_and_its_waiter_gets_an_error(node, spo
     async def opened(config, stack, *, trial):
         return {tier.name: stores[tier.name] for tier in config.tier}
 
-    monkeypatch.setattr(service, "open_tiers", opened)
+    monkeypatch.setattr(daemon_service, "open_tiers", opened)
     node.configure("a", "b")
     commit(spool, part(1))
 
     async with node.serving():
-        waiting = asyncio.ensure_future(ask(Link(spool), Wait(part=part(1), tier="b", timeout_s=60)))
+        waiting = asyncio.ensure_future(ask(DaemonConnection(spool), Wait(part=part(1), tier="b", timeout_s=60)))
         await until(lambda: said("b: failing"))
         node.configure("a")
         await reload(said)
         with pytest.raises(ConfigError, match="no tier of that name; it has local, a"):
             await waiting
-        status = (await ask(Link(spool), StatusRequest()))["status"]
+        status = (await ask(DaemonConnection(spool), StatusRequest()))["status"]
         assert [one["name"] for one in status["tiers"]] == ["a"] and not status["alerts"]
 
 
@@ -219,14 +219,16 @@ async def test_receivers_are_those_of_the_new_configuration(node, spool, said):
         await reload(said)
         commit(spool, part(1))
         await until(lambda: reported.exists() and '"flushed"' in reported.read_text())
-        assert [one["name"] for one in (await ask(Link(spool), StatusRequest()))["status"]["notify"]] == ["notify[0]"]
+        assert [one["name"] for one in (await ask(DaemonConnection(spool), StatusRequest()))["status"]["notify"]] == [
+            "notify[0]"
+        ]
 
 
 async def test_the_alert_of_a_receiver_that_was_taken_out_ends(node, spool, said, monkeypatch):
     timed(monkeypatch, notify_again_s=0.01)
 
     async def alerts() -> list[str]:
-        return [one["place"] for one in (await ask(Link(spool), StatusRequest()))["status"]["alerts"]]
+        return [one["place"] for one in (await ask(DaemonConnection(spool), StatusRequest()))["status"]["alerts"]]
 
     node.configure("a")
     without = node.file.read_text()
@@ -266,14 +268,14 @@ async def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_wi
         stack.push_async_callback(stores[-1].aclose)
         return {"a": stores[-1]}
 
-    monkeypatch.setattr(service, "open_tiers", opened)
+    monkeypatch.setattr(daemon_service, "open_tiers", opened)
     files = commit(spool, part(1))
 
     async with node.serving():
-        await ask(Link(spool), Wait(part=part(1), tier="a"))
+        await ask(DaemonConnection(spool), Wait(part=part(1), tier="a"))
         stores[0].held = True
         shutil.rmtree(spool.path(part(1)))
-        link = Link(spool)
+        link = DaemonConnection(spool)
         fetching = asyncio.ensure_future(ask(link, Fetch(part=part(1))))
         await until(lambda: stores[0].waits)
         await reload(said)
@@ -294,7 +296,7 @@ async def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, 
         stores[-1].delay = 0.0 if len(stores) > 1 else 30.0
         return {"a": stores[-1]}
 
-    monkeypatch.setattr(service, "open_tiers", opened)
+    monkeypatch.setattr(daemon_service, "open_tiers", opened)
     commit(spool, part(1))
 
     async with node.serving():

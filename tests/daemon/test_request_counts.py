@@ -12,19 +12,18 @@ from support.world import RUN, commit, config, content, converge, part, reconcil
 
 from tierd.core.errors import ManifestError
 from tierd.core.ids import IDENTITY_KEY, chunks_prefix, retention_key
-from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.stored import StoredRetention, encode
-from tierd.daemon.pause import TierPause
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.manifests import Manifests
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.prune import prune
-from tierd.daemon.tiers.tiers import Tiers
+from tierd.core.retention.policy import RetentionPolicy, StoredRetention, encode_policy
+from tierd.daemon.concurrency import MemoryBudget
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.manifest_index import ManifestIndex
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.tiers.tier_operations import TierOperations
+from tierd.daemon.tiers.tier_pauses import TierPause
+from tierd.daemon.tiers.tier_prune import prune
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool.spool import Spool
 
 C = 4  # chunks of a part, none of them like another
@@ -62,7 +61,7 @@ async def test_observation_reads_each_new_policy_twice_and_none_again(spool):
     store.taken()
     for node in ("0000000a", "0000000b"):
         policy = StoredRetention(RUN, node, "configuration", retention=RetentionPolicy())
-        await store.put(retention_key(RUN, node, "configuration"), encode(policy))
+        await store.put(retention_key(RUN, node, "configuration"), encode_policy(policy))
     assert store.taken() == {"PUT": 2}
     assert len((await observer.observe({RUN})).policies[RUN]) == 2
     assert store.taken()["GET"] == 4
@@ -76,7 +75,7 @@ async def test_a_flush(spool, page):
     store = Counting(page, page)
     about = store.pages(2)  # the listing of the README and the tier's identity
     await filled(spool, store, 2, 2)
-    tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
+    tiers = TierOperations(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
     await tiers.observed.observe("tier", {RUN}, {RUN: {0}})
     store.taken()
     commit(spool, part(2, rank=0, world=2))
@@ -95,7 +94,7 @@ async def test_a_restore_of_one_rank(spool, tmp_path):
     store = Counting()
     await filled(spool, store, 3, 2)
     fresh = Spool(tmp_path / "fresh")
-    await fetch(fresh, part(2, rank=1, world=2), {"tier": store}, Budget(), Progress())
+    await fetch(fresh, part(2, rank=1, world=2), {"tier": store}, MemoryBudget(), Progress())
     assert store.taken() == {"GET": 1 + C}
 
 
@@ -103,10 +102,10 @@ async def test_a_restore_of_one_rank(spool, tmp_path):
 async def test_prune_reads_each_survivor_once_and_the_next_prune_reads_none_of_them(spool, checkpoints, ranks):
     store = Counting(first=2, page=5)
     await filled(spool, store, checkpoints, ranks)
-    known = Manifests(store)
+    known = ManifestIndex(store)
     for left in range(checkpoints - 1, 0, -1):
         step = checkpoints - 1 - left
-        assert (await prune(store, [part(step).checkpoint], known=known)).gone
+        assert (await prune(store, [part(step).checkpoint], manifest_index=known)).deleted
         pages = store.pages
         listed, found = pages((left + 1) * ranks), store.taken()
         chunks = pages(ranks * C + 1)  # the first of the next checkpoint ends the listing
@@ -162,7 +161,7 @@ async def test_a_prune_deletes_nothing_past_a_manifest_that_cannot_be_read_and_m
     place = await eye.observe({RUN}, {RUN: {0}})
     assert place.has(bad) and place.checkpoints[bad.checkpoint].usable
     with pytest.raises(ManifestError):
-        await prune(store, [part(0).checkpoint], known=eye.manifests)
+        await prune(store, [part(0).checkpoint], manifest_index=eye.manifests)
     assert await contents(store) == before
     place = await eye.observe({RUN}, {RUN: {0}})
     assert place.lists(bad) and not place.has(bad) and not place.checkpoints[bad.checkpoint].usable
@@ -209,7 +208,7 @@ async def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
     """Eight ranks of a node ask for candidates at once: two looks, the second begun after all of them had asked."""
     store = Counting()
     await filled(spool, store, 1, 1)
-    tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
+    tiers = TierOperations(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
     asked = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
     await asyncio.gather(*asked)
     first = store.taken()["LIST"]
@@ -253,7 +252,7 @@ async def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delet
         commit(spool, part(step))
     daemon = reconciler(spool, {"tier": store}, keep=2)
     if not covered:
-        daemon.tiers.lacking = lambda parts: asyncio.sleep(0, ())
+        daemon.tiers.find_missing_parts = lambda parts: asyncio.sleep(0, ())
     took = []
 
     def observation_took_long(*_):

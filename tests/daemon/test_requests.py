@@ -12,13 +12,13 @@ from support.world import RUN, Daemon, commit, content, part, read
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.timeline.run_view import RunView
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.ipc.client import Link
-from tierd.ipc.messages import Candidates, Fetch, Pin, ReportRequest, StatusRequest
-from tierd.ipc.replies import read_member
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.message_codec import read_member
+from tierd.ipc.messages import CandidatesRequest, Fetch, Pin, ReportRequest, StatusRequest
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 def test_fetched_part_of_a_connection_is_held_until_it_ends(spool):
@@ -30,7 +30,7 @@ def test_fetched_part_of_a_connection_is_held_until_it_ends(spool):
     with Daemon(spool.root, {"tier": store}, keep=100, keep_local=1) as daemon:
         daemon.settle()
         assert daemon.spool.parts() == [part(3)]
-        with Link(spool) as link:
+        with DaemonConnection(spool) as link:
             assert link.ask(Fetch(part=part(0)))["tiers"] == ["tier"]
             daemon.settle()
             assert read(spool, part(0)) == content(0)
@@ -44,20 +44,20 @@ def test_fetch_whose_caller_disconnects_ends_its_hold(spool):
         daemon.settle()
         spool.remove([part(0)])
         store.delay = 0.3
-        link = Link(spool)
+        link = DaemonConnection(spool)
         with pytest.raises(TimeoutError):
             link.ask(Fetch(part=part(0)), 0.2)
         link.close()
-        wait_until(lambda: not daemon.reconciler.requests.held)
+        wait_until(lambda: not daemon.reconciler.requests.held_checkpoints)
         store.delay = 0.0
-        with Link(spool) as again:
+        with DaemonConnection(spool) as again:
             assert again.ask(Fetch(part=part(0)), 60)["ok"]
         assert read(spool, part(0)) == content(0)
 
 
 def test_a_part_that_nobody_has_is_not_there_and_not_corrupt(spool):
     """It may have been pruned since it was seen."""
-    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}) as daemon, DaemonConnection(spool) as link:
         with pytest.raises(ObjectNotFound, match="neither the spool nor any tier has a copy"):
             link.ask(Fetch(part=part(9)), 60)
         assert link.ask(StatusRequest())["ok"]
@@ -70,17 +70,19 @@ def test_candidates_are_listed_afresh_for_a_run_that_the_spool_does_not_have(spo
     commit(other, part(5))
     with Daemon(other.root, {"tier": store}) as daemon:
         daemon.settle()
-    with Daemon(spool.root, {"tier": store}), Link(spool) as link:
-        assert list(read_member(link.ask(Candidates(run=RUN)), "sight", RunView).complete(RUN)) == [part(5).checkpoint]
+    with Daemon(spool.root, {"tier": store}), DaemonConnection(spool) as link:
+        assert list(read_member(link.ask(CandidatesRequest(run=RUN)), "sight", RunView).complete(RUN)) == [
+            part(5).checkpoint
+        ]
         store.error = StoreUnavailable("down")
-        assert read_member(link.ask(Candidates(run=RUN)), "sight", RunView).unreached == ("tier",)
+        assert read_member(link.ask(CandidatesRequest(run=RUN)), "sight", RunView).unreached == ("tier",)
         assert link.ask(ReportRequest(run=RUN))["report"]["unreached"] == ["tier"]
 
 
 def test_pin_reaches_the_spool_and_every_tier_and_is_removed_again(spool):
     stores = {"one": Double(), "two": Double()}
     commit(spool, part(1))
-    with Daemon(spool.root, stores) as daemon, Link(spool) as link:
+    with Daemon(spool.root, stores) as daemon, DaemonConnection(spool) as link:
         daemon.settle()
         for pinned in (True, False):
             link.ask(Pin(checkpoint=part(1).checkpoint, pinned=pinned))

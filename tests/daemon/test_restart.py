@@ -13,8 +13,8 @@ from support.world import RUN, commit, converge, listing, part, read, reconciler
 
 from tierd.core.planning.place import SPOOL
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 
 
 def history(spool: Spool, seed: int, *, upto: int, begin: int = 0) -> None:

@@ -12,23 +12,21 @@ from support.waiting import until
 from support.world import commit, config, listing, part, reconciler, running, settle
 
 from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restorer
-from tierd.client.restoring.source import NodeSource
 from tierd.core.errors import FormatTooNew, ManifestError, StoreUnavailable
-from tierd.core.manifest_codec import decode
-from tierd.core.planning.actions import Prune
+from tierd.core.manifest_codec import decode, seal
 from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.eviction import judge_tier
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.place import SPOOL, Place, Prune
 from tierd.core.planning.plan import plan
-from tierd.core.planning.tier_verdicts import judge_tier
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.seal import seal
 from tierd.core.timeline.run_view import run_view_of
-from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.manifest_index import ManifestIndex
 from tierd.daemon.transfer import chunk_source as source_module
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 
 
@@ -229,7 +227,7 @@ async def test_manifest_of_a_newer_tierd_in_a_prune_is_remembered_and_stops_the_
 
 async def test_listing_that_ends_late_forgets_no_manifest_that_a_newer_listing_read(spool):
     store, gate = Double(), asyncio.Event()
-    known = Manifests(store)
+    known = ManifestIndex(store)
     scan = store.scan
 
     async def slow(prefix, after=""):
@@ -327,10 +325,10 @@ async def test_checkpoints_that_retire_a_last_copy_are_read_on_their_own_timelin
         asked.append((int(checkpoint.attempt[-8:]), checkpoint.step))
         return True
 
-    monkeypatch.setattr("tierd.daemon.tiers.manifests.Manifests.are_usable", are_usable)
+    monkeypatch.setattr("tierd.daemon.tiers.manifest_index.ManifestIndex.are_usable", are_usable)
     commit(spool, part(1))
     daemon = reconciler(spool, {"tier": Double()}, keep=2)
     newer = [part(2), part(3), part(4, 2), part(5, 2)]
     daemon.tiers.observed.places["tier"] = Place.of(dict.fromkeys(newer, ManifestFacts.of(spool.manifest(part(1)))))
-    assert await daemon.tiers.are_past(part(1).checkpoint, daemon.inventory())
+    assert await daemon.tiers.have_newer_copies(part(1).checkpoint, daemon.inventory())
     assert asked == [(1, 2), (1, 3), (2, 4), (2, 5)]

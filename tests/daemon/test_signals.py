@@ -58,7 +58,7 @@ def ended(
     return daemon.returncode, "".join(lines)
 
 
-@pytest.mark.parametrize("moment", ["tierd.cli", "tierd.daemon.service", "tierd.daemon.reload"])
+@pytest.mark.parametrize("moment", ["tierd.cli", "tierd.daemon.daemon_service", "tierd.daemon.host_events"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_daemon_that_is_ended_during_its_start_ends_with_a_line(
     moment: str, number: signal.Signals, config: Path

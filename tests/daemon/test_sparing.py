@@ -10,9 +10,8 @@ import time
 from support.waiting import until
 from support.world import RUN, commit, converge, part, reconciler, running, settle
 
-from tierd.core.planning.actions import Flush, Prune
-from tierd.core.planning.place import SPOOL
-from tierd.stores.memory import MemoryStore
+from tierd.core.planning.place import SPOOL, Flush, Prune
+from tierd.stores.memory_store import MemoryStore
 
 
 async def flushed(spool, stores) -> None:

@@ -12,11 +12,11 @@ import pytest
 from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.core.manifest import MANIFEST_NAME
-from tierd.core.timeline.head import Head, LaunchRecord
+from tierd.core.timeline.launch_chain import Head, LaunchRecord
 from tierd.daemon import spool_observer
+from tierd.daemon.daemon_timings import USUAL
 from tierd.daemon.spool_observer import SpoolObserver
-from tierd.daemon.timings import USUAL
-from tierd.spool import records
+from tierd.spool import run_records
 from tierd.spool.spool import Spool
 
 
@@ -26,7 +26,7 @@ def age(spool: Spool, seconds: float = 60.0) -> None:
     for path in [spool.root / RUN, *(spool.root / RUN).glob("*")]:
         if path.is_dir():
             os.utime(path, ns=(then, then))
-    for path in (spool.control / records.SAVED / RUN).glob("*"):
+    for path in (spool.control / run_records.SAVED / RUN).glob("*"):
         os.utime(path, ns=(then, then))
 
 
@@ -70,9 +70,9 @@ def test_of_a_checkpoint_of_many_ranks_an_observation_reads_only_the_records_tha
     for rank in range(30):
         commit(spool, part(1, rank=rank, world=30))
     age(spool)
-    eye, real = SpoolObserver(spool), records.open_plain
+    eye, real = SpoolObserver(spool), run_records.open_plain
     assert eye.observe().committed == {part(1, rank=rank, world=30) for rank in range(30)}
-    monkeypatch.setattr(records, "open_plain", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(run_records, "open_plain", lambda path: read.append(path.name) or real(path))
     eye.observe(sparing=sparing)
     assert read == []
     commit(spool, part(2, rank=7, world=30))
@@ -87,19 +87,19 @@ def test_heads_of_finished_runs_are_read_once(tmp_path: Path, monkeypatch):
     def write(run: str, counter: int) -> None:
         launches = {attempt(1): LaunchRecord(resumed_from=None, newest=1)}
         head = Head(version=1, run=run, by="", counter=counter, before=None, written="", launches=launches)
-        records.remember(spool.control, head)
-        os.utime(spool.control / records.TIMELINE / f"{run}.json", ns=(then_ns, then_ns))
+        run_records.record_head(spool.control, head)
+        os.utime(spool.control / run_records.TIMELINE / f"{run}.json", ns=(then_ns, then_ns))
 
     for run in ("a", "b"):
         write(run, 1)
-    eye, real = SpoolObserver(spool), records.open_plain
+    eye, real = SpoolObserver(spool), run_records.open_plain
     assert {run: head.counter for run, (head,) in eye.observe().heads.items()} == {"a": 1, "b": 1}
-    monkeypatch.setattr(records, "open_plain", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(run_records, "open_plain", lambda path: read.append(path.name) or real(path))
     assert eye.observe().heads.keys() == {"a", "b"} and read == []
     write("b", 2)  # of the same size and time
     assert {run: head.counter for run, (head,) in eye.observe().heads.items()} == {"a": 1, "b": 2}
     assert read == ["b.json"]
-    (spool.control / records.TIMELINE / "a.json").unlink()
+    (spool.control / run_records.TIMELINE / "a.json").unlink()
     assert eye.observe().heads.keys() == {"b"}
 
 
@@ -124,7 +124,7 @@ def test_a_manifest_that_was_replaced_is_read_again_when_somebody_says_so_and_on
     eye = SpoolObserver(spool)
     assert not list(eye.observe().defects())
     corrupt(spool.path(part(1)) / MANIFEST_NAME)
-    eye.doubt(part(1).checkpoint)
+    eye.invalidate(part(1).checkpoint)
     assert [which for which, _ in eye.observe().defects()] == [part(1)]
     commit(spool, part(2))
     age(spool)

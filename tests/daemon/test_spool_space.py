@@ -16,7 +16,7 @@ from support.waiting import until, wait_until
 from support.world import Daemon, commit, converge, part, reconciler, running, steps_on
 
 from tierd.core.errors import StoreUnavailable
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Attach, MakeRoom
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def test_runs_without_a_trainer_give_way_first(spool, disk):
     for which in spool.parts():
         an_hour_ago = time.time() - 3600
         os.utime(spool.path(which) / "manifest.json", (an_hour_ago, an_hour_ago))
-    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}) as daemon, DaemonConnection(spool) as link:
         link.ask(Attach(run="run"))
         daemon.settle()
         answer = link.ask(MakeRoom(run="run", size_bytes=12 * MIB // 5))
@@ -54,7 +54,7 @@ def test_runs_without_a_trainer_give_way_first(spool, disk):
 
 def test_the_newest_of_a_run_that_trains_is_the_last_resort(spool, disk):
     fill(spool, part(1), part(2), part(3))
-    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}) as daemon, DaemonConnection(spool) as link:
         link.ask(Attach(run="run"))
         daemon.settle()
         link.ask(MakeRoom(run="run", size_bytes=4 * MIB))
@@ -71,7 +71,7 @@ def test_tier_that_was_down_gets_its_wanted_checkpoints_of_a_run_whose_last_loca
     old = [part(step, run="old") for step in (1, 2, 3)]
     fill(spool, *old)
     stores = {"near": near, "far": far}
-    with Daemon(spool.root, stores) as daemon, Link(spool) as link:
+    with Daemon(spool.root, stores) as daemon, DaemonConnection(spool) as link:
         wait_until(lambda: all(daemon.reconciler.tiers.observed.has(one, "near") for one in old))
         link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
         assert runs(spool) == []
@@ -88,7 +88,7 @@ def test_copy_on_no_tier_is_not_evicted_and_the_wait_for_room_is_bounded(spool, 
     store = Double()
     store.error = StoreUnavailable("down")
     fill(spool, part(1), part(2))
-    with Daemon(spool.root, {"tier": store}), Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}), DaemonConnection(spool) as link:
         answer = link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
         assert (answer["enough"], answer["freed_bytes"]) == (False, 0)
     assert runs(spool) == [("run", 1), ("run", 2)]
@@ -99,7 +99,7 @@ def test_copy_that_its_tier_lost_is_not_evicted(spool, disk, monkeypatch):
     timed(monkeypatch, room_s=0.3)
     store = Double()
     fill(spool, part(1))
-    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}) as daemon, DaemonConnection(spool) as link:
         daemon.settle()
         store.error = StoreUnavailable("down")
         link.ask(MakeRoom(run="run", size_bytes=6 * MIB))
@@ -111,7 +111,7 @@ def test_copy_is_evicted_although_the_first_of_its_tiers_does_not_answer(spool, 
     """`faults simulation --only 1000145`: the save met a full disk twice, though another tier held verified copies."""
     near, far = Double(), Double()
     fill(spool, part(1), part(2), part(3))
-    with Daemon(spool.root, {"near": near, "far": far}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"near": near, "far": far}) as daemon, DaemonConnection(spool) as link:
         link.ask(Attach(run="run"))
         daemon.settle()
         near.error, near.delay = fault, seconds
@@ -124,7 +124,7 @@ def test_copy_is_evicted_although_the_first_of_its_tiers_does_not_answer(spool, 
 def test_room_under_a_quota_counts_the_deleted_bytes(spool, monkeypatch):
     """The file system has much free; this user has not."""
     fill(spool, part(1), part(2), part(3))
-    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}) as daemon, DaemonConnection(spool) as link:
         daemon.settle()
         assert link.ask(MakeRoom(run="run", size_bytes=1000))["freed_bytes"] == 0
         assert link.ask(MakeRoom(run="run", size_bytes=1000, quota=True))["freed_bytes"] == MIB
@@ -156,7 +156,7 @@ def test_disk_without_inodes_gives_up_a_copy_although_it_has_space(spool, monkey
     full = os.statvfs(spool.root)
     members = [getattr(full, name) for name in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail")]
     members += [10**6, 3, 3, full.f_flag, full.f_namemax]
-    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}) as daemon, DaemonConnection(spool) as link:
         link.ask(Attach(run="run"))
         daemon.settle()
         assert link.ask(MakeRoom(run="run", size_bytes=MIB // 2))["freed_bytes"] == 0

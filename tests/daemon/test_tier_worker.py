@@ -7,23 +7,23 @@ import random
 
 import pytest
 
-from tierd.daemon.tier_worker import TierWorker
+from tierd.daemon.reconciling.tier_worker import TierWorker
 
 
 def test_deferred_work_is_due_again_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, clock = TierWorker("tier"), [1000.0]
     monkeypatch.setattr(worker, "now", lambda: clock[0])
-    assert worker.off_for == math.inf and not worker.is_off("one")
-    worker.put_off("one", 60.0)
-    worker.put_off("two", 5.0)
-    assert worker.is_off("one") and worker.is_off("two") and not worker.is_off("three")
-    assert worker.off_for == 5.0  # the next to have its turn
+    assert worker.deferred_s == math.inf and not worker.is_deferred("one")
+    worker.defer("one", 60.0)
+    worker.defer("two", 5.0)
+    assert worker.is_deferred("one") and worker.is_deferred("two") and not worker.is_deferred("three")
+    assert worker.deferred_s == 5.0  # the next to have its turn
     clock[0] += 5.0
-    assert worker.is_off("one") and not worker.is_off("two") and worker.off_for == 55.0
-    worker.put_off("one", 1.0)  # it was tried early, and is put off anew
-    assert worker.off_for == 1.0
+    assert worker.is_deferred("one") and not worker.is_deferred("two") and worker.deferred_s == 55.0
+    worker.defer("one", 1.0)  # it was tried early, and is put off anew
+    assert worker.deferred_s == 1.0
     clock[0] += 1.0
-    assert not worker.is_off("one") and worker.off_for == math.inf
+    assert not worker.is_deferred("one") and worker.deferred_s == math.inf
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -36,12 +36,12 @@ def test_worker_continues_soon_after_an_outage(
         worker, clock, tries, rng = TierWorker("tier"), [1000.0], 0, random.Random(seed)
         monkeypatch.setattr(worker, "now", lambda clock=clock: clock[0])
         while clock[0] < 1000 + outage_s:
-            clock[0] += 3.0 + worker.failed(OSError(), rng, long=refused)
+            clock[0] += 3.0 + worker.note_failure(OSError(), rng, long=refused)
             tries += 1
         assert clock[0] - 1000 - outage_s <= at_most_s
         assert outage_s < 7200 or tries < 80  # and long ones are not asked after all the time
-        worker.succeeded()
-        assert worker.failed(OSError(), rng, long=False) <= 2.0
+        worker.note_success()
+        assert worker.note_failure(OSError(), rng, long=False) <= 2.0
 
 
 def test_work_that_failed_once_is_tried_again_soon_and_later_after_each_failure(
@@ -49,35 +49,35 @@ def test_work_that_failed_once_is_tried_again_soon_and_later_after_each_failure(
 ) -> None:
     worker, clock = TierWorker("tier"), [1000.0]
     monkeypatch.setattr(worker, "now", lambda: clock[0])
-    worker.put_off_stuck("one")
-    assert worker.off_for == 10.0
+    worker.defer_stuck("one")
+    assert worker.deferred_s == 10.0
     clock[0] += 20.0
-    worker.put_off_stuck("two")
-    worker.put_off_stuck("one")
-    assert worker.is_off("one") and worker.off_for == 10.0
+    worker.defer_stuck("two")
+    worker.defer_stuck("one")
+    assert worker.is_deferred("one") and worker.deferred_s == 10.0
     clock[0] += 15.0
-    assert worker.is_off("one") and not worker.is_off("two")
+    assert worker.is_deferred("one") and not worker.is_deferred("two")
     clock[0] += 1000.0
-    worker.put_off_stuck("three")
-    worker.put_off_stuck("one")  # it has been long since
-    assert worker.off_for == 10.0
+    worker.defer_stuck("three")
+    worker.defer_stuck("one")  # it has been long since
+    assert worker.deferred_s == 10.0
     clock[0] += 11.0
-    assert not worker.is_off("one")
+    assert not worker.is_deferred("one")
 
 
 def test_work_deferred_for_another_place_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, clock, rng = TierWorker("tier"), [1000.0], random.Random(1)
     monkeypatch.setattr(worker, "now", lambda: clock[0])
-    worker.put_off("corrupt elsewhere", 3600.0)
+    worker.defer("corrupt elsewhere", 3600.0)
     for what in ("one", "two", "three"):
-        worker.put_off_stuck(what)
-        worker.failed(OSError(), rng, long=False, what=what)
-    worker.succeeded("another")
-    assert worker.retries_later and worker.trouble
-    worker.succeeded("one")
-    worker.put_off("two", 3600.0)  # it now waits for another place, too
-    worker.succeeded("another")
-    assert worker.retries_later and worker.trouble
+        worker.defer_stuck(what)
+        worker.note_failure(OSError(), rng, long=False, subject=what)
+    worker.note_success("another")
+    assert worker.retries_later and worker.blocking_error
+    worker.note_success("one")
+    worker.defer("two", 3600.0)  # it now waits for another place, too
+    worker.note_success("another")
+    assert worker.retries_later and worker.blocking_error
     clock[0] += 11.0  # no plan names the third one any more
-    worker.succeeded("another")
-    assert not worker.retries_later and not worker.trouble and worker.off_for > 3000
+    worker.note_success("another")
+    assert not worker.retries_later and not worker.blocking_error and worker.deferred_s > 3000

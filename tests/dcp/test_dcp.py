@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import tierd
 import tierd.dcp
 from tierd.cli import run
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -35,10 +35,10 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.dcp import metadata as dcp_metadata
-from tierd.dcp import streams as dcp_streams
+from tierd.dcp import save_steps as dcp_streams
 from tierd.spool.spool import Spool
-from tierd.state.aliasing import alike
-from tierd.stores.file import FileStore
+from tierd.state.aliasing import is_same_content
+from tierd.stores.file_store import FileStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -197,7 +197,7 @@ def test_state_that_dcp_cannot_plan_is_a_mismatch_and_an_interrupt_is_raised(loc
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tierd.dcp.open_reader.OpenReader.read_data", interrupted)
+    monkeypatch.setattr("tierd.dcp.storage_reader.OpenReader.read_data", interrupted)
     save(local, 4)  # nothing was loaded, so the launch goes on
     with pytest.raises(KeyboardInterrupt):
         tierd.dcp.load(empty(), local)
@@ -217,7 +217,7 @@ def test_interrupted_load_blocks_saves_until_a_load_succeeds(local, monkeypatch,
 
     save(local, 3)
     with monkeypatch.context() as patch:
-        patch.setattr("tierd.dcp.open_reader.OpenReader.prepare_local_plan", interrupted)
+        patch.setattr("tierd.dcp.storage_reader.OpenReader.prepare_local_plan", interrupted)
         with pytest.raises((KeyboardInterrupt, CheckpointException)):
             load()
         if through == "load":
@@ -226,7 +226,7 @@ def test_interrupted_load_blocks_saves_until_a_load_succeeds(local, monkeypatch,
             with pytest.raises(CheckpointException, match=r"because a reader of run step 3 .* was made"):
                 save(local, 4)
         patch.undo()
-        patch.setattr("tierd.dcp.open_reader.load_tensor", interrupted)
+        patch.setattr("tierd.dcp.storage_reader.load_tensor", interrupted)
         with pytest.raises((KeyboardInterrupt, CheckpointException)):
             load()
     with pytest.raises(ConfigError, match="nothing is saved, because the last restore failed"):
@@ -391,7 +391,7 @@ def test_daemon_is_notified_of_a_save_that_dcp_could_not_write(daemon, spool, mo
     journal = daemon.reconciler.journal
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr("tierd.dcp.writer.describe_directory", _torn)
+            patch.setattr("tierd.dcp.storage_writer.describe_directory", _torn)
             for tries, step in enumerate((1, 2, 3), 1):
                 with pytest.raises(CheckpointException, match="CorruptChunk"):
                     save(ckpt, step)
@@ -418,7 +418,7 @@ def test_each_file_is_synced_once(local, monkeypatch):
 
 
 def test_a_stream_that_seeks_is_refused(tmp_path):
-    with dcp_streams.Streams().create_stream(tmp_path / "file", "wb") as stream:
+    with dcp_streams.DigestingFileSystem().create_stream(tmp_path / "file", "wb") as stream:
         stream.write(b"abc")
         assert stream.tell() == 3
         with pytest.raises(io.UnsupportedOperation):
@@ -431,7 +431,7 @@ def test_a_stream_that_seeks_is_refused(tmp_path):
 def test_huge_metadata_is_refused_unread(local, monkeypatch):
     save(local, 3)
     monkeypatch.setattr(dcp_metadata, "MAX_SIZE", 10)
-    monkeypatch.setattr("tierd.dcp.open_reader.OpenReader.prepare_local_plan", None)
+    monkeypatch.setattr("tierd.dcp.storage_reader.OpenReader.prepare_local_plan", None)
     with pytest.raises(CheckpointNotFound, match="at most 10 are read"):
         tierd.dcp.StorageReader(local)
 
@@ -508,7 +508,7 @@ def test_only_the_wanted_chunks_are_fetched(tiered, fresh, daemon):
     dcp.load(some, storage_reader=reader)
     expected = state(3)
     assert torch.equal(some["large"]["2"], expected["large"]["2"]) and some["scalar"] == 3
-    manifest = made_of(tiered).spool.manifest(part_of(made_of(tiered).spool, 3))
+    manifest = internals(tiered).spool.manifest(part_of(internals(tiered).spool, 3))
     got = {key for operation, key in double.calls if operation == "get" and is_chunk(key)}
     sizes = {chunk.xxh3_128: chunk.size for chunk in manifest.chunks()}
     brought = sum(sizes[key.rpartition("/")[2].partition(".")[0]] for key in got)
@@ -531,8 +531,8 @@ def test_whole_fetch_uses_the_chunks_of_a_reader_and_the_reader_continues(tiered
     save(tiered, 3)
     daemon.settle()
     reader = tierd.dcp.StorageReader(fresh)
-    fresh.node.call(fresh.node.reconciler.repairs.fetch(part_of(made_of(tiered).spool, 3)))
-    assert fresh.node.spool.parts() == made_of(tiered).spool.parts()
+    fresh.node.call(fresh.node.reconciler.repairs.fetch(part_of(internals(tiered).spool, 3)))
+    assert fresh.node.spool.parts() == internals(tiered).spool.parts()
     found = empty()
     dcp.load(found, storage_reader=reader)
     assert same(found, 3)
@@ -625,7 +625,7 @@ def test_checkpoint_of_save_is_loaded_as_if_dcp_had_written_it(local):
     found = {**empty(), "odd": blank}
     assert tierd.dcp.load(found, local).step == 3
     assert same(found, 3)
-    assert alike(found["odd"], odd), found["odd"]
+    assert is_same_content(found["odd"], odd), found["odd"]
 
 
 def test_tensors_that_dcp_takes_in_one_value_are_read(local):
@@ -639,7 +639,7 @@ def test_tensors_that_dcp_takes_in_one_value_are_read(local):
     local.save(3, {"scalar": torch.tensor(3.0), "odd": odd}).wait()
     found = {"scalar": torch.tensor(0.0), "odd": dict.fromkeys(odd) | {"nested": {"deque": None}}}
     assert tierd.dcp.load(found, local).step == 3
-    assert found["scalar"] == 3 and alike(found["odd"], odd), found["odd"]
+    assert found["scalar"] == 3 and is_same_content(found["odd"], odd), found["odd"]
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["arrays", "tensors"])
@@ -686,7 +686,7 @@ def test_optimizer_that_took_no_step_gets_the_saved_state(local, how):
             dcp.save({"optimizer": optimizer}, storage_writer=tierd.dcp.StorageWriter(local, step))
         other = kind(torch.nn.Linear(40, 30).parameters(), lr=0.5)
         assert tierd.dcp.load({"optimizer": other}, local).step == step
-        assert alike(other.state_dict(), optimizer.state_dict())
+        assert is_same_content(other.state_dict(), optimizer.state_dict())
 
 
 def test_a_generator_is_not_loaded_through_dcp(local):

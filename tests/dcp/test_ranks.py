@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 
 from tierd.cli import run
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

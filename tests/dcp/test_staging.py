@@ -17,7 +17,7 @@ import tierd
 import tierd.dcp
 from tierd.client.saving.slots import Slot
 from tierd.core.errors import TornSnapshot
-from tierd.state.aliasing import alike
+from tierd.state.aliasing import is_same_content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -85,7 +85,7 @@ def test_staged_state_is_the_state_at_the_call(local, attached):
     pending[-1].result(60)
     assert local.stats.blocked_s > 0
     for step in range(3):
-        assert alike(saved(local, step), expected[step])
+        assert is_same_content(saved(local, step), expected[step])
 
 
 def test_a_write_behind_an_async_save_fails_it(local, spool):
@@ -105,7 +105,7 @@ def test_a_write_behind_an_async_save_fails_it(local, spool):
         job.model[0].weight.add_(1.0)  # that one is copied early from now on
     job.step()
     pending.result(60)
-    assert alike(saved(local, 2), expected)
+    assert is_same_content(saved(local, 2), expected)
 
 
 def addresses(staged: dict) -> list[int]:
@@ -168,7 +168,7 @@ def test_all_kinds_of_values_are_staged(local):
     staged.staged.wait()
     expected = {name: one.detach() if isinstance(one, torch.nn.Parameter) else one for name, one in state.items()}
     expected["conjugate"] = expected["conjugate"].resolve_conj()
-    assert alike(dict(staged), expected), staged
+    assert is_same_content(dict(staged), expected), staged
     arena = [one for one in staged.values() if isinstance(one, torch.Tensor)]
     assert all(one.untyped_storage().nbytes() == one.nbytes for one in arena)  # or torch copies it before it writes it
     assert staged["tied"].data_ptr() == staged["again"].data_ptr() != tied.data_ptr()
@@ -188,12 +188,12 @@ def test_pickling_waits_for_the_copy(local, monkeypatch):
     job.step()
     reading.join(60)
     assert len(waited) == 1
-    assert type(found[0]) is dict and alike(found[0], expected)
+    assert type(found[0]) is dict and is_same_content(found[0], expected)
     assert writer._copies.room is None  # not used again: pickling may have moved it
 
 
 def test_where_memory_is_short_torch_stages(local, monkeypatch):
-    monkeypatch.setattr(Slot, "fit", lambda self, size, device=None: False)
+    monkeypatch.setattr(Slot, "reserve", lambda self, size, device=None: False)
     job = Job()
     local.attach(job.optimizer)
     expected = job.copy()
@@ -201,4 +201,4 @@ def test_where_memory_is_short_torch_stages(local, monkeypatch):
     job.step()
     pending.result(60)
     monkeypatch.undo()
-    assert alike(saved(local, 1), expected)
+    assert is_same_content(saved(local, 1), expected)

@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 import tierd
 import tierd.dcp
 from tierd.core.errors import StateMismatch
-from tierd.state.aliasing import alike
+from tierd.state.aliasing import is_same_content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -47,7 +47,7 @@ def test_moments_are_assigned_by_name_for_parameters_in_another_order(local, how
     save(local, how, {"optimizer": saved})
     restored, fresh = optimizer("bca", seed=seed)
     assert tierd.dcp.load({"optimizer": restored}, local).step == 1
-    assert alike(moments(restored, fresh), moments(saved, own))
+    assert is_same_content(moments(restored, fresh), moments(saved, own))
     assert restored.param_groups[0]["param_names"] == ["b", "c", "a"]
 
 
@@ -82,7 +82,7 @@ def test_one_side_with_names_is_loaded_by_position(local, how, names):
     save(local, how, {"optimizer": saved})
     restored, fresh = optimizer("abc", names=names[1])
     assert tierd.dcp.load({"optimizer": restored}, local).step == 1
-    assert alike(moments(restored, fresh), moments(saved, own))
+    assert is_same_content(moments(restored, fresh), moments(saved, own))
 
 
 class Extra(nn.Module):
@@ -121,7 +121,7 @@ def test_a_module_is_given_the_extra_state_that_was_saved(local, how, saved, own
     save(local, how, {"model": nn.Sequential(Extra(saved), nn.Linear(2, 2))})
     model = nn.Sequential(Extra(own), nn.Linear(2, 2))
     assert tierd.dcp.load({"model": model}, local).step == 1
-    assert alike(content(model[0].extra), content(saved))
+    assert is_same_content(content(model[0].extra), content(saved))
 
 
 @pytest.mark.parametrize("how", ["save", "dcp"])

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from support.world import commit, part
 
-from tierd.doctor import disk, machine, service
-from tierd.doctor.bounded import in_thread, output
+from tierd.doctor import node_checks
 from tierd.spool import direct_io
-from tierd.spool.control_groups import MemoryGroup
-from tierd.spool.mounts import mount_of
+from tierd.spool.arena import MemoryGroup
 from tierd.spool.spool import Spool
+from tierd.stores.mounted_directories import mount_of
+from tierd.threads import call_in_thread, command_output
 
 
 def names(root: Path) -> list[str]:
@@ -25,7 +25,9 @@ def names(root: Path) -> list[str]:
 
 def found(root: Path, keep_last: int = 3) -> dict[str, str]:
     """Each check with its finding."""
-    return {one.check: one.finding for one in disk.examine(root, keep_last, disk.largest_state(root))}
+    return {
+        one.check: one.finding for one in node_checks.examine_spool(root, keep_last, node_checks.largest_state(root))
+    }
 
 
 def test_a_spool_with_checkpoints_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
@@ -35,7 +37,7 @@ def test_a_spool_with_checkpoints_is_tried_and_left_as_it_was(tmp_path: Path) ->
             commit(spool, part(step, rank=rank, world=2))
     commit(spool, part(9, run="small"), {"a": b"1"})
     before, changed = names(tmp_path), (spool.root).stat().st_mtime_ns
-    state = disk.largest_state(spool.root)
+    state = node_checks.largest_state(spool.root)
     size = sum(spool.manifest(part(2, rank=rank, world=2)).size for rank in (0, 1))
     assert state is not None and (state.run, state.size) == ("run", size)
     assert state.used == 2 * size
@@ -70,7 +72,7 @@ def test_another_accounts_spool_is_an_error_although_nothing_in_it_can_be_read(t
     def refuse(path: Path) -> Path:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(disk, "nearest", refuse)
+    monkeypatch.setattr(node_checks, "nearest_existing", refuse)
     assert found(root) == {"spool": "spool unusable"}
 
 
@@ -96,10 +98,10 @@ def test_refused_disk_operation_is_a_finding_and_leaves_no_file(
 
 
 def test_disk_that_refuses_direct_writes_is_a_finding(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(disk, "set_direct", lambda fd, on: False)
+    monkeypatch.setattr(node_checks, "set_direct", lambda fd, on: False)
     assert found(tmp_path)["O_DIRECT"] == "not direct"
     monkeypatch.undo()
-    assert disk.set_direct is direct_io.set_direct
+    assert node_checks.set_direct is direct_io.set_direct
 
 
 def test_directory_of_a_killed_doctor_is_removed_and_a_running_doctors_is_not(tmp_path: Path) -> None:
@@ -131,23 +133,23 @@ def test_the_mount_of_a_path(path: str, kind: str, frozen: bool) -> None:
 
 
 def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert [one.check for one in machine.examine(None)] == ["memfd", "memory", "limits"]
+    assert [one.check for one in node_checks.examine_machine(None)] == ["memfd", "memory", "limits"]
     groups = [MemoryGroup(tmp_path, 4 << 30), MemoryGroup(tmp_path, 2 << 30)]
-    monkeypatch.setattr(machine, "limited_groups", lambda: groups)
-    assert "limit is 2.0 GiB" in next(one.found for one in machine.examine(None) if one.check == "memory")
+    monkeypatch.setattr(node_checks, "limited_groups", lambda: groups)
+    assert "limit is 2.0 GiB" in next(one.found for one in node_checks.examine_machine(None) if one.check == "memory")
 
 
 def test_a_daemon_that_never_ran_is_a_note(tmp_path: Path) -> None:
-    assert service.daemon(tmp_path).finding.finding == "no daemon"
+    assert node_checks.ask_daemon(tmp_path).finding.finding == "no daemon"
     Spool(tmp_path / "spool")
-    asked = service.daemon(tmp_path / "spool")
+    asked = node_checks.ask_daemon(tmp_path / "spool")
     assert (asked.finding.finding, asked.finding.severity, asked.pid) == ("no daemon", "note", 0)
 
 
 def test_the_unit_of_a_process_is_the_end_of_its_control_group() -> None:
-    assert service.unit_of(0, "0::/system.slice/system-tierd.slice/tierd@alice.service\n") == "tierd@alice.service"
-    assert service.unit_of(0, "0::/user.slice/session-3.scope\n") == service.UNIT
-    assert service.unit_of(2**22 + 1) == service.UNIT
+    assert node_checks.unit_of(0, "0::/system.slice/system-tierd.slice/tierd@alice.service\n") == "tierd@alice.service"
+    assert node_checks.unit_of(0, "0::/user.slice/session-3.scope\n") == node_checks.UNIT
+    assert node_checks.unit_of(2**22 + 1) == node_checks.UNIT
 
 
 def test_doctor_asks_systemd_and_slurm_for_the_time_to_stop(tmp_path: Path, monkeypatch) -> None:
@@ -156,32 +158,36 @@ def test_doctor_asks_systemd_and_slurm_for_the_time_to_stop(tmp_path: Path, monk
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", service.GRACE):
+    for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", node_checks.GRACE):
         monkeypatch.delenv(name, raising=False)
-    assert [one.finding for one in service.endings(0, 60)] == ["stopped too soon"]
+    assert [one.finding for one in node_checks.examine_endings(0, 60)] == ["stopped too soon"]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     for grace, name in (("120s", "pod ends in time"), ("30s", "pod ends too soon"), ("soon", "pod's grace unknown")):
-        monkeypatch.setenv(service.GRACE, grace)
-        assert [one.finding for one in service.endings(0, 60)] == ["stopped too soon", "job ends in time", name]
+        monkeypatch.setenv(node_checks.GRACE, grace)
+        assert [one.finding for one in node_checks.examine_endings(0, 60)] == [
+            "stopped too soon",
+            "job ends in time",
+            name,
+        ]
     (tmp_path / "systemctl").write_text("#!/bin/sh\necho LoadState=not-found\necho TimeoutStopUSec=30s\n")
-    assert next(service.endings(0, 60)).finding == "no unit"
+    assert next(node_checks.examine_endings(0, 60)).finding == "no unit"
 
 
 def test_a_call_that_hangs_is_left_alone() -> None:
     hung = threading.Event()
     with pytest.raises(TimeoutError):
-        asyncio.run(in_thread(lambda: hung.wait(60), 0.05))
+        asyncio.run(call_in_thread(lambda: hung.wait(60), 0.05))
     hung.set()
-    assert asyncio.run(in_thread(lambda: 7, 30.0)) == 7
+    assert asyncio.run(call_in_thread(lambda: 7, 30.0)) == 7
     with pytest.raises(ValueError, match="no"):
-        asyncio.run(in_thread(lambda: int("no"), 30.0))
+        asyncio.run(call_in_thread(lambda: int("no"), 30.0))
 
 
 def test_a_program_that_fails_or_hangs_says_nothing() -> None:
-    assert output(["sh", "-c", "echo x"]) == "x\n"
-    assert output(["sh", "-c", "echo x; exit 1"]) == output(["/no/such/program"]) == ""
-    assert output(["sleep", "30"], 0.2) == ""
+    assert command_output(["sh", "-c", "echo x"]) == "x\n"
+    assert command_output(["sh", "-c", "echo x; exit 1"]) == command_output(["/no/such/program"]) == ""
+    assert command_output(["sleep", "30"], 0.2) == ""
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -195,7 +201,7 @@ def test_a_disk_that_is_nearly_full_is_a_finding(tmp_path: Path, monkeypatch, nu
         return written(fd, data[: 4 << 20], offset)
 
     monkeypatch.setattr(os, "pwrite", some)
-    checks = {(one.check, one.finding) for one in disk.examine(tmp_path, 3, None)}
+    checks = {(one.check, one.finding) for one in node_checks.examine_spool(tmp_path, 3, None)}
     wanted = ("O_DIRECT", "not direct") if number == errno.EIO else ("space", "room too small")
     assert wanted in checks and ("rename", "renames") in checks and ("fsync", "syncs") in checks
     monkeypatch.undo()

@@ -23,14 +23,13 @@ from support.tls import Authority
 from tierd.core.diagnosis.findings import FINDINGS, Finding
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.doctor import tier
-from tierd.doctor.endpoint import Endpoint
-from tierd.doctor.endpoint import examine as examine_endpoint
-from tierd.doctor.examine import ExaminationScope, examine
-from tierd.doctor.tier import Subject
-from tierd.stores.file import FileStore
+from tierd.doctor import tier_checks
+from tierd.doctor.examination import ExaminationScope, examine
+from tierd.doctor.tier_checks import Endpoint, ExaminedTier
+from tierd.doctor.tier_checks import examine_endpoint as examine_endpoint
+from tierd.stores.file_store import FileStore
 from tierd.stores.file_tree import FileTree
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
@@ -62,9 +61,9 @@ def judged(bucket: Bucket, *sources: str) -> dict[str, Finding]:
 
     async def work() -> dict[str, Finding]:
         url = parse_url(bucket.url())
-        subject, found = Subject("t", url, S3Store(url), None), dict[str, Finding]()
+        subject, found = ExaminedTier("t", url, S3Store(url), None), dict[str, Finding]()
         for source in sources:
-            found |= await all_of(getattr(tier, source)(subject))
+            found |= await all_of(getattr(tier_checks, source)(subject))
         await subject.store.aclose()
         return found
 
@@ -96,7 +95,7 @@ def judged(bucket: Bucket, *sources: str) -> dict[str, Finding]:
 def test_bucket_settings_are_findings(settings, names: tuple[str, ...]) -> None:
     bucket = Bucket()
     bucket.settings = settings
-    found = judged(bucket, "bucket")
+    found = judged(bucket, "examine_bucket")
     assert tuple(one.finding for one in found.values()) == names
     assert not bucket.objects
 
@@ -104,7 +103,7 @@ def test_bucket_settings_are_findings(settings, names: tuple[str, ...]) -> None:
 def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
     bucket = Bucket()
     bucket.objects["p/r/pins/x"] = b""
-    found = judged(bucket, "server", "credentials", "operations")
+    found = judged(bucket, "examine_server", "examine_credentials", "examine_operations")
     assert {check: one.finding for check, one in found.items()} == {
         "DNS": "resolves",
         "TLS": "plain on loopback",
@@ -131,7 +130,7 @@ def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
 def test_operation_that_a_tier_does_not_allow_is_a_finding(denied: tuple[str, ...], names: list[str]) -> None:
     bucket = Bucket()
     bucket.deny(*denied)
-    assert [one.finding for one in judged(bucket, "operations").values()] == names
+    assert [one.finding for one in judged(bucket, "examine_operations").values()] == names
     assert set(bucket.objects) <= {"p/README.md", "p/.tierd-probe"}
 
 
@@ -139,7 +138,7 @@ def test_credentials_of_a_session_that_nobody_renews_and_none_at_all(monkeypatch
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ID-OF-A-KEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "A-SECRET")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "A-TOKEN")
-    (found,) = judged(Bucket(), "credentials").values()
+    (found,) = judged(Bucket(), "examine_credentials").values()
     assert found.finding == "credentials expire"
     assert not [one for one in ("ID-OF-A-KEY", "A-SECRET", "A-TOKEN") if one in str(found)]
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
@@ -147,17 +146,17 @@ def test_credentials_of_a_session_that_nobody_renews_and_none_at_all(monkeypatch
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    assert [one.finding for one in judged(Bucket(), "credentials").values()] == ["no credentials"]
+    assert [one.finding for one in judged(Bucket(), "examine_credentials").values()] == ["no credentials"]
     (tmp_path / "config").write_text("[default]\ncredential_process = /bin/sh -c 'echo A-SECRET >&2; exit 1'\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    (found,) = judged(Bucket(), "credentials").values()
+    (found,) = judged(Bucket(), "examine_credentials").values()
     assert found.finding == "credentials unknown" and "A-SECRET" not in str(found)
 
 
 def test_a_proxy_of_the_environment_is_not_passed_by(monkeypatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://user:A-SECRET@127.0.0.1:1")
     monkeypatch.setenv("NO_PROXY", "")
-    found = judged(Bucket(), "server")
+    found = judged(Bucket(), "examine_server")
     assert [one.finding for one in found.values()] == ["by proxy"]
     assert "A-SECRET" not in str(found)
 
@@ -251,7 +250,7 @@ def test_a_server_that_cannot_be_reached_is_one_finding_and_nothing_of_it_blames
 
     async def work() -> list[Finding]:
         store = S3Store(url)
-        found = await examine(ExaminationScope(None, 3, 60.0, [Subject("t", url, store, None)]))
+        found = await examine(ExaminationScope(None, 3, 60.0, [ExaminedTier("t", url, store, None)]))
         await store.aclose()
         return found
 
@@ -269,7 +268,9 @@ def at(path: Path, spool: Path | None = None) -> dict[str, str]:
 
     async def work() -> dict[str, Finding]:
         store = FileStore(path)
-        found = await all_of(tier.directory(Subject("t", parse_url(f"file://{path}"), store, spool)))
+        found = await all_of(
+            tier_checks.examine_directory(ExaminedTier("t", parse_url(f"file://{path}"), store, spool))
+        )
         await store.aclose()
         return found
 
@@ -288,7 +289,9 @@ def test_a_directory_with_less_room_than_one_state_is_an_error(
 
     async def work() -> dict[str, Finding]:
         store = FileStore(tmp_path)
-        found = await all_of(tier.directory(Subject("t", parse_url(f"file://{tmp_path}"), store, None), state))
+        found = await all_of(
+            tier_checks.examine_directory(ExaminedTier("t", parse_url(f"file://{tmp_path}"), store, None), state)
+        )
         await store.aclose()
         return found
 
@@ -325,7 +328,9 @@ def test_a_directory_that_refuses_says_why_and_where(tmp_path: Path, monkeypatch
 
     async def work() -> dict[str, Finding]:
         store = FileStore(tmp_path)
-        found = await all_of(tier.directory(Subject("t", parse_url(f"file://{tmp_path}"), store, None)))
+        found = await all_of(
+            tier_checks.examine_directory(ExaminedTier("t", parse_url(f"file://{tmp_path}"), store, None))
+        )
         await store.aclose()
         return found
 
@@ -374,6 +379,6 @@ def test_a_failure_of_the_timed_object_leaves_nothing_behind() -> None:
             return found
 
     store = Failing()
-    found = asyncio.run(all_of(tier.operations(Subject("t", parse_url("/t"), store, None))))
+    found = asyncio.run(all_of(tier_checks.examine_operations(ExaminedTier("t", parse_url("/t"), store, None))))
     assert found["operations"].finding == "read-write" and found["throughput"].finding == "not measured"
     assert not list(store.keys)

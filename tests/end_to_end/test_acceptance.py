@@ -23,10 +23,10 @@ from support.world import Daemon, commit, part
 
 import tierd
 from tierd.core.errors import DaemonUnavailable
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,7 +47,7 @@ def start_daemon(spool: Path, tier: Path, *options: str) -> subprocess.Popen:
 def trainers(spool: Path) -> int | None:
     """How many trainers are attached to the daemon; None where none answers."""
     try:
-        with Link(Spool(spool)) as link:
+        with DaemonConnection(Spool(spool)) as link:
             return link.ask(StatusRequest(), 60)["status"]["trainers"]
     except DaemonUnavailable:
         return None

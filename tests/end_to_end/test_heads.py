@@ -18,18 +18,27 @@ from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import CheckpointNotFound, FormatTooNew, ManifestError
 from tierd.core.ids import LATEST_MS, CheckpointId
 from tierd.core.manifest import Origin
-from tierd.core.seal import seal
-from tierd.core.timeline.head import Last, LaunchRecord, decode, encode, launches_of, rollback, seeing, successor
-from tierd.daemon.remove import remove_from_spool
-from tierd.daemon.status import status
-from tierd.daemon.tiers.heads import rolled_back
+from tierd.core.manifest_codec import seal
+from tierd.core.timeline.launch_chain import (
+    LastHead,
+    LaunchRecord,
+    decode_head,
+    encode_head,
+    launches_to_record,
+    remember_heads,
+    rollback_reason,
+    successor_head,
+)
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.tiers.run_removal import remove_from_spool
+from tierd.daemon.tiers.tier_run_records import why_rolled_back
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.file import FileStore
-from tierd.stores.keys import Key
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.file_store import FileStore
 
 A, B, C = (f"019f0000000{number}-00000001" for number in range(3))
 
@@ -228,7 +237,7 @@ def reported(home: Path, spool: str) -> list[tuple[str, str]]:
             daemon.settle()
         journal = daemon.reconciler.journal
         found = [(one.place, one.why) for one in journal.events if one.what == "rolled back"]
-        alerts = [one.place for one in status(daemon.reconciler, 0, 0).problems if one.severity == "alert"]
+        alerts = [one.place for one in make_status(daemon.reconciler, 0, 0).problems if one.severity == "alert"]
         assert alerts == sorted({place for place, _ in found})  # also after the next head was written
         return found
 
@@ -310,8 +319,8 @@ def test_rollback_that_nobody_writes_over_is_reported_once_while_it_lasts() -> N
     journal = Journal()
     notices = SaveEvents(journal)
     for why in ("old", "old", "older", None, "older"):
-        notices.rolled_back("tier", "r", why)
-    notices.rolled_back("tier", "s", "older")
+        notices.report_rollback("tier", "r", why)
+    notices.report_rollback("tier", "s", "older")
     reported = [(one.run, one.why) for one in journal.events]
     assert reported == [("r", "old"), ("r", "older"), ("r", "older"), ("s", "older")]
 
@@ -325,48 +334,50 @@ def test_a_head_that_another_node_replaced_is_no_rollback(home) -> None:
 
 def test_a_head_that_is_replaced_while_its_tier_is_looked_at_is_no_rollback(home) -> None:
     (path,) = (home / "tier/r/timeline").iterdir()
-    head = decode(path.read_bytes(), "r", path.stem)
+    head = decode_head(path.read_bytes(), "r", path.stem)
     store = FileStore(home / "tier")
-    seen = Last(head.counter, head.digest)
-    assert asyncio.run(rolled_back(store, "r", seen, ())) is None  # the look saw none, and there is one
+    seen = LastHead(head.counter, head.digest)
+    assert asyncio.run(why_rolled_back(store, "r", seen, ())) is None  # the look saw none, and there is one
     path.unlink()
-    assert "is gone" in (asyncio.run(rolled_back(store, "r", seen, ())) or "")
+    assert "is gone" in (asyncio.run(why_rolled_back(store, "r", seen, ())) or "")
 
 
 @pytest.mark.parametrize("added", [True, False], ids=["a key is added", "a key is left out"])
 def test_a_head_of_another_key_is_not_said_to_be_older(home, added) -> None:
     plain = FileStore(home / "tier")
-    keyed = EncryptedStore(plain, Key(bytes(32)))
+    keyed = EncryptedStore(plain, EncryptionKey(bytes(32)))
     (path,) = (home / "tier/r/timeline").iterdir()
     data = path.read_bytes()
-    head = decode(data, "r", path.stem)
+    head = decode_head(data, "r", path.stem)
     if not added:
         asyncio.run(keyed.put(f"r/timeline/{path.name}", data))
-    why = asyncio.run(rolled_back(keyed if added else plain, "r", Last(head.counter, head.digest), ())) or ""
+    why = asyncio.run(why_rolled_back(keyed if added else plain, "r", LastHead(head.counter, head.digest), ())) or ""
     assert f"cannot be read and was number {head.counter} before, so nothing shows whether" in why
     assert ("it is not encrypted" if added else "name its file by the tier's key_file, or --key-file") in why
     assert "somebody deleted" not in why
 
 
 def test_a_spool_remembers_the_last_head_of_each_tier() -> None:
-    one, two, three = (Last(number, f"{number:032}") for number in (1, 2, 3))
-    assert seeing({"a": two, "b": one}, {"a": three, "b": None}) == {"a": three, "b": one}
-    assert rollback(two, one) is None and rollback(one, None) is None and rollback(None, None) is None
-    assert rollback(two, Last(2, "f" * 32)) is None  # two nodes wrote at the same time
-    assert "is number 1 and was number 2" in (rollback(one, two) or "")
-    many = seeing({str(number): one for number in range(40)}, {"new": two})
+    one, two, three = (LastHead(number, f"{number:032}") for number in (1, 2, 3))
+    assert remember_heads({"a": two, "b": one}, {"a": three, "b": None}) == {"a": three, "b": one}
+    assert (
+        rollback_reason(two, one) is None and rollback_reason(one, None) is None and rollback_reason(None, None) is None
+    )
+    assert rollback_reason(two, LastHead(2, "f" * 32)) is None  # two nodes wrote at the same time
+    assert "is number 1 and was number 2" in (rollback_reason(one, two) or "")
+    many = remember_heads({str(number): one for number in range(40)}, {"new": two})
     assert len(many) == 16 and many["new"] == two
     head = msgspec.structs.replace(
-        successor((), "r", "", {A: LaunchRecord(resumed_from=None, newest=3)}, ""), tiers=many
+        successor_head((), "r", "", {A: LaunchRecord(resumed_from=None, newest=3)}, ""), tiers=many
     )
-    assert decode(encode(head), "r", "") == head
+    assert decode_head(encode_head(head), "r", "") == head
 
 
 def test_no_counter_is_so_high_that_none_can_follow() -> None:
     launches = {A: LaunchRecord(resumed_from=None, newest=3)}
-    last = msgspec.structs.replace(successor((), "r", "0123abcd", launches, ""), counter=(1 << 53) - 1)
-    head = successor((last,), "r", "0123abcd", launches, "")
-    assert decode(encode(head), "r", "0123abcd") == head
+    last = msgspec.structs.replace(successor_head((), "r", "0123abcd", launches, ""), counter=(1 << 53) - 1)
+    head = successor_head((last,), "r", "0123abcd", launches, "")
+    assert decode_head(encode_head(head), "r", "0123abcd") == head
 
 
 # -- the object ------------------------------------------------------------------------------------------------------
@@ -377,44 +388,44 @@ def test_a_head_is_read_as_it_was_written_and_nothing_else_is() -> None:
         A: LaunchRecord(resumed_from=None, newest=3),
         B: LaunchRecord(resumed_from=Origin(step=3, attempt=A), newest=None),
     }
-    first = successor((), "r", "0123abcd", {A: launches[A]}, "2026-11-22T00:00:00+00:00")
-    head = successor((first,), "r", "0123abcd", launches, "2026-11-22T00:00:01+00:00")
+    first = successor_head((), "r", "0123abcd", {A: launches[A]}, "2026-11-22T00:00:00+00:00")
+    head = successor_head((first,), "r", "0123abcd", launches, "2026-11-22T00:00:01+00:00")
     assert (head.counter, head.before) == (2, first.digest)
-    data = encode(head)
-    assert decode(data, "r", "0123abcd") == head
+    data = encode_head(head)
+    assert decode_head(data, "r", "0123abcd") == head
     for run, by in (("s", "0123abcd"), ("r", "0123abce")):
         with pytest.raises(ManifestError, match="it says that it is of"):
-            decode(data, run, by)
+            decode_head(data, run, by)
     for at in range(0, len(data), 7):
         with pytest.raises(ManifestError):
-            decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "r", "0123abcd")
+            decode_head(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "r", "0123abcd")
     with pytest.raises(ManifestError):
-        decode(data[:-1], "r", "0123abcd")
+        decode_head(data[:-1], "r", "0123abcd")
 
 
 def test_head_keeps_the_newest_record_and_forgets_no_launch_on_the_timeline() -> None:
     ids = {name: CheckpointId("r", name, 3) for name in (A, B, C)}
     origins = {A: None, B: ids[A], C: ids[B]}
     remembered = {B: LaunchRecord(resumed_from=Origin(step=3, attempt=A), newest=9)}
-    said = launches_of([], [ids[C]], origins, remembered)
+    said = launches_to_record([], [ids[C]], origins, remembered)
     assert list(said) == [C, B, A]  # A and B have nothing left, and C descends from them
     assert said[B].newest == 9 and said[C].newest is None
-    off = launches_of([ids[C]], [ids[C]], {A: None, B: ids[A], C: None}, remembered)
+    off = launches_to_record([ids[C]], [ids[C]], {A: None, B: ids[A], C: None}, remembered)
     assert off == {C: LaunchRecord(resumed_from=None, newest=3)}  # nothing is left of B, and nothing descends from it
 
 
 def test_a_head_of_a_newer_version_or_that_turns_in_a_circle_is_refused() -> None:
-    head = successor((), "r", "0123abcd", {A: LaunchRecord(resumed_from=None, newest=3)}, "")
+    head = successor_head((), "r", "0123abcd", {A: LaunchRecord(resumed_from=None, newest=3)}, "")
     with pytest.raises(FormatTooNew, match="version 2"):
-        decode(seal(msgspec.structs.replace(head, version=2)), "r", "0123abcd")
+        decode_head(seal(msgspec.structs.replace(head, version=2)), "r", "0123abcd")
     circle = msgspec.structs.replace(head, launches={A: LaunchRecord(resumed_from=Origin(step=3, attempt=B), newest=3)})
     with pytest.raises(ManifestError, match="not earlier"):
-        decode(seal(circle), "r", "0123abcd")
+        decode_head(seal(circle), "r", "0123abcd")
 
 
 @pytest.mark.parametrize("attempt", ["ffffffffffff-00000000", f"{LATEST_MS:012x}-00000000"])
 def test_a_launch_that_nobody_can_have_made_is_in_no_head(attempt) -> None:
     """It would be the newest, and nothing that lies there would be on its timeline."""
-    head = successor((), "r", "0123abcd", {attempt: LaunchRecord(resumed_from=None, newest=3)}, "")
+    head = successor_head((), "r", "0123abcd", {attempt: LaunchRecord(resumed_from=None, newest=3)}, "")
     with pytest.raises(ManifestError, match="2200"):
-        decode(seal(head), "r", "0123abcd")
+        decode_head(seal(head), "r", "0123abcd")

@@ -16,7 +16,7 @@ import tierd.dcp
 from tierd.cli import run
 from tierd.core.errors import ConfigError
 from tierd.core.manifest import Ancestor
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

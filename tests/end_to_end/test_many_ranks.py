@@ -8,10 +8,9 @@ from support.world import part
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import PartId
-from tierd.core.planning.actions import Flush
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import Place
+from tierd.core.planning.place import Flush, Place
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 

@@ -13,7 +13,7 @@ from support.web import get, serving
 import tierd
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import Place
-from tierd.daemon import handoff
+from tierd.daemon import handoff_socket
 from tierd.events.save_events import SaveEvents
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
@@ -38,7 +38,7 @@ def train(spool: Spool) -> None:
 @pytest.fixture
 def observed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the daemon observe each part before its hand-off is reported, which happens seldom and only under load."""
-    came, write_part, last = SaveEvents.came, handoff.write_part, [Place()]
+    came, write_part, last = SaveEvents.report_new_parts, handoff_socket.write_part, [Place()]
 
     def noted(self: SaveEvents, spool: Place) -> None:
         came(self, spool)
@@ -49,8 +49,8 @@ def observed_first(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(lambda: last[0].lists(manifest.part))
         return outcome
 
-    monkeypatch.setattr(SaveEvents, "came", noted)
-    monkeypatch.setattr(handoff, "write_part", written)
+    monkeypatch.setattr(SaveEvents, "report_new_parts", noted)
+    monkeypatch.setattr(handoff_socket, "write_part", written)
 
 
 @pytest.mark.usefixtures("observed_first")

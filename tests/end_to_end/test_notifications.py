@@ -17,7 +17,7 @@ from support.world import commit, part
 import tierd
 from tierd.cli import run
 from tierd.core.errors import DaemonUnavailable
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
 
 SECRET = "c4nary-0f-a-hook"
@@ -26,7 +26,7 @@ LOUD = "import logging, sys; logging.basicConfig(level=1); from tierd.cli import
 
 def answers(spool: Spool) -> bool:
     try:
-        Link(spool).close()
+        DaemonConnection(spool).close()
         return True
     except DaemonUnavailable:
         return False

@@ -28,14 +28,13 @@ from tierd import logs
 from tierd.cli import app, run
 from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
-from tierd.core.manifest_codec import decode
-from tierd.core.seal import seal
-from tierd.daemon.opening import open_tiers
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.systemd import notify
+from tierd.core.manifest_codec import decode, seal
+from tierd.daemon.host_events import notify
+from tierd.daemon.reconciler import Reconciler
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.open import open_tiers
 
 EVIL = "\u202e\x9b31m\x9d0;x\x9c\u2028\u2066\u200b\U000e0041[red][link=x]:smile:"
 ESCAPED = r"\u202e\x9b31m\x9d0;x\x9c\u2028\u2066\u200b\U000e0041[red][link=x]:smile:"
@@ -221,7 +220,7 @@ def test_every_logger_of_tierd_escapes_and_so_does_the_command_lines_handler():
                 names.add(module if name == "__name__" else name)
     assert names == set(logs.LOGGERS)
     for name in logs.LOGGERS:
-        assert logs.escape in logging.getLogger(name).filters
+        assert logs.escape_record in logging.getLogger(name).filters
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs.Formatter("%(levelname)s %(message)s"))

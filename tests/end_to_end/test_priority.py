@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tierd
-from tierd import priority
+from tierd import threads
 
 ROOT = Path(tierd.__file__).parent.parent
 LOW, NORMAL = [19, 3], [0, 0]  # nice and I/O class, as ioprio_get(2) gives it
@@ -21,14 +21,14 @@ LOW, NORMAL = [19, 3], [0, 0]  # nice and I/O class, as ioprio_get(2) gives it
 NOTING = """
 import asyncio, ctypes, json, os, platform, signal, sys, threading
 from pathlib import Path
-from tierd import priority
+from tierd import threads
 
 GET = {"x86_64": 252, "aarch64": 31}[platform.machine()]
 
 def seen():
     tid = threading.get_native_id()
     return [int(Path(f"/proc/self/task/{tid}/stat").read_text().rsplit(")", 1)[1].split()[16]),
-            priority._libc.syscall(GET, 1, tid) >> 13]
+            threads._libc.syscall(GET, 1, tid) >> 13]
 
 notes = {}
 
@@ -61,18 +61,19 @@ def test_save_and_restore_have_normal_priority_and_a_flush_has_low(tmp_path):
     script = f"""
         import torch, tierd
         from tierd.core.config import from_urls
-        from tierd.daemon import handoff, service
+        from tierd.daemon import handoff_socket
+        from tierd.daemon import daemon_service
         from tierd.daemon.transfer import chunk_source, replicas
-        from tierd.ipc.client import Link
+        from tierd.ipc.daemon_connection import DaemonConnection
         from tierd.ipc.messages import StatusRequest
         from tierd.spool.spool import Spool
-        noting(handoff, "write_part")
+        noting(handoff_socket, "write_part")
         noting(chunk_source, "read_recent_chunk")
         noting(replicas, "decode")
 
         def answers():
             try:
-                with Link(Spool(Path({str(tmp_path / "spool")!r}), write=False)) as link:
+                with DaemonConnection(Spool(Path({str(tmp_path / "spool")!r}), write=False)) as link:
                     return link.ask(StatusRequest(), 10)
             except (tierd.core.errors.TierdError, OSError):
                 return None
@@ -97,7 +98,7 @@ def test_save_and_restore_have_normal_priority_and_a_flush_has_low(tmp_path):
 
         trainer = threading.Thread(target=train)
         trainer.start()
-        asyncio.run(service.serve(from_urls({str(tmp_path / "spool")!r}, [{str(tmp_path / "tier")!r}])))
+        asyncio.run(daemon_service.serve(from_urls({str(tmp_path / "spool")!r}, [{str(tmp_path / "tier")!r}])))
         notes["main"] = [seen()]
         trainer.join()
         print(json.dumps(notes))
@@ -120,7 +121,7 @@ def test_new_threads_inherit_low_priority_and_earlier_threads_keep_theirs():
             heir.start(); heir.join()
         before = threading.Thread(target=early)
         before.start()
-        priority.lower()
+        threads.lower()
         notes["lowered"] = seen()
         late = threading.Thread(target=lambda: notes.update(late=seen()))
         late.start(); late.join()
@@ -135,14 +136,14 @@ def test_new_threads_inherit_low_priority_and_earlier_threads_keep_theirs():
 
 @pytest.mark.parametrize(("before", "after"), [(0, 19), (5, 19), (19, 19)])
 def test_it_is_never_made_less_polite(before, after):
-    notes = reported(f"os.nice({before}); priority.lower(); priority.lower(); print(json.dumps({{'now': seen()}}))")
+    notes = reported(f"os.nice({before}); threads.lower(); threads.lower(); print(json.dumps({{'now': seen()}}))")
     assert notes["now"] == [after, 3]
 
 
 def test_no_privilege_is_needed():
     if os.geteuid():
         pytest.skip("runs without privilege as it is")
-    notes = reported("os.setgid(65534); os.setuid(65534); priority.lower(); print(json.dumps({'now': seen()}))")
+    notes = reported("os.setgid(65534); os.setuid(65534); threads.lower(); print(json.dumps({'now': seen()}))")
     assert (notes["now"], notes["stderr"]) == (LOW, "")
 
 
@@ -150,10 +151,10 @@ def test_a_refusal_is_logged_and_no_error(monkeypatch, caplog):
     def refuse(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(priority.os, "setpriority", refuse)
-    number = priority.ctypes.c_long
-    monkeypatch.setattr(priority.ctypes, "c_long", lambda _: number(1_000_000))  # no system call has it
-    priority.lower()
+    monkeypatch.setattr(threads.os, "setpriority", refuse)
+    number = threads.ctypes.c_long
+    monkeypatch.setattr(threads.ctypes, "c_long", lambda _: number(1_000_000))  # no system call has it
+    threads.lower_priority()
     assert [record.getMessage() for record in caplog.records] == [
         "nice is not raised to 19: Operation not permitted",
         "the I/O class is not idle: Function not implemented",
@@ -161,7 +162,7 @@ def test_a_refusal_is_logged_and_no_error(monkeypatch, caplog):
 
 
 def test_a_processor_whose_system_call_is_not_known_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(priority.os, "setpriority", lambda *_: None)
-    monkeypatch.setattr(priority.platform, "machine", lambda: "vax")
-    priority.lower()
+    monkeypatch.setattr(threads.os, "setpriority", lambda *_: None)
+    monkeypatch.setattr(threads.platform, "machine", lambda: "vax")
+    threads.lower_priority()
     assert "not known on vax" in caplog.text

@@ -20,10 +20,10 @@ from support.world import RUN, attempt, commit, converge, hurry, part
 import tierd
 from tierd.cli import run
 from tierd.core.errors import ConfigError, TierdError
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def tree(place: Path) -> dict[str, bytes]:
 
 def status(spool: Spool) -> dict | None:
     try:
-        with Link(spool) as link:
+        with DaemonConnection(spool) as link:
             return link.ask(StatusRequest())["status"]
     except TierdError:
         return None

@@ -20,7 +20,7 @@ from support.world import RUN, commit, part
 
 import tierd
 from tierd.core.errors import ConfigError, DaemonUnavailable
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest, Wait
 from tierd.spool.spool import Spool
 
@@ -94,7 +94,7 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
             def answers() -> bool:
                 assert daemon.poll() is None
                 try:
-                    Link(spool).close()
+                    DaemonConnection(spool).close()
                     return True
                 except DaemonUnavailable:
                     return False
@@ -102,7 +102,7 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
             wait_until(answers)
             search("argv", Path(f"/proc/{daemon.pid}/cmdline").read_bytes())
             commit(spool, part(1))
-            with Link(spool) as link:
+            with DaemonConnection(spool) as link:
                 link.ask(Wait(part=part(1), tier="s3", timeout_s=60))
                 # The canary sings: were it logged as it is sent, this would be seen.
                 assert any(TOKEN in head for head in bucket.heads) and any(ID in head for head in bucket.heads)

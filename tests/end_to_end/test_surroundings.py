@@ -19,7 +19,7 @@ import tierd
 from tierd.cli import run
 from tierd.core.errors import SpoolUnusable, TierdError, is_exhausted
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 _PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 _TRAIN = """
@@ -126,7 +126,7 @@ def test_a_daemon_without_memory_or_threads_says_so_in_one_line(tmp_path: Path, 
     def nothing(*_: object, **__: object) -> None:
         raise ExceptionGroup("two lanes", [ValueError("another"), RuntimeError("can't start new thread")])
 
-    monkeypatch.setattr("tierd.cli.acting.act.serve", nothing)
+    monkeypatch.setattr("tierd.cli.commands.daemon_commands.serve", nothing)
     assert run(["run", "--spool", str(tmp_path / "spool"), "--to", f"file://{tmp_path}"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("tierd: no more memory or threads") and "ulimit -v" in last

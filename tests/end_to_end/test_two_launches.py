@@ -18,10 +18,10 @@ from support.waiting import wait_until
 from support.world import commit, part
 
 import tierd
-from tierd.client.ranks.other_launches import ConcurrentLaunchWarning
+from tierd.client.ranks.attempts import ConcurrentLaunchWarning
 from tierd.core.errors import ConfigError
 from tierd.core.planning.place import Trainer
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool import leases
 from tierd.spool.spool import Spool
@@ -29,7 +29,7 @@ from tierd.spool.spool import Spool
 _TRAINER = """
 import dataclasses, logging, sys
 import torch, tierd
-from tierd.client import timings
+from tierd.client import client_timings
 quick = dataclasses.replace(timings.USUAL, launches_s=0.5)
 timings.given = lambda: quick
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
@@ -108,7 +108,7 @@ def kept(home: Path) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
 
 
 def status(home: Path) -> dict:
-    with Link(Spool(home / "spool")) as link:
+    with DaemonConnection(Spool(home / "spool")) as link:
         return link.ask(StatusRequest(), 60)["status"]
 
 
@@ -168,23 +168,25 @@ def test_launches_on_two_nodes_and_one_tier_are_warned_and_kept(tmp_path: Path) 
 
 
 def shown(spool: Spool) -> list[Trainer]:
-    return [one._replace(since=0.0) for one in leases.trainers(spool.control, ["run"])["run"]]
+    return [one._replace(since=0.0) for one in leases.living_trainers(spool.control, ["run"])["run"]]
 
 
 def test_a_lock_ends_with_its_process_and_another_launch_of_the_process_takes_its_place(tmp_path) -> None:
     spool = Spool(tmp_path / "spool")
     former, later = part(1, 1), part(1, 2)
-    leases.hold(spool.control, former)
+    leases.acquire_lease(spool.control, former)
     me = os.getpid()
     assert shown(spool) == [Trainer(former.checkpoint.attempt, 0, me)]
-    leases.hold(spool.control, later)
+    leases.acquire_lease(spool.control, later)
     assert shown(spool) == [Trainer(later.checkpoint.attempt, 0, me)]
-    leases.release(spool.control, former)  # which it is no more
-    assert leases.holds(spool.control, later)
-    leases.release(spool.control, later)
-    assert leases.ended(spool.control, {}, ["run"]) == {"run": {former.checkpoint.attempt, later.checkpoint.attempt}}
-    assert leases.trainers(spool.control, ["run"]) == {}
-    leases.forget(spool.control, "run")
+    leases.release_lease(spool.control, former)  # which it is no more
+    assert leases.holds_lease(spool.control, later)
+    leases.release_lease(spool.control, later)
+    assert leases.ended_launches(spool.control, {}, ["run"]) == {
+        "run": {former.checkpoint.attempt, later.checkpoint.attempt}
+    }
+    assert leases.living_trainers(spool.control, ["run"]) == {}
+    leases.forget_dead_trainers(spool.control, "run")
     assert not (spool.control / "alive" / "run").exists()
 
 
@@ -195,15 +197,15 @@ def test_launch_has_ended_when_its_process_begins_the_next_though_that_cannot_be
     beside, former, later = ConcurrentLaunchWarning(spool, asks=False, ask_s=0.0), part(1, 1), part(2, 2)
     beside.saving(former)
     with monkeypatch.context() as context:
-        context.setattr("tierd.spool.leases.check_room", lambda room: os.open(tmp_path / "gone", os.O_RDONLY))
+        context.setattr("tierd.spool.leases.check_own_directory", lambda room: os.open(tmp_path / "gone", os.O_RDONLY))
         for step in (2, 3):
             beside.saving(part(step, 2))
-    assert leases.trainers(spool.control, ["run"]) == {}
+    assert leases.living_trainers(spool.control, ["run"]) == {}
     assert caplog.text.count("other launches do not see yet that this one saves") == 1
     beside.saving(part(4, 2))
-    assert [one.attempt for one in leases.trainers(spool.control, ["run"])["run"]] == [later.checkpoint.attempt]
+    assert [one.attempt for one in leases.living_trainers(spool.control, ["run"])["run"]] == [later.checkpoint.attempt]
     beside.close()
-    assert leases.trainers(spool.control, ["run"]) == {}
+    assert leases.living_trainers(spool.control, ["run"]) == {}
 
 
 def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
@@ -223,10 +225,10 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
     assert trainer.stdout is not None
     child = int(trainer.stdout.readline())
     try:
-        assert leases.trainers(spool.control, ["run"])
+        assert leases.living_trainers(spool.control, ["run"])
         trainer.kill()
         trainer.wait(60)
-        wait_until(lambda: leases.trainers(spool.control, ["run"]) == {})
+        wait_until(lambda: leases.living_trainers(spool.control, ["run"]) == {})
     finally:
         os.kill(child, signal.SIGKILL)
         trainer.kill()
@@ -250,7 +252,7 @@ def test_second_process_of_the_same_rank_and_attempt_is_refused(tmp_path) -> Non
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=f"process {other.pid} saves rank 0 of attempt"):
-            leases.hold(spool.control, part(1))
+            leases.acquire_lease(spool.control, part(1))
         other.kill()
 
 
@@ -269,4 +271,4 @@ def test_link_in_the_place_of_the_locks_is_refused_and_saving_continues(tmp_path
 def test_part_committed_without_a_trainer_has_no_lease(tmp_path) -> None:
     spool = Spool(tmp_path / "spool")
     commit(spool, part(1))
-    assert leases.trainers(spool.control, ["run"]) == {}
+    assert leases.living_trainers(spool.control, ["run"]) == {}

@@ -20,13 +20,13 @@ from support.world import commit, config, hurry, part, running, settle
 
 from tierd.core.config import NotifyConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.status import status
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.reconciler import Reconciler
 from tierd.events.notifier import Notifier
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 SECRET = "c4nary-0f-a-hook"
 PATIENT = 60.0  # seconds
@@ -113,7 +113,7 @@ def test_events_of_saves_and_flushes_carry_metrics(spool):
             one = hook(receiver, events=("persisted", "flushed", "durable"))
             async with notifying(spool, {"tier": MemoryStore()}, one) as (daemon, _):
                 commit(spool, part(7), metrics={"loss": 0.25, "bad": "nan"})
-                daemon.taken(part(8), CommittedPart(3, direct=True, recycled=False, metrics={"loss": 0.125}))
+                daemon.note_commit(part(8), CommittedPart(3, direct=True, recycled=False, metrics={"loss": 0.125}))
                 await settle(daemon)
                 await until(lambda: len(receiver.reported) == 4)
                 reported = {(one["what"], one["step"]): one.get("metrics") for one in receiver.reported}
@@ -352,7 +352,7 @@ def test_a_tier_that_fails_three_times_in_a_row_is_an_alert_until_it_works(spool
                 assert alert["doing"] == ("observe" if all_of_it else "flush") and str(error) in alert["why"]
                 assert alert.get("step") == (None if all_of_it else 1) and alert["seconds"] >= 0
                 await until(lambda: daemon.journal.counters["errors"] > 6)
-                found = status(daemon, 0, 0, notifier.status())
+                found = make_status(daemon, 0, 0, notifier.status())
                 assert [one.place for one in found.alerts] == ["tier"] and found.counters["alerts"] == 1
                 store.error = store.before = None
                 await settle(daemon, PATIENT)
@@ -367,11 +367,11 @@ def test_saves_that_fail_three_times_in_a_row_are_an_alert_and_a_later_launch_en
     async def work():
         async with notifying(spool, {"tier": MemoryStore()}) as (daemon, _):
             for step in (1, 2, 3):
-                daemon.taken(part(step), StoreUnavailable("no room"))
-                daemon.save_events.given_up(part(step), "as its trainer says, too")
+                daemon.note_commit(part(step), StoreUnavailable("no room"))
+                daemon.save_events.record_given_up(part(step), "as its trainer says, too")
             kinds = [event.what for event in daemon.journal.events]
             assert kinds == ["persist failed", "persist failed", "persist failed", "failing"]
-            daemon.save_events.given_up(part(3), "the same step, tried again, by its trainer")
+            daemon.save_events.record_given_up(part(3), "the same step, tried again, by its trainer")
             assert daemon.journal.counters["persist_failures"] == 4 and len(daemon.journal.alerts()) == 1
             commit(spool, part(1, launch=2, rank=1, world=2))
             await settle(daemon)

@@ -12,9 +12,9 @@ import pytest
 from support.manifests import MANIFESTS, documents, pod
 
 from tierd.core.config import Config, from_toml
-from tierd.core.diagnosis import ending
-from tierd.core.retention.policy import seconds
-from tierd.daemon.http import server
+from tierd.core.diagnosis import machine_findings
+from tierd.core.retention.policy import parse_duration
+from tierd.daemon.http import http_server
 
 NAMES = sorted(path.stem for path in MANIFESTS.glob("*.yaml"))
 WITH_DAEMON = ("daemonset", "sidecar")
@@ -78,18 +78,18 @@ def test_probes_ask_paths_that_the_daemon_serves_without_a_token(name: str, conf
     assert config.http.listen.endswith(f":{port['containerPort']}")
     probes = {kind: daemon[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
     assert {probe["port"] for probe in probes.values()} == {port["name"]}
-    assert {probe["path"] for probe in probes.values()} == set(server._OPEN)
+    assert {probe["path"] for probe in probes.values()} == set(http_server._OPEN)
     assert probes["liveness"]["path"] == "/healthz"  # /readyz fails while the daemon drains
 
 
 def test_the_grace_period_covers_the_drain(name: str, config: Config) -> None:
     spec, daemon, words = pod(name).spec, pod(name).daemon, pod(name).last_words
     grace = spec["terminationGracePeriodSeconds"]
-    before = seconds(words[words.index("--deadline") + 1])
-    assert before + seconds(config.drain) + END_S <= grace
+    before = parse_duration(words[words.index("--deadline") + 1])
+    assert before + parse_duration(config.drain) + END_S <= grace
     reported = {it["name"]: it["value"] for it in daemon["env"]}["TIERD_GRACE_PERIOD"]
-    assert seconds(reported) == grace
-    assert ending.pod(seconds(reported), seconds(config.drain)).severity == "ok"
+    assert parse_duration(reported) == grace
+    assert machine_findings.pod_end(parse_duration(reported), parse_duration(config.drain)).severity == "ok"
 
 
 def test_every_path_that_the_daemon_uses_is_mounted(name: str, config: Config) -> None:

@@ -17,7 +17,7 @@ from support.waiting import wait_until
 from support.world import commit, part
 
 from tierd.core.config import from_toml
-from tierd.core.retention.policy import seconds
+from tierd.core.retention.policy import parse_duration
 from tierd.spool.spool import Spool
 
 ROOT = Path(__file__).parent.parent.parent
@@ -171,7 +171,7 @@ def test_the_time_before_the_limit_is_the_same_in_script_and_page() -> None:
     (before,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.M)
     assert f"# {before} s before the time limit" in script
     deadline = re.findall(r"--deadline (\w+)", (SLURM / "epilog.sh").read_text())
-    assert [seconds(it) for it in deadline] == [240.0]
+    assert [parse_duration(it) for it in deadline] == [240.0]
 
 
 def lines(path: Path) -> list[str]:

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from tierd.codec import codec
+from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId, chunk_key, pin_key
-from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, metrics_to_json
+from tierd.core.manifest import Chunk, File, Manifest, Origin, StoredChunk, metrics_to_json
 from tierd.core.manifest_codec import encode
 from tierd.spool import file_io
-from tierd.state.flatten import flatten
+from tierd.state.state_loading import flatten
 from tierd.state.tensor_file import copy_into, plan_layout
 
 CHUNK = 4096
@@ -83,7 +83,7 @@ def manifest(part: PartId, described: tuple[File, ...]) -> Manifest:
 
 def build(root: Path, files: Callable[[int], dict[str, bytes]] = files) -> None:
     """Write `root/tier` and `root/spool`; `files` gives what each step's part holds."""
-    there: dict[str, Stored] = {}  # raw digest -> where an earlier checkpoint put it
+    there: dict[str, StoredChunk] = {}  # raw digest -> where an earlier checkpoint put it
     for part in (FIRST, SECOND):
         home = root / "spool" / part.path if part == SECOND else root / "scratch"
         home.mkdir(parents=True)
@@ -99,13 +99,13 @@ def build(root: Path, files: Callable[[int], dict[str, bytes]] = files) -> None:
     _write(root / "tier" / pin_key(SECOND.checkpoint), b"")
 
 
-def _put(home: Path, part: PartId, file: File, data: bytes, there: dict[str, Stored]) -> File:
+def _put(home: Path, part: PartId, file: File, data: bytes, there: dict[str, StoredChunk]) -> File:
     chunks, offset = [], 0
     for chunk in file.chunks:
         raw = data[offset : offset + chunk.size]
         offset += chunk.size
         if chunk.xxh3_128 not in there:
-            encoded = codec.encode(part, chunk, raw)
+            encoded = chunk_codec.encode(part, chunk, raw)
             assert encoded.stored.key == chunk_key(part, chunk.xxh3_128, encoded.stored.codec)
             _write(home / encoded.stored.key, bytes(encoded.data))
             there[chunk.xxh3_128] = encoded.stored

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from tierd.codec import codec
+from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest
 from tierd.core.manifest_codec import encode
@@ -83,7 +83,7 @@ def state(rank: int) -> dict[str, Any]:
 
 def files(rank: int) -> dict[str, bytes]:
     """What a rank of two puts into its part."""
-    from tierd.state.flatten import flatten
+    from tierd.state.state_loading import flatten
     from tierd.state.tensor_file import copy_into, plan_layout
 
     flat = flatten(state(rank))
@@ -128,7 +128,7 @@ def _put(home: Path, part: PartId, file: File, data: bytes) -> File:
     ends = list(itertools.accumulate((chunk.size for chunk in file.chunks), initial=0))
     chunks: list[Chunk] = []
     for chunk, begin in zip(file.chunks, ends, strict=False):
-        encoded = codec.encode(part, chunk, data[begin : begin + chunk.size])
+        encoded = chunk_codec.encode(part, chunk, data[begin : begin + chunk.size])
         _write(home / encoded.stored.key, bytes(encoded.data))
         chunks.append(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=encoded.stored))
     return File(path=file.path, size=file.size, chunks=tuple(chunks))

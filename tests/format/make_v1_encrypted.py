@@ -10,9 +10,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.file import FileStore
-from tierd.stores.keys import Key
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.file_store import FileStore
 
 SECRET = bytes(range(0, 96, 3))
 
@@ -20,7 +20,7 @@ SECRET = bytes(range(0, 96, 3))
 async def build(root: Path) -> None:
     """Write the tier."""
     plain = FileStore(Path(__file__).parent / "v1" / "tier")
-    encrypted = EncryptedStore(FileStore(root), Key(SECRET))
+    encrypted = EncryptedStore(FileStore(root), EncryptionKey(SECRET))
     async for info in plain.scan(""):
         await encrypted.put(info.key, await plain.get(info.key))
     (root / ".tmp").rmdir()

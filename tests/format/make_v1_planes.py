@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tierd.codec import codec
+from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest
 from tierd.core.manifest_codec import encode
@@ -55,7 +55,7 @@ def build(root: Path) -> None:
     """Write the tier."""
     files = []
     for name, data in contents().items():
-        found = codec.encode(PART, Chunk(size=len(data), xxh3_128=digest(data)), data)
+        found = chunk_codec.encode(PART, Chunk(size=len(data), xxh3_128=digest(data)), data)
         files.append(File(path=name, size=len(data), chunks=(found.chunk,)))
         _write(root / "demo" / found.stored.key, bytes(found.data))
     manifest = Manifest(

@@ -15,7 +15,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tierd.codec import codec
+from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest
 from tierd.core.manifest_codec import encode
@@ -50,11 +50,11 @@ def build(root: Path) -> None:
                 chunks.append(before[number])
                 continue
             found = (
-                codec.encode_patch(part, chunk, raw, *before[number], f"{part.checkpoint.step:011x}")
+                chunk_codec.encode_patch(part, chunk, raw, *before[number], f"{part.checkpoint.step:011x}")
                 if before
                 else None
             )
-            found = found or codec.encode(part, chunk, raw)
+            found = found or chunk_codec.encode(part, chunk, raw)
             _write(root / "demo" / found.stored.key, bytes(found.data))
             chunks.append((found.chunk, raw))
         before = chunks

@@ -28,22 +28,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
 from support.bundles import table, write_bundle
 
-from tierd.formats import hdf5
-from tierd.formats.byte_source import ByteSource, DamagedFile, MemorySource, Sound, UncheckedFile, UnfinishedFile
-from tierd.formats.crc32c import fast_crc32c, slow_crc32c
-from tierd.formats.files import check_file
-from tierd.formats.pickles import check_pickle
-from tierd.formats.safetensors import check_safetensors
-from tierd.formats.sstable import read_table
-from tierd.formats.tensorflow import BundleEntry, check_shard, read_index
-from tierd.formats.texts import check_json
-from tierd.formats.zips import check_zip
+from tierd.formats import weight_files
+from tierd.formats.byte_source import ByteSource, DamagedFile, MemorySource, SoundFile, UncheckedFile, UnfinishedFile
+from tierd.formats.file_checks import check_file, check_json
+from tierd.formats.tensorflow_files import (
+    BundleEntry,
+    check_bundle_shard,
+    fast_crc32c,
+    read_bundle_index,
+    read_table,
+    slow_crc32c,
+)
+from tierd.formats.torch_pickles import check_pickle
+from tierd.formats.weight_files import check_safetensors
+from tierd.formats.zip_archives import check_zip
 
 ERRORS = (DamagedFile, UnfinishedFile, UncheckedFile)
 STATE = {"weight": torch.arange(40.0), "bias": torch.ones(3, dtype=torch.bfloat16), "step": 7}
 
 
-def verdict(name: str, data: bytes) -> Sound | Exception:
+def verdict(name: str, data: bytes) -> SoundFile | Exception:
     try:
         return check_file(name, MemorySource(data))
     except ERRORS as error:
@@ -51,7 +55,7 @@ def verdict(name: str, data: bytes) -> Sound | Exception:
 
 
 def is_sound(name: str, data: bytes) -> bool:
-    return isinstance(verdict(name, data), Sound)
+    return isinstance(verdict(name, data), SoundFile)
 
 
 def saved(**options: bool) -> bytes:
@@ -119,7 +123,7 @@ def flips(data: bytes, seed: int, at: range | None = None) -> list[tuple[int, by
 
 @pytest.mark.parametrize("kind", ARCHIVES)
 def test_an_archive_is_sound(kind: str) -> None:
-    assert verdict("model.pt", ARCHIVES[kind]()) == Sound("zip")
+    assert verdict("model.pt", ARCHIVES[kind]()) == SoundFile("zip")
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)
@@ -165,7 +169,7 @@ def test_bytes_behind_the_end_of_a_deflated_record_are_damage(behind: bytes, is_
 
 def test_records_without_a_crc_are_reported_and_not_refused() -> None:
     found = verdict("model.pt", without_crc())
-    assert isinstance(found, Sound) and "have no CRC" in (found.uncovered or "")
+    assert isinstance(found, SoundFile) and "have no CRC" in (found.uncovered or "")
 
 
 def test_an_archive_beyond_4_gib(tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_a_zip_bomb_is_not_expanded() -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr("zeros", bytes(64 << 20))
-    assert isinstance(verdict("bomb.npz", file.getvalue()), UncheckedFile | Sound)
+    assert isinstance(verdict("bomb.npz", file.getvalue()), UncheckedFile | SoundFile)
 
 
 def test_overlapping_records_are_damage() -> None:
@@ -288,7 +292,7 @@ def test_a_header_that_has_a_name_twice_is_damaged(header: bytes, name: str) -> 
 def test_flipped_bit_of_a_tensor_cannot_be_detected() -> None:
     data = tensors()
     found = [verdict("model.safetensors", changed) for _, changed in flips(data, 4, range(header_end(data), len(data)))]
-    assert all(isinstance(one, Sound) and one.uncovered for one in found)
+    assert all(isinstance(one, SoundFile) and one.uncovered for one in found)
 
 
 def described(**shape: object) -> bytes:
@@ -384,11 +388,11 @@ def superblock(version: int, end: int = 400, flags: int = 0, root: int = 96) -> 
     nowhere, zero = b"\xff" * 8, bytes(8)
     addresses = [one.to_bytes(8, "little") for one in (end, root)]
     if version == 0:
-        head = hdf5.MAGIC + bytes((0, 0, 0, 0, 0, 8, 8, 0, 4, 0, 16, 0)) + flags.to_bytes(4, "little")
+        head = weight_files.HDF5_MAGIC + bytes((0, 0, 0, 0, 0, 8, 8, 0, 4, 0, 16, 0)) + flags.to_bytes(4, "little")
         head += zero + nowhere + addresses[0] + nowhere + zero + addresses[1] + bytes(24)
     else:
-        head = hdf5.MAGIC + bytes((version, 8, 8, flags)) + zero + nowhere + addresses[0] + addresses[1]
-        head += hdf5.lookup3(head).to_bytes(4, "little")
+        head = weight_files.HDF5_MAGIC + bytes((version, 8, 8, flags)) + zero + nowhere + addresses[0] + addresses[1]
+        head += weight_files.lookup3(head).to_bytes(4, "little")
     return (head.ljust(96, b"\0") + (b"\x01\0\x01\0\x01\0\0\0\x18" if version == 0 else b"OHDR")).ljust(400, b"\0")
 
 
@@ -407,8 +411,8 @@ def test_a_superblock_by_hand(version: int) -> None:
 
 def test_the_checksum_of_hdf5() -> None:
     """The two values that the hash's author gives for it."""
-    assert hdf5.lookup3(b"") == 0xDEADBEEF
-    assert hdf5.lookup3(b"Four score and seven years ago") == 0x17770551
+    assert weight_files.lookup3(b"") == 0xDEADBEEF
+    assert weight_files.lookup3(b"Four score and seven years ago") == 0x17770551
 
 
 # -- pickles and JSON -------------------------------------------------------------------------------------------------
@@ -437,7 +441,7 @@ def test_files_of_torch_save_before_1_6_are_sound_and_every_cut_is_detected(prot
     data = file.getvalue()
     for name in ("old.pt", "old.tar", "old"):
         found = verdict(name, data)
-        assert isinstance(found, Sound) and "before torch 1.6" in (found.note or "") and found.uncovered
+        assert isinstance(found, SoundFile) and "before torch 1.6" in (found.note or "") and found.uncovered
     assert [cut for cut in range(len(data)) if is_sound("old.pt", data[:cut])] == []
     loaded = torch.load(io.BytesIO(data), weights_only=protocol < 4)
     assert torch.equal(loaded["model"]["view"], state["model"]["view"])
@@ -465,7 +469,7 @@ def test_tar_archives_of_torch_save_before_0_2_are_sound_and_every_cut_is_detect
     data = torch_tar()
     for name in ("old.pt", "old.pth.tar", "old"):
         found = verdict(name, data)
-        assert isinstance(found, Sound) and "before torch 0.2" in (found.note or "")
+        assert isinstance(found, SoundFile) and "before torch 0.2" in (found.note or "")
     end = data.rindex(bytes(range(250))) + 500
     assert [cut for cut in range(100, end, 50) if is_sound("old.pt", data[:cut])] == []
     changed = bytearray(data)
@@ -479,7 +483,7 @@ def test_any_bytes_are_a_verdict(data: bytes) -> None:
     for name in ("a.pt", "a.safetensors", "a.h5", "a.json", "a.keras", "a.pkl", "a", "a.npz"):
         verdict(name, data)
         verdict(name, b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + data)
-    for check in (check_pickle, check_json, check_zip, check_safetensors, hdf5.check_hdf5, read_index):
+    for check in (check_pickle, check_json, check_zip, check_safetensors, weight_files.check_hdf5, read_bundle_index):
         for head in (b"", b"\x80\x04", b"\x89HDF\r\n\x1a\n\x00", b"\x89HDF\r\n\x1a\n\x02", b"PK\x05\x06"):
             try:
                 check(MemorySource(head + data))
@@ -526,9 +530,9 @@ def bundle(directory: Path) -> tuple[bytes, list[bytes]]:
 
 def check_bundle(index: bytes, shards: list[bytes]) -> bool:
     try:
-        found = read_index(MemorySource(index))
+        found = read_bundle_index(MemorySource(index))
         for shard, entries in found.items():
-            check_shard(MemorySource(shards[shard]), entries)
+            check_bundle_shard(MemorySource(shards[shard]), entries)
     except ERRORS:
         return False
     return len(found) == len(shards)
@@ -537,9 +541,9 @@ def check_bundle(index: bytes, shards: list[bytes]) -> bool:
 def test_tensorflows_checkpoint(tmp_path: Path) -> None:
     index, shards = bundle(tmp_path)
     assert check_bundle(index, shards)
-    found = read_index(MemorySource(index))
+    found = read_bundle_index(MemorySource(index))
     assert sorted(found) == [0, 1] and sum(map(len, found.values())) == len(TENSORS)
-    assert all(check_shard(MemorySource(shards[one]), found[one]).uncovered is None for one in found)
+    assert all(check_bundle_shard(MemorySource(shards[one]), found[one]).uncovered is None for one in found)
     assert [cut for cut in range(len(index)) if check_bundle(index[:cut], shards)] == []
     assert [cut for cut in range(len(shards[0])) if check_bundle(index, [shards[0][:cut], shards[1]])] == []
 
@@ -560,16 +564,16 @@ def test_without_awscrt_the_tensors_are_said_to_be_unchecked(tmp_path: Path, mon
     index, shards = bundle(tmp_path)
     monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
     assert fast_crc32c() is None
-    found = read_index(MemorySource(index))
-    assert "awscrt" in (check_shard(MemorySource(shards[0]), found[0]).uncovered or "")
+    found = read_bundle_index(MemorySource(index))
+    assert "awscrt" in (check_bundle_shard(MemorySource(shards[0]), found[0]).uncovered or "")
     with pytest.raises(DamagedFile, match="ends there"):
-        check_shard(MemorySource(shards[0][:-1]), found[0])
+        check_bundle_shard(MemorySource(shards[0][:-1]), found[0])
 
 
 def test_a_length_of_more_than_64_bits_is_damage() -> None:
     data = bytes([0xFF] * 9 + [0x02]) + bytes(20)
     with pytest.raises(DamagedFile, match="more than 64 bits"):
-        check_shard(MemorySource(data), [BundleEntry(0, len(data), 0, 7, 1, "text")])
+        check_bundle_shard(MemorySource(data), [BundleEntry(0, len(data), 0, 7, 1, "text")])
 
 
 def test_crc32c() -> None:

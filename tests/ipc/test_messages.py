@@ -13,7 +13,7 @@ from support.inventories import checkpoint, part
 
 from tierd.core import errors
 from tierd.core.errors import DaemonUnavailable, TierdError
-from tierd.ipc import decoding, handoff_messages, messages, replies
+from tierd.ipc import message_codec, messages
 from tierd.ipc.protocol import PROTOCOL
 
 OWNER = checkpoint(1, 100)
@@ -28,8 +28,8 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
         messages.StatusRequest(),
         messages.ReportRequest(),
         messages.ReportRequest(run="r"),
-        messages.Candidates(run="r"),
-        messages.Candidates(run="r", metrics=("val/loss", "ä")),
+        messages.CandidatesRequest(run="r"),
+        messages.CandidatesRequest(run="r", metrics=("val/loss", "ä")),
         messages.Fetch(part=PART),
         messages.Fetch(part=PART, wanted={}),
         messages.Fetch(part=PART, wanted={"a/b": ((0, 1), (5, 9)), ".metadata": ()}),
@@ -37,7 +37,9 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
         messages.Wait(part=PART, tier="s3", timeout_s=1.5),
         messages.Pin(checkpoint=OWNER, pinned=False),
         messages.SaveGivenUp(part=PART, why="no room"),
-        messages.FellBack(checkpoint=OWNER, skipped=("\U0001f4a9" * messages.MAX_REASON,) * messages.MOST_REASONS),
+        messages.FallbackNotice(
+            checkpoint=OWNER, skipped=("\U0001f4a9" * messages.MAX_REASON,) * messages.MOST_REASONS
+        ),
         messages.Pause(),
         messages.Pause(for_s=7200.0),
         messages.Resume(),
@@ -49,7 +51,7 @@ def test_request_is_a_single_line_and_decodes_to_itself(request_):
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     assert len(line) < messages.MAX_REQUEST
-    assert decoding.decode_request(line) == request_
+    assert message_codec.decode_request(line) == request_
 
 
 def fetch(**changes) -> bytes:
@@ -67,11 +69,11 @@ def fetch(**changes) -> bytes:
 def test_a_run_of_chunks_that_is_none_is_no_request(runs):
     found = json.loads(messages.encode_line(messages.Fetch(part=PART))) | {"wanted": {"a": runs}}
     with pytest.raises(msgspec.ValidationError):
-        decoding.decode_request(json.dumps(found).encode())
+        message_codec.decode_request(json.dumps(found).encode())
 
 
 def test_good_request_differs_from_the_hostile_requests_only_in_content():
-    assert decoding.decode_request(fetch()) == messages.Fetch(part=PART)
+    assert message_codec.decode_request(fetch()) == messages.Fetch(part=PART)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_good_request_differs_from_the_hostile_requests_only_in_content():
 )
 def test_garbage_and_names_that_could_lead_elsewhere_are_no_requests(line):
     with pytest.raises(msgspec.DecodeError):
-        decoding.decode_request(line)
+        message_codec.decode_request(line)
 
 
 # -- one minor version apart ------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def test_garbage_and_names_that_could_lead_elsewhere_are_no_requests(line):
     ("request_", "members"),
     [
         (messages.ReportRequest(), "op"),
-        (messages.Candidates(run="r"), "op run"),
+        (messages.CandidatesRequest(run="r"), "op run"),
         (messages.Fetch(part=PART), "op part"),
         (messages.Wait(part=PART, tier="s3"), "op part tier"),
         (messages.Pause(), "op"),
@@ -137,33 +139,35 @@ def test_a_member_that_is_not_set_is_not_sent(request_, members):
     ("message", "known"),
     [
         (b'{"op": "attach", "as": "root"}', messages.Attach()),
-        (b'{"op": "candidates", "run": "r", "step": 1}', messages.Candidates(run="r")),
+        (b'{"op": "candidates", "run": "r", "step": 1}', messages.CandidatesRequest(run="r")),
         (fetch(later=[1]), messages.Fetch(part=PART)),
     ],
 )
 def test_a_member_that_is_not_known_is_ignored(message, known):
-    assert decoding.decode_request(message) == known
+    assert message_codec.decode_request(message) == known
 
 
 def test_a_member_of_the_hand_off_that_is_not_known_is_ignored():
-    assert decoding.decode_handed(b'{"op": "lend", "slot": 3, "pages": "huge"}') == handoff_messages.Lend(slot=3)
+    assert message_codec.decode_handoff(b'{"op": "lend", "slot": 3, "pages": "huge"}') == message_codec.LendArena(
+        slot=3
+    )
 
 
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_request_or_refused_as_none(line):
     try:
-        assert isinstance(decoding.decode_request(line), messages.Request)
+        assert isinstance(message_codec.decode_request(line), messages.Request)
     except msgspec.DecodeError as error:
         assert str(error)  # what the daemon logs before it drops the connection
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_error_is_raised_on_the_other_side_with_its_class_and_text(kind):
-    line = messages.encode_line(replies.error_reply(kind("bucket 'x': no\nsuch ü")))
+    line = messages.encode_line(message_codec.error_reply(kind("bucket 'x': no\nsuch ü")))
     reply = msgspec.json.decode(line)
     assert reply["ok"] is False
     with pytest.raises(TierdError) as caught:
-        replies.raise_error(reply)
+        message_codec.raise_error(reply)
     assert type(caught.value) is kind
     assert str(caught.value) == "bucket 'x': no\n  such ü"  # also after two ways through what makes it safe to look at
 
@@ -175,7 +179,7 @@ def test_every_condition_the_design_names_is_covered():
 
 def test_a_timeout_is_pythons_own():
     with pytest.raises(TimeoutError, match="not within 3 s"):
-        replies.raise_error(replies.error_reply(TimeoutError("not within 3 s")))
+        message_codec.raise_error(message_codec.error_reply(TimeoutError("not within 3 s")))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +187,10 @@ def test_a_timeout_is_pythons_own():
 )
 def test_an_error_that_is_none_of_ours_says_that_the_daemon_failed(reply):
     with pytest.raises(DaemonUnavailable, match="the daemon failed"):
-        replies.raise_error({"message": "x", **reply})
+        message_codec.raise_error({"message": "x", **reply})
 
 
-@pytest.mark.parametrize("read", [decoding.decode_request, decoding.decode_handed])
+@pytest.mark.parametrize("read", [message_codec.decode_request, message_codec.decode_handoff])
 def test_a_message_that_is_nested_too_deeply_is_none(read):
     with pytest.raises(msgspec.DecodeError):
         read(b'{"x":' + b"[" * 8000 + b',"op":"status"}')
@@ -196,8 +200,8 @@ def test_a_message_that_is_nested_too_deeply_is_none(read):
     "reply", [{}, {"protocol": None, "version": "1"}, {"protocol": "1", "version": "1"}, {"version": "\ud800"}]
 )
 def test_a_greeting_without_a_protocol_number_is_of_before_the_numbers(reply):
-    assert replies.greeted({"ok": True, **reply}).protocol is None
+    assert message_codec.parse_greeting({"ok": True, **reply}).protocol is None
 
 
 def test_greeting_decodes_to_its_protocol_and_version():
-    assert replies.greeted({**replies.greeting("0.2.0"), "later": 1}) == (PROTOCOL, "0.2.0")
+    assert message_codec.parse_greeting({**message_codec.greeting("0.2.0"), "later": 1}) == (PROTOCOL, "0.2.0")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tierd.ipc.protocol import PROTOCOL, Peer, Protocol, explain, outdated
+from tierd.ipc.protocol import PROTOCOL, Peer, Protocol, explain_outdated, outdated_side
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ from tierd.ipc.protocol import PROTOCOL, Peer, Protocol, explain, outdated
 )
 def test_who_has_to_be_upgraded(client, daemon, upgrade):
     mine, other = (Protocol.parse(text) if text else None for text in (client, daemon))
-    assert outdated(mine, other) == upgrade
-    said = explain(Peer(mine, "0.1.0"), Peer(other, "0.2.0"))
+    assert outdated_side(mine, other) == upgrade
+    said = explain_outdated(Peer(mine, "0.1.0"), Peer(other, "0.2.0"))
     assert bool(said) == (upgrade is not None)
     if upgrade:
         assert f"upgrade the {upgrade}" in said
@@ -44,7 +44,7 @@ def test_both_sides_decide_alike():
     """With either one as the client: the later of the two is never the one to upgrade."""
     numbers = [Protocol(major, minor) for major in range(1, 4) for minor in range(4)]
     for one, other in itertools.product(numbers, repeat=2):
-        found, mirrored = outdated(one, other), outdated(other, one)
+        found, mirrored = outdated_side(one, other), outdated_side(other, one)
         assert (found is None) == (mirrored is None)
         if found:
             assert found != mirrored

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from tierd.core.errors import DaemonAbsent
-from tierd.ipc import client
-from tierd.ipc.client import Link
-from tierd.ipc.starting import ways_to_start
-from tierd.spool.permissions import account
+from tierd.ipc import daemon_connection
+from tierd.ipc.daemon_connection import DaemonConnection, ways_to_start
 from tierd.spool.spool import Spool
+from tierd.spool.spool_access import account_name
 
 
 def test_the_ways_to_start_a_daemon_begin_with_the_units_that_are_installed(tmp_path: Path) -> None:
@@ -21,7 +20,7 @@ def test_the_ways_to_start_a_daemon_begin_with_the_units_that_are_installed(tmp_
     assert ways_to_start(root, [units]) == by_hand
     units.mkdir()
     (units / "tierd@.service").touch()
-    one = f"systemctl start tierd@{account(os.geteuid())}"
+    one = f"systemctl start tierd@{account_name(os.geteuid())}"
     assert ways_to_start(root, [tmp_path / "none", units]) == f"{one} or {by_hand}"
     (units / "tierd.service").touch()
     root.mkdir()
@@ -29,6 +28,6 @@ def test_the_ways_to_start_a_daemon_begin_with_the_units_that_are_installed(tmp_
 
 
 def test_a_link_without_a_daemon_names_them(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(client, "ways_to_start", lambda root: f"a way for {root.name}")
+    monkeypatch.setattr(daemon_connection, "ways_to_start", lambda root: f"a way for {root.name}")
     with pytest.raises(DaemonAbsent, match=r"none is running.*start one: a way for spool"):
-        Link(Spool(tmp_path / "spool"))
+        DaemonConnection(Spool(tmp_path / "spool"))

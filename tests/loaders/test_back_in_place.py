@@ -17,7 +17,7 @@ from support import layouts
 from support.programs import ROWS, SCRIPTS, table
 from support.script import Script
 
-from tierd.watching.programs import LAYOUTS
+from tierd.watching.unit import LAYOUTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "watch.md"
 _LIMIT_S = 600

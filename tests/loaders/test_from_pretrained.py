@@ -10,9 +10,9 @@ from support.saved import put
 from support.world import part
 
 import tierd
-from tierd.exporting import writers
+from tierd.exporting import format_writers
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 pytestmark = [pytest.mark.loaders, pytest.mark.timeout(300)]
 
@@ -26,7 +26,7 @@ async def test_from_pretrained_loads_the_shards_of_an_export(tmp_path: Path, mon
     store = FileStore(tmp_path / "tier")
     await put(Spool(tmp_path / "spool"), part(3), {"model": saved.state_dict(), "step": 3}, store)
     await store.aclose()
-    monkeypatch.setattr(writers, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(format_writers, "SHARD_BYTES", 40_000)
     with tierd.open(f"file://{tmp_path / 'tier'}", "run") as reader:
         reader.export(tmp_path / "hf", "hf", only="model")
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2

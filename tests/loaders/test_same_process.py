@@ -14,10 +14,10 @@ import torch
 from support.waiting import wait_until
 
 import tierd
-from tierd.adapters.last_save import LastSave
-from tierd.client.checkpointer import made_of
-from tierd.client.saving.pipeline import Pipeline
-from tierd.client.saving.save import Save
+from tierd.adapters.step_metrics import LastSave
+from tierd.client.checkpointer import internals
+from tierd.client.saving.save_jobs import Save
+from tierd.client.saving.save_pipeline import SavePipeline
 from tierd.core.errors import DaemonUnavailable, StepRefused
 from tierd.spool.spool import Spool
 
@@ -40,7 +40,7 @@ def skipped_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
             asked.append(at)
             with monkeypatch.context() as patch:
                 if at == step and asked.count(at) == 1:
-                    patch.setattr(Pipeline, "busy", True)
+                    patch.setattr(SavePipeline, "busy", True)
                 return save(self, at, *args, **options)
 
         monkeypatch.setattr(tierd.Checkpointer, "save", first_finds_it_busy)
@@ -246,10 +246,10 @@ def test_a_save_that_failed_after_it_was_committed_ends_no_training(tmp_path: Pa
         wait_until(lambda: checkpoints(tmp_path / "spool") != [])
         with monkeypatch.context() as patch:
             patch.setattr(Save, "error", lambda self: DaemonUnavailable("it said nothing"))
-            made_of(ckpt).launch.steps.clear()
-            assert last.is_due(1)
+            internals(ckpt).launch.steps.clear()
+            assert last.needs_save(1)
             last.save(ckpt, 1, {"x": torch.zeros(1)}, None)
-        assert last.holds(1) and not last.is_due(1)
+        assert last.is_of_step(1) and not last.needs_save(1)
         last.save(ckpt, 2, {"x": torch.ones(1)}, None)
         with pytest.raises(StepRefused):
             last.save(ckpt, 1, {"x": torch.zeros(1)}, None)

@@ -22,7 +22,7 @@ from tierd import dcp
 from tierd.cli import run
 from tierd.core.manifest import TENSORS
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 # launch -> its steps, and what it resumed from: launch 5 goes on from step 20 of launch 1, and the others are abandoned
 LAUNCHES = {1: ((10, 20, 30), None), 2: ((20, 30), 10), 3: ((25,), 10), 5: ((40,), 20)}

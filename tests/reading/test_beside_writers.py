@@ -24,14 +24,14 @@ from support.world import attempt, commit, part, steps_on
 
 from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, pin_key
-from tierd.daemon.tiers.objects import read_manifest
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.tier_objects import read_manifest
+from tierd.daemon.tiers.tier_prune import prune
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 WORLD = 2
 # launch -> its steps, and what it resumed from

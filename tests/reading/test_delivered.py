@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierd.reading.delivered import write_durably
+from tierd.reading.checkpoint_deliveries import write_durably
 
 
 def test_content_is_synced_before_it_replaces_the_former_and_the_directory_after(

@@ -25,11 +25,11 @@ from tierd.client.restoring.ranged_reader import PartRanges
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StateRefused
 from tierd.core.manifest import TREE, Chunk, File
 from tierd.core.shard_placement import Placement
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.exporting import chunk_reader, tensors, writers
+from tierd.exporting import format_writers, streamed_tensors
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 RUN = "run"
@@ -112,7 +112,7 @@ def test_a_dtype_is_of_floating_point_tensors_alone(tier):
 
 
 def test_shards_of_hugging_face_have_an_index(tier, monkeypatch):
-    monkeypatch.setattr(writers, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(format_writers, "SHARD_BYTES", 5000)
     out = exported(tier, "hf", only="model")
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == sorted(
@@ -211,7 +211,7 @@ RULES = [
 def test_shards_become_whole_tensors(tmp_path, monkeypatch, slab):
     (tmp_path / "tier").mkdir()
     save_sharded(tmp_path, RULES)
-    monkeypatch.setattr(tensors, "SLAB_BYTES", slab)
+    monkeypatch.setattr(streamed_tensors, "SLAB_BYTES", slab)
     found = load_file(exported(tmp_path / "tier", "safetensors", only="model") / "model.safetensors")
     for number in range(len(RULES)):
         assert equal(found[f"w{number}"], torch.arange(270, dtype=torch.float32).view(9, 10, 3)), RULES[number]
@@ -272,19 +272,19 @@ def test_memory_is_bounded_by_slabs_and_kept_chunks(monkeypatch, shape):
     """A tensor much larger than a slab: the ranges in memory, the chunks that are kept, and what is fetched."""
     whole = torch.arange(1 << 18, dtype=torch.int32).view(shape)
     files = Memory(b"head" + whole.numpy().tobytes() + b"tail", 4096)
-    monkeypatch.setattr(tensors, "SLAB_BYTES", 10_000)
-    monkeypatch.setattr(chunk_reader, "CACHED_BYTES", 3 * 4096)
+    monkeypatch.setattr(streamed_tensors, "SLAB_BYTES", 10_000)
+    monkeypatch.setattr(streamed_tensors, "CACHED_BYTES", 3 * 4096)
     sizes: list[int] = []
-    taken = chunk_reader.memory_for
-    monkeypatch.setattr(chunk_reader, "memory_for", lambda size: (sizes.append(size), taken(size))[1])
+    taken = streamed_tensors.memory_for
+    monkeypatch.setattr(streamed_tensors, "memory_for", lambda size: (sizes.append(size), taken(size))[1])
     place = part(1), "f", 4
     zeros = (0,) * len(shape)
-    one = tensors.StreamedTensor(
-        "t", torch.int32, shape, (tensors.Piece(lambda _: place, shape, zeros, zeros, shape),), ()
+    one = streamed_tensors.StreamedTensor(
+        "t", torch.int32, shape, (streamed_tensors.TensorPiece(lambda _: place, shape, zeros, zeros, shape),), ()
     )
-    reader = chunk_reader.ChunkReader(files)
+    reader = streamed_tensors.ChunkReader(files)
     found = b""
-    for slab in tensors.ahead(one.slabs(reader)):
+    for slab in streamed_tensors.read_ahead(one.slabs(reader)):
         assert len(slab) <= 10_000
         found += slab
         assert sum(map(len, reader._kept.values())) <= 3 * 4096

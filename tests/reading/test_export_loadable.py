@@ -19,7 +19,7 @@ import tierd
 from tierd.cli import run
 from tierd.core.errors import StateMismatch
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 RUN = "run"
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import support.world, torch
 from support.saved import put
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 home, mib = Path(sys.argv[1]), int(sys.argv[2])
 support.world.CHUNK = 32 << 20  # as a trainer's
 (home / "tier").mkdir(parents=True)

@@ -19,12 +19,12 @@ from support.saved import files_of
 from support.world import commit, part
 
 from tierd.core.errors import ConfigError, CorruptChunk
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.tier_prune import prune
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 
 fsspec = pytest.importorskip("fsspec")
 ENTRY = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]

@@ -20,14 +20,14 @@ from support.world import commit, content, part
 import tierd
 from tierd.cli import run
 from tierd.core.errors import ConfigError, SpoolFull, StoreUnavailable
-from tierd.daemon.transfer import download, export
+from tierd.daemon.transfer import download, restore_to_directory
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.reading import commands
-from tierd.reading.commands import parse_command, substitute
-from tierd.reading.tiers import RunOnTiers
+from tierd.reading import command_follower
+from tierd.reading.command_follower import fill_placeholders, parse_command
+from tierd.reading.run_on_tiers import RunOnTiers
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_nothing_in_a_path_is_run(full, tier, tmp_path):
     assert not list(tmp_path.rglob("pwned"))
     words = parse_command("eval.sh --dir={directory} '{step} x' {other} {}")
     values = {"directory": "/a b/{step};rm", "step": "7", "attempt": "a", "run": "r"}
-    assert substitute(words, values) == ["eval.sh", "--dir=/a b/{step};rm", "7 x", "{other}", "{}"]
+    assert fill_placeholders(words, values) == ["eval.sh", "--dir=/a b/{step};rm", "7 x", "{other}", "{}"]
 
 
 def test_a_command_that_fails_is_tried_again_and_keeps_no_other_back(full, tier, tmp_path, capsys):
@@ -266,25 +266,25 @@ def test_a_partial_download_is_kept_while_its_checkpoint_may_be_due(full, tier, 
 def test_a_full_disk_ends_no_follower(full, tier, tmp_path, monkeypatch, capsys):
     arrive(full, tier, 1)
     arrive(full, tier, 2)
-    export_one = commands.export_one
+    export_one = command_follower.restore_candidate
 
     def full_once(stores, candidate, *rest):
         if candidate.checkpoint.step == 1:
             raise SpoolFull("no space is left")
         return export_one(stores, candidate, *rest)
 
-    monkeypatch.setattr(commands, "export_one", full_once)
+    monkeypatch.setattr(command_follower, "restore_candidate", full_once)
     assert followed(tier, tmp_path / "home", "test -d {directory}") == 12
     out = capsys.readouterr().out
     assert "no space is left" in out and out.count(": delivered") == 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("call", ["make_way", "write_at", "write_file"])  # files are laid out, filled and described
+@pytest.mark.parametrize("call", ["clear_path", "write_at", "write_file"])  # files are laid out, filled and described
 def test_a_disk_that_fills_in_a_delivery_ends_no_follower(full, tier, tmp_path, monkeypatch, capsys, call, code):
     arrive(full, tier, 1)
     arrive(full, tier, 2)
-    module = export if call == "write_file" else download
+    module = restore_to_directory if call == "write_file" else download
     real, failed = getattr(module, call), []
 
     def full_once(*arguments):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tierd.exporting.new_file import NewFile
+from tierd.exporting.format_writers import NewFile
 from tierd.spool.direct_io import LARGE, PAGE, memory_for
 
 

@@ -18,16 +18,15 @@ import tierd
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StoreUnavailable
 from tierd.core.ids import retention_key
 from tierd.core.manifest import MANIFEST_NAME
-from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.stored import StoredRetention, encode
+from tierd.core.retention.policy import RetentionPolicy, StoredRetention, encode_policy
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.tier_prune import prune
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.open import open_store
 
 
@@ -497,7 +496,7 @@ def test_without_the_right_key_nothing_is_complete_and_no_message_speaks_of_dele
 
         async def work() -> None:
             await put(spool, part(2), state_of(2), store)
-            await store.put(retention_key("run", policy.by, policy.given), encode(policy))
+            await store.put(retention_key("run", policy.by, policy.given), encode_policy(policy))
             await put(spool, part(1), state_of(1), FileStore(tmp_path / "tier"))
 
         asyncio.run(work())

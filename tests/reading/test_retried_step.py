@@ -18,7 +18,7 @@ from tierd.cli import run
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.manifest import TENSORS
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 
 @pytest.fixture

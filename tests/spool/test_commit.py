@@ -22,7 +22,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.spool import file_io
 from tierd.spool.commit import CommittedPart, write_part
-from tierd.spool.records import mark_saved
+from tierd.spool.run_records import mark_saved
 from tierd.spool.spool import Spool
 from tierd.spool.stage import Stage
 

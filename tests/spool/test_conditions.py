@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tierd.core.disk_full import remedy
 from tierd.core.errors import SpoolFull, SpoolUnusable, TierdError
-from tierd.spool.conditions import translated
+from tierd.core.storage_faults import disk_full_remedy
+from tierd.spool.spool_access import spool_errors
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from tierd.spool.conditions import translated
     ],
 )
 def test_error_of_the_file_system_names_the_way_out(number: int, kind: type[TierdError], words: str) -> None:
-    with pytest.raises(kind, match=f"spool /s: .*{words}"), translated("spool /s"):
+    with pytest.raises(kind, match=f"spool /s: .*{words}"), spool_errors("spool /s"):
         raise OSError(number, os.strerror(number))
 
 
@@ -56,7 +56,7 @@ def test_full_inodes_are_distinguished_from_full_blocks(
     blocks: tuple[int, int], inodes: tuple[int, int], words: str, absent: str
 ) -> None:
     room = SimpleNamespace(f_blocks=blocks[0], f_bavail=blocks[1], f_files=inodes[0], f_favail=inodes[1])
-    text = remedy(errno.ENOSPC, "in the spool", room)
+    text = disk_full_remedy(errno.ENOSPC, "in the spool", room)
     assert words in text and absent not in text
 
 
@@ -65,8 +65,8 @@ import asyncio, sys
 from pathlib import Path
 from tierd.core.errors import TierdError
 from tierd.spool.spool import Spool
-from tierd.spool.conditions import translated
-from tierd.stores.file import FileStore
+from tierd.spool.spool_access import spool_errors
+from tierd.stores.file_store import FileStore
 
 disk = Path(sys.argv[1])
 (disk / "tier").mkdir()
@@ -79,7 +79,7 @@ for place in ("spool", "tier"):
             for number in range(100):
                 asyncio.run(FileStore(disk / "tier").put(f"r/{number}", bytes(1 << 18)))
         else:
-            with translated("spool", spool.root):
+            with spool_errors("spool", spool.root):
                 for number in range(100):
                     (spool.root / str(number)).write_bytes(bytes(1 << 18))
     except TierdError as error:
@@ -116,7 +116,7 @@ def test_tier_beyond_the_limit_of_a_file_size_names_the_limit(tmp_path: Path) ->
     code = (
         "import asyncio, resource, sys\n"
         "from pathlib import Path\n"
-        "from tierd.stores.file import FileStore\n"
+        "from tierd.stores.file_store import FileStore\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
         "asyncio.run(FileStore(Path(sys.argv[1])).put('r/one', bytes(1 << 18)))\n"
     )

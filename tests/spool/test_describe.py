@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from support.bad_readers import BadDisk, WrongPath
 
-from tierd.core.corruption import UnstableRead
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import File
-from tierd.spool import adopt
-from tierd.spool.describe import describe_file
+from tierd.core.storage_faults import UnstableRead
+from tierd.spool import foreign_files
 from tierd.spool.direct_io import set_direct
 from tierd.spool.file_io import digest
+from tierd.spool.foreign_files import describe_file
 from tierd.spool.verified_reads import bad_chunks
 
 SIZE, CHUNK = (3 << 20) + 77, 1 << 20
@@ -106,7 +106,7 @@ def test_a_copy_of_a_file_on_a_bad_disk_is_right_or_none(path, tmp_path, monkeyp
             BadDisk(patched, path.parent, seed, one_in)
             fd = os.open(path, os.O_RDONLY)
             try:
-                file, how = adopt.adopt(fd, SIZE, target, path.name, link=False, going=lambda: None)
+                file, how = foreign_files.adopt(fd, SIZE, target, path.name, link=False, going=lambda: None)
             except UnstableRead:
                 continue
             finally:

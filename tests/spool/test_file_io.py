@@ -20,12 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from tierd.core.chunking import cut
+from tierd.core.chunking import content_chunk_sizes
 from tierd.core.errors import CorruptChunk
-from tierd.spool import describe, direct_io, file_io, verified_reads
-from tierd.spool.describe import describe_file
+from tierd.spool import direct_io, file_io, foreign_files, verified_reads
 from tierd.spool.file_io import FileWriter, digest, write_file
-from tierd.spool.verified_reads import bad_chunks, check_bytes, read_chunk, read_file, read_recent_chunk, room_for_chunk
+from tierd.spool.foreign_files import describe_file
+from tierd.spool.verified_reads import (
+    bad_chunks,
+    check_bytes,
+    chunk_buffer_size,
+    read_chunk,
+    read_file,
+    read_recent_chunk,
+)
 
 CHUNK = 64
 MIB = 1 << 20
@@ -227,7 +234,7 @@ def test_wherever_chunks_end_the_disk_sees_whole_pages(disk, monkeypatch, seed, 
     """Nothing of a large file, chunks of a byte included, is written or read through the page cache but for its end."""
     size = 3 * MIB + 4097 * seed
     sizes = sizes_of(size, seed)
-    for module in (file_io, describe):
+    for module in (file_io, foreign_files):
         monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
     data = aligned(size)
     with FileWriter(disk, "file", size) as writer:
@@ -270,7 +277,7 @@ def test_a_chunk_that_was_just_written_is_read_from_the_page_cache_and_verified(
     monkeypatch.setattr(verified_reads, "set_direct", noting := Noting(direct_io.set_direct))
     offset = 0
     for index, chunk in enumerate(file.chunks):
-        memory = direct_io.memory_for(room_for_chunk(file, index))
+        memory = direct_io.memory_for(chunk_buffer_size(file, index))
         if flipped and index == 0:
             with pytest.raises(CorruptChunk, match=f"bytes 0..{chunk.size}"):
                 read_recent_chunk(disk, file, index, memory)
@@ -298,7 +305,7 @@ class Noting:
 def test_a_flip_at_a_chunks_edge_is_that_chunks_alone(disk, monkeypatch, where):
     size = 2 * MIB + 100
     sizes = sizes_of(size, 7)
-    for module in (file_io, describe):
+    for module in (file_io, foreign_files):
         monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
     file = write_file(disk, "file", aligned(size))
     for index, begin in enumerate(itertools.accumulate([0, *sizes[:-1]])):
@@ -320,7 +327,9 @@ def test_file_is_cut_where_its_bytes_say_by_any_writer(disk):
     text = json.dumps(header).encode()
     data = memoryview(len(text).to_bytes(8, "little") + text + NOISE[: 60 * 70_000])
     whole = write_file(disk, "file", data)
-    assert [chunk.size for chunk in whole.chunks] == cut(lambda offset, size: data[offset : offset + size], len(data))
+    assert [chunk.size for chunk in whole.chunks] == content_chunk_sizes(
+        lambda offset, size: data[offset : offset + size], len(data)
+    )
     assert len(whole.chunks) > 1 and describe_file(disk, "file") == whole
     for step, cuts in ((8192, whole.chunks), (4096, None)):
         with FileWriter(disk.with_name(str(step)), "file", len(data)) as writer:
@@ -691,7 +700,7 @@ def test_an_opener_in_the_moment_of_the_lease_kills_nobody(disk, monkeypatch):
 
     monkeypatch.setattr(fcntl, "fcntl", lease)
     fd = os.open(disk, os.O_WRONLY)
-    assert direct_io.is_spare(fd)
+    assert direct_io.is_overwritable(fd)
     os.close(fd)
     assert openers[0].wait(60) == 0
 
@@ -853,7 +862,9 @@ def test_a_file_that_grows_while_it_is_described_is_refused(path, monkeypatch):
 def test_a_file_that_shrinks_while_it_is_described_is_refused(path, monkeypatch):
     path.write_bytes(DATA)
     real = os.fsync
-    monkeypatch.setattr(describe, "cut", lambda read, size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1])
+    monkeypatch.setattr(
+        foreign_files, "content_chunk_sizes", lambda read, size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1]
+    )
     monkeypatch.setattr(os, "fsync", real)
     with pytest.raises(CorruptChunk, match="ends at byte 100"):
         describe_file(path, "file", CHUNK)

@@ -25,12 +25,12 @@ from tierd.client.ranks.launchers import slurm_attempt
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Trainer
-from tierd.core.timeline.launches import beside
-from tierd.ipc.client import Link
+from tierd.core.timeline.concurrent_launches import concurrent_launches
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool import leases
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def save(ckpt: tierd.Checkpointer, *steps: int) -> None:
 
 
 def alive(spool: Spool) -> list[str]:
-    return [one.attempt for one in leases.trainers(spool.control, ["run"]).get("run", ())]
+    return [one.attempt for one in leases.living_trainers(spool.control, ["run"]).get("run", ())]
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -126,10 +126,10 @@ def test_a_handler_may_save_at_any_line_of_a_launchs_first_save(tmp_path):
     """It does not wait for the lease that the interrupted thread takes, which is shown when that thread goes on."""
     for moment in range(100):
         first = launch(tmp_path / str(moment))
-        with at_line(moment, {"leases.py"}, lambda first=first: leases.hold(*first)) as fired:
-            leases.hold(*first)
-        assert leases.holds(*first)
-        leases.release(*first)
+        with at_line(moment, {"leases.py"}, lambda first=first: leases.acquire_lease(*first)) as fired:
+            leases.acquire_lease(*first)
+        assert leases.holds_lease(*first)
+        leases.release_lease(*first)
         if not fired:
             break
     assert 20 < moment < 99
@@ -151,10 +151,10 @@ def test_interrupted_first_save_does_not_refuse_the_next_save(tmp_path, monkeypa
     first = launch(tmp_path)
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(os, "fstat", interrupt)
-        leases.hold(*first)
-    leases.hold(*first)
-    assert leases.holds(*first)
-    leases.release(*first)
+        leases.acquire_lease(*first)
+    leases.acquire_lease(*first)
+    assert leases.holds_lease(*first)
+    leases.release_lease(*first)
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_status_names_who_saves_and_since_when_also_for_a_single_launch(spool, c
         with made(spool, to=None) as ckpt:
             save(ckpt, 1)
             daemon.settle()
-            with Link(spool) as link:
+            with DaemonConnection(spool) as link:
                 answer = link.ask(StatusRequest())["status"]
             assert answer["launches"] == []
             (lease,) = answer["leases"]
@@ -219,7 +219,7 @@ def test_status_names_who_saves_and_since_when_also_for_a_single_launch(spool, c
             who = f"saves rank 0 (process {os.getpid()}) since {lease['since']}, its last checkpoint {lease['renewed']}"
             assert f"run run: attempt {ckpt.attempt} {who}" in reported
         daemon.settle()
-        with Link(spool) as link:
+        with DaemonConnection(spool) as link:
             assert link.ask(StatusRequest())["status"]["leases"] == [], "it was closed"
 
 
@@ -227,17 +227,17 @@ def test_lock_records_since_when_it_is_held(spool):
     with made(spool) as ckpt:
         before = time.time()
         save(ckpt, 1)
-        (one,) = leases.trainers(spool.control, ["run"])["run"]
+        (one,) = leases.living_trainers(spool.control, ["run"])["run"]
         assert isinstance(one, Trainer) and before - 1 <= one.since <= time.time()
         save(ckpt, 2)
-        assert leases.trainers(spool.control, ["run"])["run"] == (one,)
+        assert leases.living_trainers(spool.control, ["run"])["run"] == (one,)
 
 
 # -- two nodes --------------------------------------------------------------------------------------------------------
 
 
 def rivals(spool: Spool) -> list[tuple[str, str]]:
-    with Link(spool) as link:
+    with DaemonConnection(spool) as link:
         return [(one["attempt"], one["place"]) for one in link.ask(StatusRequest())["status"]["launches"]]
 
 
@@ -322,4 +322,4 @@ def test_launch_that_restarts_with_its_two_nodes_exchanged_is_no_rival(tmp_path,
 
 
 async def _launches(node: Daemon):
-    return beside(node.reconciler.inventory(), "run", time.time())
+    return concurrent_launches(node.reconciler.inventory(), "run", time.time())

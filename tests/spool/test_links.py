@@ -16,7 +16,7 @@ import tierd
 from tierd.cli import run
 from tierd.core.errors import CheckpointNotFound, ManifestError, SaveFailed, SpoolUnusable, TierdError
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 RUN = "run"
 

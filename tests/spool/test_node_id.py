@@ -12,9 +12,9 @@ import pytest
 import xxhash
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.spool.node_id import node_id
-from tierd.spool.records import mark_saved
+from tierd.spool.run_records import mark_saved
 from tierd.spool.spool import Spool
+from tierd.spool.spool_directory import node_id
 
 PART = PartId(CheckpointId("r", "0198c0000000-00000001", 1), 0, 1)
 

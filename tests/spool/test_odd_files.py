@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
-from tierd.daemon.intake.taken import TakenUnits
-from tierd.daemon.pause import TierPause
-from tierd.ipc.client import holder
+from tierd.daemon.intake.taken_units import TakenUnits
+from tierd.daemon.tiers.tier_pauses import TierPause
+from tierd.ipc.daemon_connection import spool_holder_pid
 from tierd.ipc.daemon_start import start_daemon
 from tierd.ipc.messages import DAEMON_LOG
-from tierd.reading.delivered import DeliveryLog
+from tierd.reading.checkpoint_deliveries import DeliveryLog
 from tierd.spool.spool import Spool
-from tierd.watching.listing import ListedEntry
+from tierd.watching.unit import ListedEntry
 
 _LONG_S = 60.0
 
@@ -74,7 +74,7 @@ def test_record_of_a_watch_is_written_in_place_of_an_odd_file(
             TakenUnits(spool, "r").add("step-1", (("step-1/a", ListedEntry("file", 1, 1)),))
 
     assert ended(record) is None
-    assert TakenUnits(spool, "r").has("step-1", (("step-1/a", ListedEntry("file", 1, 1)),))
+    assert TakenUnits(spool, "r").has_taken("step-1", (("step-1/a", ListedEntry("file", 1, 1)),))
     assert outside.read_text() == "theirs"
 
 
@@ -92,7 +92,7 @@ def test_daemon_whose_log_is_an_odd_file_is_not_started_and_the_log_is_named(
 def test_lock_that_is_a_fifo_names_no_holder(spool: Spool, outside: Path) -> None:
     put("fifo", spool.lock_path, outside)
     found: list[int] = []
-    assert ended(lambda: found.append(holder(spool))) is None
+    assert ended(lambda: found.append(spool_holder_pid(spool))) is None
     assert found == [0]
 
 

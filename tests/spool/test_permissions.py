@@ -21,11 +21,11 @@ from support.world import Daemon, commit, part
 
 from tierd.core.errors import DaemonUnavailable, SpoolUnusable
 from tierd.ipc import messages
-from tierd.ipc.client import Link
-from tierd.spool import permissions
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.spool import spool_access
 from tierd.spool.arena import Arena
 from tierd.spool.spool import Spool
-from tierd.spool.stage import make_locked, try_lock
+from tierd.spool.stage import make_locked_directory, try_lock_stage
 
 
 def mode(path: Path) -> int:
@@ -136,7 +136,7 @@ def test_both_sockets_are_their_owners_alone_from_the_first_moment(tmp_path: Pat
             bind(self, address)
             seen.append(stat.S_IMODE(os.stat(address).st_mode))
 
-    monkeypatch.setattr("tierd.spool.permissions.socket.socket", Watched)
+    monkeypatch.setattr("tierd.spool.spool_access.socket.socket", Watched)
     mask = os.umask(0)
     try:
         with Daemon(tmp_path / "spool", {"tier": Double()}) as daemon:
@@ -151,7 +151,7 @@ def test_a_file_or_a_link_at_a_sockets_path_is_replaced_and_not_followed(tmp_pat
     (tmp_path / "outside").write_bytes(b"mine")
     spool.socket.symlink_to(tmp_path / "outside")
     spool.handoff_socket.write_bytes(b"in the way")
-    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
+    with Daemon(spool.root, {"tier": Double()}), DaemonConnection(spool) as link:
         assert link.ask(messages.StatusRequest())["ok"]
         assert stat.S_ISSOCK(spool.socket.lstat().st_mode) and stat.S_ISSOCK(spool.handoff_socket.lstat().st_mode)
     assert (tmp_path / "outside").read_bytes() == b"mine"
@@ -207,7 +207,7 @@ def test_the_daemon_turns_another_user_away_and_takes_no_descriptor(tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_client_trusts_no_daemon_of_another_user(tmp_path: Path) -> None:
     """Who listens where a daemon should, is asked nothing and given nothing."""
-    from tierd.client.saving.handoff import HandoffClient
+    from tierd.client.saving.snapshot_handoff import HandoffClient
 
     spool = Spool(tmp_path / "spool")
     sockets = []
@@ -222,10 +222,10 @@ def test_a_client_trusts_no_daemon_of_another_user(tmp_path: Path) -> None:
 
     assert by_nobody(take_over) == 0
     with pytest.raises(DaemonUnavailable, match=f"what listens there is another user's, uid {NOBODY}"):
-        Link(spool)
+        DaemonConnection(spool)
     assert not HandoffClient(spool).renew()
     os.chown(spool.control, NOBODY, NOBODY)  # but root may look at a user's spool, whose daemon is the user's
-    Link(spool).close()
+    DaemonConnection(spool).close()
     for one in sockets:
         one.close()
 
@@ -239,7 +239,7 @@ def test_daemon_of_a_deleted_spool_leaves_the_sockets_of_the_new_spools_daemon(t
         after = Daemon(tmp_path / "spool", {})
         after.__enter__()
         before.stop()
-        with Link(after.spool) as link:
+        with DaemonConnection(after.spool) as link:
             assert link.ask(messages.StatusRequest(), 60)
         assert after.spool.handoff_socket.exists()
     finally:
@@ -257,13 +257,13 @@ def test_a_daemon_leaves_no_core_and_is_no_open_book(tmp_path: Path) -> None:
         "import ctypes, os, resource\n"
         "try: resource.setrlimit(resource.RLIMIT_CORE, (-1, -1))\n"
         "except ValueError: pass\n"
-        "from tierd.spool.permissions import leave_no_core\n"
-        "leave_no_core()\n"
+        "from tierd.spool.spool_access import forbid_core_dumps\n"
+        "forbid_core_dumps()\n"
         "assert ctypes.CDLL(None).prctl(3) == 0\n"
         "assert resource.getrlimit(resource.RLIMIT_CORE)[0] == 0\n"
         "os.abort()"
     )
-    here = {**os.environ, "PYTHONPATH": str(Path(permissions.__file__).parents[2])}
+    here = {**os.environ, "PYTHONPATH": str(Path(spool_access.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
     assert done.returncode == -6, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -272,17 +272,17 @@ def test_a_daemon_leaves_no_core_and_is_no_open_book(tmp_path: Path) -> None:
 def test_who_is_no_stranger() -> None:
     one, other = socket.socketpair()
     with one, other:
-        assert permissions.stranger(one) is None
+        assert spool_access.foreign_peer_uid(one) is None
 
 
 def test_a_directory_that_is_locked_is_no_link(tmp_path: Path) -> None:
     """A stage's and a fetch's names can be told in advance."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "outside")
-    assert try_lock(tmp_path / "link") is None
+    assert try_lock_stage(tmp_path / "link") is None
     with pytest.raises(OSError):
-        make_locked(tmp_path / "link")
-    os.close(make_locked(tmp_path / "outside"))
+        make_locked_directory(tmp_path / "link")
+    os.close(make_locked_directory(tmp_path / "outside"))
 
 
 # -- memory that a trainer hands over ---------------------------------------------------------------------------------

@@ -26,14 +26,13 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.manifest_codec import encode
-from tierd.core.seal import seal
+from tierd.core.manifest_codec import encode, seal
+from tierd.spool import leftovers as trash
 from tierd.spool import stage as stage_module
-from tierd.spool import trash
-from tierd.spool.conditions import translated
-from tierd.spool.directories import directories_in
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
+from tierd.spool.spool_access import spool_errors
+from tierd.spool.spool_directory import directories_in
 from tierd.spool.stage import describe_directory
 from tierd.spool.verified_reads import read_file
 
@@ -811,7 +810,7 @@ def test_directory_without_rights_is_no_spool_and_the_message_has_a_remedy(tmp_p
     ],
 )
 def test_an_error_of_the_file_system_is_the_condition_that_it_states(code, kind):
-    with pytest.raises(kind, match=f"spool /s: {os.strerror(code)}") as caught, translated("spool /s"):
+    with pytest.raises(kind, match=f"spool /s: {os.strerror(code)}") as caught, spool_errors("spool /s"):
         raise OSError(code, os.strerror(code))
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -827,7 +826,7 @@ def test_a_full_disk_is_said_so_and_leaves_nothing_behind(tmp_path):
     try:
         spool = Spool(home / "spool")
         commit(spool, part(1))
-        with pytest.raises(SpoolFull, match="No space left"), spool.stage(part(2)) as stage, translated("spool"):
+        with pytest.raises(SpoolFull, match="No space left"), spool.stage(part(2)) as stage, spool_errors("spool"):
             write_file(stage.path / "big", "big", bytes(2 << 20))
         assert spool.parts() == [part(1)]
         assert spool.leftovers() == []

@@ -13,8 +13,8 @@ from torch import nn
 
 from tierd.client.saving.slots import Slot
 from tierd.state.capturer import Capturer, CapturerPool
-from tierd.state.flatten import flatten
-from tierd.state.kinds.optimizers import moving, optimizers_in
+from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in
+from tierd.state.state_loading import flatten
 from tierd.state.structure import MOST_ADDED
 from tierd.state.tensor_file import METADATA, TensorFilePlanner, parse_header, plan_layout
 
@@ -26,7 +26,7 @@ def check(capture, state):
     flat = flatten(state)
     assert capture.tree() == flat.tree
     assert list(capture.tensors) == list(flat.tensors)
-    assert capture.layout == plan_layout(flat.tensors, moving(optimizers_in(state), flat.tensors))
+    assert capture.layout == plan_layout(flat.tensors, names_changed_by_step(optimizers_in(state), flat.tensors))
     assert list(capture.layout.entries) == list(parse_header(capture.layout.header, capture.layout.size).entries)
     for name, tensor in flat.tensors.items():
         mine = capture.tensors[name]
@@ -237,14 +237,14 @@ def test_added_tensor_of_an_optimizer_is_laid_out_as_moving(walks):
 def test_memory_for_a_state_that_grows_is_not_made_anew_each_time():
     slot = Slot(0)
     layouts = [plan_layout({"a": torch.empty(size << 20, dtype=torch.uint8)}) for size in (40, 41, 42, 43)]
-    assert slot.fit(layouts[0].size) and slot.arena.size == layouts[0].size
-    assert slot.fit(layouts[1].size)
+    assert slot.reserve(layouts[0].size) and slot.arena.size == layouts[0].size
+    assert slot.reserve(layouts[1].size)
     arena = slot.arena
     for layout in layouts[1:3]:
-        assert slot.fit(layout.size) and slot.arena is arena
+        assert slot.reserve(layout.size) and slot.arena is arena
         slot.lay_out(layout)
     slot.lay_out(layouts[2])  # it has stopped growing
-    assert slot.has(layouts[2].size) and not slot.has(layouts[3].size)
+    assert slot.has_room(layouts[2].size) and not slot.has_room(layouts[3].size)
     slot.drop()
 
 

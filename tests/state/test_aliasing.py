@@ -9,7 +9,7 @@ from support.training import through
 from torch import nn
 
 from tierd.core.errors import StateMismatch
-from tierd.state.load import load
+from tierd.state.state_loading import load_restored
 
 
 def tied() -> nn.ModuleDict:
@@ -92,7 +92,7 @@ def test_tensors_that_share_memory_and_were_not_the_same_are_named(name):
     saved, target, named = DIFFERENT[name]
     target = {**target, "first": 0}
     with pytest.raises(StateMismatch, match="share memory") as caught:
-        load(target, through({**saved, "first": 7}))
+        load_restored(target, through({**saved, "first": 7}))
     assert all(place in str(caught.value) for place in named), caught.value
     assert target["first"] == 0
     for value in target.values():
@@ -101,17 +101,17 @@ def test_tensors_that_share_memory_and_were_not_the_same_are_named(name):
 
 
 def loaded(saved: dict[str, object], target: dict[str, object]) -> None:
-    load(target, through(saved))
+    load_restored(target, through(saved))
     for name, value in saved.items():
         assert (target[name] == value).all(), name
 
 
 def test_tied_or_equal_tensors_are_loaded():
     model, other = tied(), tied()
-    load({"m": other}, through({"m": model}))
+    load_restored({"m": other}, through({"m": model}))
     assert torch.equal(other["head"].weight, model["emb"].weight)
     nan = torch.tensor([float("nan"), 1.0])
-    load({"a": (both := torch.zeros(2)), "b": both}, through({"a": nan, "b": nan.clone()}))
+    load_restored({"a": (both := torch.zeros(2)), "b": both}, through({"a": nan, "b": nan.clone()}))
     assert both.isnan()[0] and both[1] == 1
     loaded(as_bytes(torch.arange(3.0)), as_bytes(torch.zeros(3)))
     base = torch.arange(8.0)
@@ -143,9 +143,9 @@ def test_views_that_lie_side_by_side_are_loaded():
 def test_one_container_takes_no_two_contents(a, b):
     one = type(a)()
     with pytest.raises(StateMismatch, match=r'state\["a"\] and state\["b"\] are one (list|dict) here'):
-        load({"a": one, "b": one}, through({"a": a, "b": b}))
+        load_restored({"a": one, "b": one}, through({"a": a, "b": b}))
     assert not one
-    load(into := {"a": one, "b": one}, through({"a": a, "b": a}))
+    load_restored(into := {"a": one, "b": one}, through({"a": a, "b": a}))
     assert into["a"] is into["b"] is one and len(one) == len(a)
-    load(into := {"a": (other := type(a)()), "b": other}, through({"a": a, "b": None}))  # replaced, not filled
+    load_restored(into := {"a": (other := type(a)()), "b": other}, through({"a": a, "b": None}))  # replaced, not filled
     assert into["a"] is other and into["b"] is None

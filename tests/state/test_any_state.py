@@ -25,9 +25,9 @@ from torch import nn
 
 import tierd
 from tierd.core.errors import StateRefused
-from tierd.state.json_tree import MAX_DEPTH
-from tierd.state.kinds import packed_tensors
-from tierd.state.stored_dtypes import STORED_AS
+from tierd.state.kinds import stored_arrays
+from tierd.state.kinds.stored_arrays import STORED_AS
+from tierd.state.state_tree import MAX_DEPTH
 from tierd.state.tensor_file import DTYPES
 
 HUNDREDS = int(os.environ.get("TIERD_STATES", "100")) // 100  # `make gate` draws 20,000
@@ -271,11 +271,11 @@ def kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fewest", [packed_tensors.FEWEST, 2])
+@pytest.mark.parametrize("fewest", [stored_arrays.FEWEST, 2])
 @pytest.mark.parametrize("number", range(HUNDREDS))
 def test_any_accepted_state_is_restored_exactly(number, fewest, kept, monkeypatch):
-    monkeypatch.setattr(packed_tensors, "FEWEST", fewest)  # two values, or two bytes, are a run then
-    monkeypatch.setattr(packed_tensors, "FEWEST_BYTES", min(fewest, packed_tensors.FEWEST_BYTES))
+    monkeypatch.setattr(stored_arrays, "FEWEST", fewest)  # two values, or two bytes, are a run then
+    monkeypatch.setattr(stored_arrays, "FEWEST_BYTES", min(fewest, stored_arrays.FEWEST_BYTES))
 
     @seed(number)
     @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])

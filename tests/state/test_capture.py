@@ -17,12 +17,12 @@ from support.seeds import examples
 from torch import nn
 
 from tierd.core.errors import StateRefused
-from tierd.state import encode, values
+from tierd.state import encoder, single_values
 from tierd.state.capturer import Capturer
-from tierd.state.flatten import flatten
-from tierd.state.json_tree import MAX_DEPTH
-from tierd.state.kinds.optimizers import moving, optimizers_in
-from tierd.state.kinds.rng import RngState
+from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in
+from tierd.state.kinds.random_generators import RngState
+from tierd.state.state_loading import flatten
+from tierd.state.state_tree import MAX_DEPTH
 from tierd.state.tensor_file import plan_layout
 
 pytestmark = pytest.mark.usefixtures("forms")
@@ -37,7 +37,7 @@ def same(capture, state):
     flat = flatten(state)
     assert capture.tree() == flat.tree
     assert list(capture.tensors) == list(flat.tensors)
-    assert capture.layout == plan_layout(flat.tensors, moving(optimizers_in(state), flat.tensors))
+    assert capture.layout == plan_layout(flat.tensors, names_changed_by_step(optimizers_in(state), flat.tensors))
     assert not any(t.requires_grad or t.grad_fn for t in capture.tensors.values())
     for name, tensor in flat.tensors.items():
         here = capture.tensors[name]
@@ -482,7 +482,7 @@ def test_any_mapping_at_the_root():
 
 
 def test_the_size_of_the_tree_is_looked_at_by_tree(monkeypatch):
-    monkeypatch.setattr(values, "MAX_TREE", 100)
+    monkeypatch.setattr(single_values, "MAX_TREE", 100)
     capturer = Capturer()
     for _ in range(2):
         capture = capturer.capture({"a": "x" * 100})
@@ -516,7 +516,7 @@ def test_a_long_text_among_members_counts():
 )
 def test_members_in_a_single_call_have_the_text_of_separate_calls(members, monkeypatch):
     at_once = flatten({"d": members}).tree
-    monkeypatch.setattr(encode, "is_run_of_members", lambda _: False)
+    monkeypatch.setattr(encoder, "is_run_of_members", lambda _: False)
     assert flatten({"d": members}).tree == at_once
 
 

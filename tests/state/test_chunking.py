@@ -21,8 +21,8 @@ from tierd.core.manifest import CHUNK_SIZE, TENSORS
 from tierd.core.manifest_codec import decode
 from tierd.state import tensor_file
 from tierd.state.capturer import Capturer
-from tierd.state.kinds.optimizers import moving, optimizers_in
-from tierd.stores.file import FileStore
+from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in
+from tierd.stores.file_store import FileStore
 
 MIB = 1 << 20
 WIDTH, LAYERS = 1024, 6  # 4 MiB of frozen weights in each layer
@@ -245,7 +245,7 @@ def test_a_copy_of_a_parameter_and_a_buffer_stand_still():
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     state = {"model": model, "optimizer": optimizer, "ema": {k: v.clone() for k, v in model.state_dict().items()}}
     assert moves(state) == {"model/weight", "model/bias"}
-    assert moving([], {"a": torch.zeros(1)}) == frozenset()
+    assert names_changed_by_step([], {"a": torch.zeros(1)}) == frozenset()
 
 
 def test_large_still_tensors_lie_first_then_small_tensors_then_moving_tensors():

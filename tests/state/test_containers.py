@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tierd.client.saving.slots import device_of, estimate
-from tierd.state.containers import instances, leaves, paired, replaced, walk
+from tierd.state.state_tree import instances, leaves, pair_values, replace_values, walk
 
 
 def test_the_walk_yields_each_value_with_its_path_in_order():
@@ -44,13 +44,13 @@ def test_instances_are_replaced_in_place_but_in_tuples():
     untouched = (1, [None, {"a": "b"}])
     value = {"l": [tensor], "q": deque([tensor, 1], maxlen=3), "t": (tensor, untouched), "u": untouched, "n": (1, 2)}
     kept = dict(value)
-    assert replaced(value, torch.Tensor, lambda one: one is tensor) is value
+    assert replace_values(value, torch.Tensor, lambda one: one is tensor) is value
     assert value == {**kept, "t": (True, untouched)}
     assert all(value[key] is kept[key] for key in ("l", "q", "u", "n")) and value["t"][1] is untouched
     assert value["l"] == [True] and list(value["q"]) == [True, 1]
-    assert replaced(tensor, torch.Tensor, id) == id(tensor)
+    assert replace_values(tensor, torch.Tensor, id) == id(tensor)
 
 
 def test_saved_values_are_paired_with_the_values_in_their_place():
-    assert list(paired({"a": 1, "c": 3}, {"b": 4, "a": 2})) == [("b", None, 4), ("a", 1, 2)]
-    assert list(paired(deque([1]), [2, 3])) == [(0, 1, 2), (1, None, 3)]
+    assert list(pair_values({"a": 1, "c": 3}, {"b": 4, "a": 2})) == [("b", None, 4), ("a", 1, 2)]
+    assert list(pair_values(deque([1]), [2, 3])) == [(0, 1, 2), (1, None, 3)]

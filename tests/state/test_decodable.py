@@ -13,10 +13,10 @@ from support.training import fresh
 
 from tierd.client.saving import slots
 from tierd.core.errors import SaveFailed, StateRefused
-from tierd.state import json_tree
+from tierd.state import state_tree
+from tierd.state.capture import DecodableText
 from tierd.state.capturer import Capturer
-from tierd.state.decodable import Skeleton
-from tierd.state.flatten import flatten
+from tierd.state.state_loading import flatten
 from tierd.state.tensor_file import TensorFileLayout, plan_layout
 
 EMPTY = plan_layout({})
@@ -25,7 +25,7 @@ NOT_BACK = "it would not come back from a checkpoint: "
 
 def wrong(monkeypatch, kind, encoded):
     """Have values of one kind encoded so that nobody reads them again."""
-    monkeypatch.setitem(json_tree.SCALARS, kind, lambda value: encoded)
+    monkeypatch.setitem(state_tree.SCALARS, kind, lambda value: encoded)
 
 
 def test_value_that_would_not_decode_to_itself_is_refused_by_its_path(local, spool, monkeypatch):
@@ -121,7 +121,7 @@ TEXT = b'{"a":[1,2.5,null],"b":"x"}'
 )
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 1 << 16])
 def test_every_byte_is_read(text, window):
-    skeleton = Skeleton(['{"a":', ',"b":', "}"], EMPTY, window)
+    skeleton = DecodableText(['{"a":', ',"b":', "}"], EMPTY, window)
     skeleton.check(TEXT)
     with pytest.raises(StateRefused, match=f"^state.*{NOT_BACK}"):
         skeleton.check(text)
@@ -129,13 +129,13 @@ def test_every_byte_is_read(text, window):
 
 def test_a_header_that_cannot_be_read_is_refused():
     with pytest.raises(StateRefused, match=f"^state: {NOT_BACK}tensors.safetensors: "):
-        Skeleton(["{}"], TensorFileLayout(b"\2\0\0\0\0\0\0\0[]", 10, {})).check(b"{}")
+        DecodableText(["{}"], TensorFileLayout(b"\2\0\0\0\0\0\0\0[]", 10, {})).check(b"{}")
 
 
 def test_a_tensor_that_is_not_in_the_file_is_refused():
     flat = flatten({"a": {"b": torch.ones(1)}})
     with pytest.raises(StateRefused, match=r'^state\["a"\]: .*the tensor file has no'):
-        Skeleton([flat.tree.decode()], EMPTY).check(flat.tree)
+        DecodableText([flat.tree.decode()], EMPTY).check(flat.tree)
 
 
 values = st.recursive(
@@ -148,4 +148,4 @@ values = st.recursive(
 @given(values, st.integers(1, 30))
 def test_checking_in_pieces_equals_checking_at_once(value, window):
     text = json.dumps(value, separators=(",", ":"))
-    Skeleton(['{"a":', "}"], EMPTY, window).check(f'{{"a":{text}}}'.encode())
+    DecodableText(['{"a":', "}"], EMPTY, window).check(f'{{"a":{text}}}'.encode())

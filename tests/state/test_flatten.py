@@ -24,12 +24,12 @@ from support.training import stored, through
 from torch import nn
 
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
-from tierd.state import values
-from tierd.state.flatten import flatten, unflatten
-from tierd.state.json_tree import MAX_DEPTH
-from tierd.state.stored_dtypes import STORED_AS
+from tierd.state import single_values
+from tierd.state.kinds.stored_arrays import STORED_AS
+from tierd.state.single_values import path_text
+from tierd.state.state_loading import flatten, unflatten
+from tierd.state.state_tree import MAX_DEPTH
 from tierd.state.tensor_file import DTYPES
-from tierd.state.values import show
 
 ALL_DTYPES = sorted({*DTYPES.values(), *STORED_AS}, key=str)
 
@@ -741,8 +741,8 @@ def test_deepest_state_that_is_allowed():
 
 
 def test_a_path_is_printable_and_short():
-    assert show(("a", 0, ("x", None), "\ud800")) == 'state["a"][0][(\'x\', None)]["\\ud800"]'
-    assert len(show(("n" * 10_000,))) < 120
+    assert path_text(("a", 0, ("x", None), "\ud800")) == 'state["a"][0][(\'x\', None)]["\\ud800"]'
+    assert len(path_text(("n" * 10_000,))) < 120
 
 
 # ---- hostile trees
@@ -853,7 +853,7 @@ BAD_TREES = [
     ],
 )
 def test_value_that_is_too_large_is_named(monkeypatch, state, path, size):
-    monkeypatch.setattr(values, "MAX_TREE", 1000)
+    monkeypatch.setattr(single_values, "MAX_TREE", 1000)
     with pytest.raises(StateRefused) as caught:
         flatten(state)
     assert str(caught.value).startswith(f"{path}: {size} of the ")

@@ -17,12 +17,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import Dataset
 
 from tierd.core.errors import StateMismatch
-from tierd.state.fit import check_fit
-from tierd.state.flatten import flatten, unflatten
-from tierd.state.kinds.generators import SavedGenerator
-from tierd.state.kinds.rng import RngState
-from tierd.state.load import load
-from tierd.state.stored_dtypes import SHELLS
+from tierd.state.kinds.random_generators import RngState, SavedGenerator
+from tierd.state.kinds.stored_arrays import OPAQUE_DTYPES
+from tierd.state.load_check import check_fit
+from tierd.state.state_loading import flatten, load_restored, unflatten
 from tierd.state.tensor_file import parse_layout
 
 
@@ -128,7 +126,7 @@ def test_training_continues_as_if_nothing_had_happened(optimizer, scheduler):
 
     fresh = make_job(optimizer, scheduler, seed=1)
     torch.rand(17)
-    load(fresh, unflatten(tree, file))
+    load_restored(fresh, unflatten(tree, file))
     file[:] = b"\xff" * len(file)  # whatever is still a view of the file would now be NaN
     train(fresh, 5)
     assert fresh["history"] == job["history"]
@@ -147,7 +145,7 @@ def test_the_same_job_rolls_back():
     tree, file = stored(job)
     before = flatten(job).tree
     train(job, 3)
-    load(job, unflatten(tree, file))
+    load_restored(job, unflatten(tree, file))
     assert flatten(job).tree == before
 
 
@@ -184,7 +182,7 @@ def test_everything_but_modules_gets_memory_of_its_own():
         {"a": Keeps(w=w, tied=[w], sizes=torch.Size([1]), dtype=torch.int8, device=torch.device("cpu"))}
     )
     fresh = {"a": Keeps()}
-    load(fresh, unflatten(tree, file))
+    load_restored(fresh, unflatten(tree, file))
     file[:] = b"\0" * len(file)
     state = fresh["a"].state
     assert state["w"].tolist() == [1, 1, 1]
@@ -197,7 +195,7 @@ def test_everything_but_modules_gets_memory_of_its_own():
 def test_tied_tensors_are_cloned_once_across_entries():
     w = torch.ones(3)
     fresh = {"a": Keeps(), "b": None, "c": {}}
-    load(fresh, through({"a": Keeps(w=w), "b": [w], "c": {"w": w}}))
+    load_restored(fresh, through({"a": Keeps(w=w), "b": [w], "c": {"w": w}}))
     assert fresh["a"].state["w"] is fresh["b"][0] is fresh["c"]["w"]
 
 
@@ -240,7 +238,7 @@ def test_modules_are_given_views_unless_they_may_keep_them():
     tree, file = stored({"m": model})
     fresh = {"m": make()}
     restored = unflatten(tree, file)
-    load(fresh, restored)
+    load_restored(fresh, restored)
     file[:] = b"\0" * len(file)
     assert fresh["m"][2].total.tolist() == [3, 4]
     assert fresh["m"][3].extra["t"].tolist() == [1, 1]
@@ -255,7 +253,7 @@ def test_no_tensor_of_a_plain_module_is_cloned(monkeypatch):
     seen = []
     original = nn.Module.load_state_dict
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda self, state: (seen.append(state), original(self, state)))
-    load({"m": model}, restored)
+    load_restored({"m": model}, restored)
     assert all(seen[0][key] is value for key, value in restored["m"].items())
     assert seen[0]._metadata == model.state_dict()._metadata
 
@@ -263,7 +261,7 @@ def test_no_tensor_of_a_plain_module_is_cloned(monkeypatch):
 def test_a_lazy_module_takes_the_saved_shapes():
     model = nn.Linear(3, 2)
     fresh = nn.LazyLinear(2)
-    load({"m": fresh}, through({"m": model}))
+    load_restored({"m": fresh}, through({"m": model}))
     assert torch.equal(fresh.weight, model.weight)
 
 
@@ -276,7 +274,7 @@ def test_random_generators_are_set_last():
     state = {"rng": RngState(), "a": Draws()}
     restored = through(state)
     expected = torch.rand(2)
-    load(state, restored)
+    load_restored(state, restored)
     assert torch.equal(torch.rand(2), expected)
 
 
@@ -314,7 +312,7 @@ def test_plain_values_are_put_back_in_place():
         "best": np.float32(0.5),
     }
     tree, file = stored(saved)
-    load(state, unflatten(tree, file))
+    load_restored(state, unflatten(tree, file))
     file[:] = b"\0" * len(file)
     assert state["epoch"] == 7
     assert state["nested"] is nested
@@ -352,7 +350,7 @@ def test_containers_of_every_kind_keep_their_type_and_identity():
         "tuple": (1, 2, 3),
         "list": [[9]],
     }
-    load(state, through(saved))
+    load_restored(state, through(saved))
     for key in ("counter", "default", "ordered", "list"):
         assert state[key] is kept[key]
     assert state["counter"] == Counter(b=2)
@@ -374,7 +372,7 @@ def test_members_of_a_deque_are_loaded_in_place_as_in_a_list():
     saved, target = made(1.0), made(0.0)
     expected = torch.rand(2, generator=torch.Generator().manual_seed(1)).tolist()
     state, inside = {"q": target}, list(target)
-    load(state, through({"q": saved}))
+    load_restored(state, through({"q": saved}))
     model, tensor, array, generator, listed, number = target
     assert state["q"] is target and all(one is other for one, other in zip(inside[:5], target, strict=False))
     assert model.weight == 1 and tensor.tolist() == array.tolist() == [1, 1] and listed == [1] and number == 1
@@ -384,7 +382,7 @@ def test_members_of_a_deque_are_loaded_in_place_as_in_a_list():
 def test_deque_of_another_length_limit_is_replaced_and_its_members_are_loaded():
     model, saved = nn.Linear(1, 1), nn.Linear(1, 1)
     state = {"q": deque([model], maxlen=1), "r": deque([0], maxlen=1)}
-    load(state, through({"q": deque([saved, 1], maxlen=4), "r": deque([1, 2])}))
+    load_restored(state, through({"q": deque([saved, 1], maxlen=4), "r": deque([1, 2])}))
     assert state["q"][0] is model and torch.equal(model.weight, saved.weight)
     assert list(state["q"])[1:] == [1] and state["q"].maxlen == 4
     assert state["r"] == deque([1, 2]) and state["r"].maxlen is None
@@ -397,7 +395,7 @@ def test_a_subclass_of_list_is_filled_in_place():
     tensor = torch.zeros(1)
     state = {"plain": Losses([0]), "tensors": Losses([tensor])}
     kept = dict(state)
-    load(state, through({"plain": [1, 2], "tensors": [torch.ones(1)]}))
+    load_restored(state, through({"plain": [1, 2], "tensors": [torch.ones(1)]}))
     assert all(state[name] is kept[name] for name in kept)
     assert state["plain"] == [1, 2] and state["tensors"][0] is tensor and tensor == 1
 
@@ -405,7 +403,7 @@ def test_a_subclass_of_list_is_filled_in_place():
 def test_a_module_state_as_a_plain_value_keeps_its_metadata():
     model = nn.BatchNorm1d(2)
     state = {"best": OrderedDict()}
-    load(state, through({"best": model.state_dict()}))
+    load_restored(state, through({"best": model.state_dict()}))
     assert state["best"]._metadata == model.state_dict()._metadata
     model.load_state_dict(state["best"])
 
@@ -416,7 +414,7 @@ def test_read_only_tensor_is_replaced():
     with torch.inference_mode():
         inferred = torch.zeros(2)
     state = {"expanded": torch.zeros(1).expand(2), "frozen": frozen, "inferred": inferred}
-    load(state, through({"expanded": torch.ones(2), "frozen": np.ones(2), "inferred": torch.ones(2)}))
+    load_restored(state, through({"expanded": torch.ones(2), "frozen": np.ones(2), "inferred": torch.ones(2)}))
     assert state["expanded"].tolist() == state["frozen"].tolist() == state["inferred"].tolist() == [1, 1]
     assert frozen.tolist() == [0, 0]
 
@@ -425,15 +423,15 @@ def test_an_immutable_mapping():
     model, listed, tensor = nn.Linear(1, 1), [1], torch.zeros(1)
     proxy = MappingProxyType({"m": model, "l": listed, "t": tensor, "p": (model, tensor)})
     saved = nn.Linear(1, 1)
-    load(proxy, through({"m": saved, "l": [2], "t": torch.ones(1), "p": (saved, torch.ones(1))}))
+    load_restored(proxy, through({"m": saved, "l": [2], "t": torch.ones(1), "p": (saved, torch.ones(1))}))
     assert listed == [2]
     assert tensor == 1
     with pytest.raises(StateMismatch) as caught:
-        load(MappingProxyType({"l": listed, "epoch": 0}), through({"l": [3], "epoch": 1}))
+        load_restored(MappingProxyType({"l": listed, "epoch": 0}), through({"l": [3], "epoch": 1}))
     assert str(caught.value) == 'state["epoch"]: cannot be replaced in a mappingproxy; pass a dict'
     assert listed == [2]
     other = UserDict(epoch=0)
-    load(other, through({"epoch": 1}))
+    load_restored(other, through({"epoch": 1}))
     assert other["epoch"] == 1
 
 
@@ -529,7 +527,7 @@ def test_a_mismatch_is_named_and_nothing_is_loaded(name):
     state = {"first": model, "epoch": before, "list": [before]} | state
     weight = model.weight.item()
     restored = through({"first": linear(1, 1), "epoch": 2, "list": [2]} | saved)
-    for act in (check_fit, load):
+    for act in (check_fit, load_restored):
         with pytest.raises(StateMismatch) as caught:
             act(state, restored)
         assert str(caught.value) == message
@@ -559,12 +557,12 @@ def test_error_of_load_state_dict_is_chained_and_names_the_loaded_entries():
     state = {"a": Keeps(n=1), "f": [Fails()], "epoch": 1}
     restored = through({"a": Keeps(n=2), "f": [Keeps()], "epoch": 2})
     with pytest.raises(StateMismatch) as caught:
-        load(state, restored)
+        load_restored(state, restored)
     assert str(caught.value) == 'state["f"][0]: load_state_dict() raised KeyError: \'moon\'; already loaded: state["a"]'
     assert isinstance(caught.value.__cause__, KeyError)
     assert state["epoch"] == 1
     with pytest.raises(StateMismatch, match="nothing was loaded before it"):
-        load({"f": Fails()}, through({"f": Keeps()}))
+        load_restored({"f": Fails()}, through({"f": Keeps()}))
 
 
 def test_an_error_of_the_modules_own_state_dict_is_a_mismatch():
@@ -580,16 +578,16 @@ def test_a_cyclic_template_is_refused():
     inner: list[object] = []
     inner.append(inner)
     with pytest.raises(StateMismatch, match="nested too deeply, or a cycle"):
-        load({"a": inner}, through({"a": [1]}))
+        load_restored({"a": inner}, through({"a": [1]}))
 
 
 def test_restored_twice_into_two_jobs():
     restored = through({"l": [torch.ones(1)], "d": {"k": {"n": [1]}}, "o": None})
     one, two = ({"l": [], "d": {}, "o": None} for _ in range(2))
-    load(one, restored)
+    load_restored(one, restored)
     one["l"][0].zero_()
     one["d"]["k"]["n"].append(2)
-    load(two, copy.copy(restored))
+    load_restored(two, copy.copy(restored))
     assert two["l"][0] == 1
     assert two["d"] == {"k": {"n": [1]}}
 
@@ -639,7 +637,7 @@ def test_an_optimizer_keeps_its_tensors_where_they_were_read_and_the_rest_is_giv
     fresh = {"model": fresh["model"], "optimizer": torch.optim.AdamW(fresh["model"].parameters()), **fresh}
     restored = unflatten(tree, file)
     fitting = check_fit(fresh, restored) if is_checked_before else None
-    load(fresh, restored, handed_over=False, file=file, fitting=fitting)
+    load_restored(fresh, restored, handed_over=False, file=file, fitting=fitting)
     assert restored == {}
     moments = [value for state in fresh["optimizer"].state.values() for value in state.values()]
     assert [lies_in(moment, file) for moment in moments] == [moment.nbytes >= 4096 for moment in moments]
@@ -682,7 +680,7 @@ def test_pages_of_a_tensor_that_is_still_referenced_are_not_returned(how):
         kept = lambda: product.grad_fn._saved_other  # noqa: E731
     before = kept().clone() if how != "hook" else weight.clone()
     del weight
-    load(fresh, restored, handed_over=False, file=file)
+    load_restored(fresh, restored, handed_over=False, file=file)
     assert torch.equal(kept(), before)
     entries = parse_layout(bytes(file[: 1 << 20]) + bytes(file[1 << 20 :])).entries
     other = entries["model/b.weight"]
@@ -706,7 +704,7 @@ def test_handed_over_or_unmapped_memory_is_not_returned_to_the_system():
         old, fresh = trained(), trained()
         tree, file = make(old)
         before = bytes(file)
-        load(fresh, unflatten(tree, file), handed_over=handed_over, file=file)
+        load_restored(fresh, unflatten(tree, file), handed_over=handed_over, file=file)
         assert bytes(file) == before
         assert same_tensors(fresh, old)
 
@@ -714,7 +712,7 @@ def test_handed_over_or_unmapped_memory_is_not_returned_to_the_system():
 def test_handed_over_memory_may_be_overwritten_after_the_load():
     old, fresh = trained(), trained()
     tree, file = mapped(old)
-    load(fresh, unflatten(tree, file), handed_over=True)
+    load_restored(fresh, unflatten(tree, file), handed_over=True)
     file[:] = b"\xff" * len(file)
     assert same_tensors(fresh, old)
 
@@ -728,7 +726,7 @@ def test_tensor_that_an_optimizer_shares_with_another_entry_is_still_shared():
     tree, file = mapped({"a": saved, "b": Keeps(t=tensor), "c": [tensor]})
     one = Owns.__new__(Owns)
     fresh = {"a": one, "b": Keeps(), "c": None}
-    load(fresh, unflatten(tree, file), handed_over=False, file=file)
+    load_restored(fresh, unflatten(tree, file), handed_over=False, file=file)
     assert one.state["state"]["t"] is fresh["b"].state["t"] is fresh["c"][0]
     assert torch.equal(fresh["c"][0], tensor)
 
@@ -738,7 +736,7 @@ def test_a_mismatch_leaves_the_memory_alone():
     before = bytes(file)
     restored = unflatten(tree, file)
     with pytest.raises(StateMismatch):
-        load({"model": nn.Linear(1, 1)}, restored, handed_over=False, file=file)
+        load_restored({"model": nn.Linear(1, 1)}, restored, handed_over=False, file=file)
     assert restored.keys() == {"model", "optimizer", "ema", "log"}
     assert bytes(file) == before
 
@@ -746,7 +744,7 @@ def test_a_mismatch_leaves_the_memory_alone():
 # ---- dtypes that torch cannot copy
 
 
-@pytest.mark.parametrize("dtype", sorted(SHELLS, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(OPAQUE_DTYPES, key=str), ids=str)
 def test_targets_of_a_few_bits(dtype):
     def make(bits):
         module = nn.Linear(2, 2)
@@ -762,7 +760,7 @@ def test_targets_of_a_few_bits(dtype):
     saved, fresh = make(bits), make(torch.zeros(6, dtype=torch.uint8))
     kept = dict(fresh)
     tree, file = stored(saved)
-    load(fresh, unflatten(tree, file))
+    load_restored(fresh, unflatten(tree, file))
     file[:] = b"\0" * len(file)
     assert fresh["plain"] is kept["plain"] and fresh["turned"] is kept["turned"]
     for mine, theirs in (
@@ -781,7 +779,7 @@ def test_a_target_whose_memory_was_freed_is_not_written_to():
     target.untyped_storage().resize_(0)
     state = {"w": target, "n": 0}
     with pytest.raises(StateMismatch, match=r'^state\["w"\]: a tensor of 4000 bytes in a storage of 0: its memory was'):
-        load(state, restored)
+        load_restored(state, restored)
     assert state["n"] == 0
 
 
@@ -796,7 +794,7 @@ def test_a_generator_is_set_where_it_is():
     state = {"g": torch.Generator(), "data": {"g": [torch.Generator()]}}
     loaders = (state["g"], state["data"]["g"][0])
     restored = unflatten(tree, file)
-    load(state, restored)
+    load_restored(state, restored)
     file[:] = b"\0" * len(file)
     assert (state["g"], state["data"]["g"][0]) == loaders
     assert [torch.rand(3, generator=g).tolist() for g in loaders] == expected
@@ -805,7 +803,7 @@ def test_a_generator_is_set_where_it_is():
 def test_none_in_its_place_takes_a_new_generator():
     generator = torch.Generator().manual_seed(5)
     state = {"g": None, "d": None, "box": Keeps()}
-    load(state, through({"g": generator, "d": {"in": [generator]}, "box": Keeps(g=generator)}))
+    load_restored(state, through({"g": generator, "d": {"in": [generator]}, "box": Keeps(g=generator)}))
     for found in (state["g"], state["d"]["in"][0], state["box"].state["g"]):
         assert type(found) is torch.Generator and torch.equal(found.get_state(), generator.get_state())
 
@@ -848,7 +846,7 @@ def test_a_generator_that_does_not_fit_is_named_and_nothing_is_loaded(name):
     state = {"x": None, "d": None, "l": None, "n": 0, **target}
     before = copy.copy(state)
     with pytest.raises(StateMismatch) as caught:
-        load(state, restored | {"n": 1})
+        load_restored(state, restored | {"n": 1})
     assert message in str(caught.value)
     assert state == before
 
@@ -860,7 +858,7 @@ def test_a_generator_on_a_device():
     restored = through({"g": generator, "new": generator})
     expected = torch.rand(7, device="cuda", generator=generator)
     state = {"g": torch.Generator("cuda"), "new": None}
-    load(state, restored)
+    load_restored(state, restored)
     for found in state.values():
         assert torch.equal(torch.rand(7, device="cuda", generator=found), expected)
 
@@ -880,6 +878,6 @@ def test_error_of_a_librarys_own_class_can_be_caught_as_documented(error, own):
             raise error
 
     with pytest.raises(StateMismatch, match="load_state_dict\\(\\) raised") as caught:
-        load({"data": Data()}, {"data": {}})
+        load_restored({"data": Data()}, {"data": {}})
     assert isinstance(caught.value, LibrarysOwn) == own and caught.value.__cause__ is error
     assert type(caught.value).__name__ == "StateMismatch"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
-from tierd.state import encode
-from tierd.state.json_tree import SCALARS
-from tierd.state.kinds import plain_objects
-from tierd.state.reference import KINDS
+from tierd.state import encoder as encode
+from tierd.state import value_kinds
+from tierd.state.kinds.supported_values import KINDS
+from tierd.state.state_tree import SCALARS
 
 
 def test_each_type_that_is_encoded_is_in_one_row_of_the_table():
     listed = [kind for row in KINDS for kind in row.types]
     assert len(listed) == len(set(listed))
-    known = {*SCALARS, *plain_objects.ENCODERS, *encode.NODES}
+    known = {*SCALARS, *value_kinds.ENCODERS, *encode.NODES}
     assert set(listed) - known == {random.Random}
     assert known <= set(listed)

@@ -19,13 +19,13 @@ from tierd.state.tensor_file import (
     DTYPES,
     MAX_HEADER,
     PAGE,
-    copy,
     copy_into,
+    copy_tensors,
+    file_pieces,
     parse_layout,
-    pieces,
     plan_layout,
-    targets,
-    view,
+    target_views,
+    tensor_view,
 )
 
 
@@ -116,7 +116,7 @@ def test_parse_is_the_inverse_of_plan():
     parsed = parse_layout(buffer)
     assert parsed == layout
     for name, entry in parsed.entries.items():
-        assert same_bits(view(buffer, entry), tensors[name])
+        assert same_bits(tensor_view(buffer, entry), tensors[name])
 
 
 def test_tensor_that_is_not_contiguous_is_copied():
@@ -136,20 +136,20 @@ def test_tensor_that_is_not_contiguous_is_copied():
     }
     buffer = written(tensors)
     for name, entry in parse_layout(buffer).entries.items():
-        assert same_bits(view(buffer, entry), tensors[name]), name
+        assert same_bits(tensor_view(buffer, entry), tensors[name]), name
 
 
 def test_targets_are_made_once_and_copied_into_by_name():
     tensors = every_dtype()
     layout = plan_layout(tensors)
     buffer = bytearray(layout.size)
-    into = targets(layout, buffer)
+    into = target_views(layout, buffer)
     assert list(into) == list(layout.entries)
-    copy(into, tensors, ["F32/7", "U8/1", "F16/0"])
-    assert same_bits(view(buffer, layout.entries["F32/7"]), tensors["F32/7"])
-    assert not view(buffer, layout.entries["F32/1"]).any()
-    copy(into, tensors)
-    copy(into, {}, [])
+    copy_tensors(into, tensors, ["F32/7", "U8/1", "F16/0"])
+    assert same_bits(tensor_view(buffer, layout.entries["F32/7"]), tensors["F32/7"])
+    assert not tensor_view(buffer, layout.entries["F32/1"]).any()
+    copy_tensors(into, tensors)
+    copy_tensors(into, {}, [])
     buffer[: len(layout.header)] = layout.header
     assert buffer == written(tensors)
 
@@ -171,7 +171,7 @@ def test_the_pieces_are_the_image(described, pages):
         tensors[f"{number % 3}/{number}"] = tensor
     layout = plan_layout(tensors)
     buffer = memoryview(mmap.mmap(-1, pages * PAGE))
-    found = [bytes(piece) for piece in pieces(layout, tensors, buffer)]
+    found = [bytes(piece) for piece in file_pieces(layout, tensors, buffer)]
     assert b"".join(found) == written(tensors)
     assert all(len(piece) == len(buffer) for piece in found[:-1])
     assert 0 < len(found[-1]) <= len(buffer)
@@ -179,11 +179,11 @@ def test_the_pieces_are_the_image(described, pages):
 
 def test_pieces_of_tensors_in_training_join_to_their_file():
     tensors = {"w": nn.Parameter(torch.randn(50, 50)), "y": nn.Parameter(torch.randn(3)) * 2}
-    found = b"".join(map(bytes, pieces(plan_layout(tensors), tensors, memoryview(bytearray(PAGE)))))
+    found = b"".join(map(bytes, file_pieces(plan_layout(tensors), tensors, memoryview(bytearray(PAGE)))))
     assert found == written(tensors)
     for size in (0, 100, PAGE + 1):
         with pytest.raises(ValueError, match=f"a buffer of {size} bytes; it has to be a multiple of 4096"):
-            next(pieces(plan_layout(tensors), tensors, memoryview(bytearray(size))))
+            next(file_pieces(plan_layout(tensors), tensors, memoryview(bytearray(size))))
 
 
 def test_refusals_of_the_writer():
@@ -286,7 +286,7 @@ def test_damage_is_refused_or_harmless(at, patch, end):
         except TierdError:
             continue
         for entry in layout.entries.values():
-            assert view(damaged, entry).numel() * entry.dtype.itemsize == entry.nbytes
+            assert tensor_view(damaged, entry).numel() * entry.dtype.itemsize == entry.nbytes
 
 
 @settings(max_examples=examples(200))
@@ -308,7 +308,7 @@ def test_any_json_is_refused_or_harmless(value):
     except TierdError:
         return
     for entry in layout.entries.values():
-        view(file, entry)
+        tensor_view(file, entry)
 
 
 @pytest.mark.parametrize("text", [b"[[]," * 50_000, b'{"a":[' + b"0," * 100_000 + b"0]}", b'{"' + b"a" * 400_000])

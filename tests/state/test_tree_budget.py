@@ -19,19 +19,19 @@ from support.hostile_trees import FILE, TREES
 from support.training import stored, through
 
 import tierd
-from tierd.client.restoring.entries import parse_entries
+from tierd.client.restoring.saved_entries import parse_entries
 from tierd.core.errors import StateMismatch, StateRefused
-from tierd.state import tree_budget
+from tierd.state import state_tree
 from tierd.state.capturer import Capturer
-from tierd.state.flatten import unflatten
-from tierd.state.kinds import packed_tensors
+from tierd.state.kinds import stored_arrays
+from tierd.state.state_loading import unflatten
 
 ROOT = Path(tierd.__file__).parent.parent
 PRIME = 2**61 - 1
 MEASURE = """
 import os, resource, sys, time
-from tierd.client.restoring.entries import parse_entries
-from tierd.state.flatten import unflatten
+from tierd.client.restoring.saved_entries import parse_entries
+from tierd.state.state_loading import unflatten
 from tierd.core.errors import StateMismatch
 from support.hostile_trees import FILE, TREES
 
@@ -88,7 +88,7 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_save_and_restore_have_the_same_budget_of_a_tree(name, local, monkeypatch):
-    monkeypatch.setattr(tree_budget, "MAX_NODES", 102)
+    monkeypatch.setattr(state_tree, "MAX_NODES", 102)
     good, bad = ({"w": torch.ones(1), "x": EXACT[name](number)} for number in (96, 99))
     assert described(through(good)) == described(good, live=True)
     local.save(1, good).wait()
@@ -98,9 +98,9 @@ def test_save_and_restore_have_the_same_budget_of_a_tree(name, local, monkeypatc
         assert "102 at most" in str(caught.value) and "tensor" in str(caught.value)
         assert "it would not come back" not in str(caught.value)
     local.save(3, good).wait()
-    monkeypatch.setattr(tree_budget, "MAX_NODES", 200)
+    monkeypatch.setattr(state_tree, "MAX_NODES", 200)
     tree, file = stored(bad)
-    monkeypatch.setattr(tree_budget, "MAX_NODES", 102)
+    monkeypatch.setattr(state_tree, "MAX_NODES", 102)
     with pytest.raises(StateMismatch, match="102 at most"):
         unflatten(tree, file)
     with pytest.raises(StateMismatch, match=r"^part: the state tree: .*102 at most"):
@@ -108,8 +108,8 @@ def test_save_and_restore_have_the_same_budget_of_a_tree(name, local, monkeypatc
 
 
 def test_too_many_values_are_named_where_most_of_them_are(local, monkeypatch):
-    monkeypatch.setattr(tree_budget, "MAX_NODES", 50)
-    monkeypatch.setattr(tree_budget, "MAX_VALUES", 100)
+    monkeypatch.setattr(state_tree, "MAX_NODES", 50)
+    monkeypatch.setattr(state_tree, "MAX_VALUES", 100)
     state = {"a": {"few": [1, 2], "many": OrderedDict(deep=list(range(98)))}, "b": deque([3])}
     with pytest.raises(StateRefused, match=r'^state\["a"\]\["many"\]\["deep"\]: 99 of .*100 at most.*torch\.tensor'):
         local.save(1, state).wait()
@@ -125,10 +125,10 @@ ALIKE = {
 
 @pytest.mark.parametrize("others", [0, 1, 1000])
 def test_keys_of_one_hash_are_counted_among_others(others):
-    keys = ALIKE["tuples"](tree_budget.MOST_ALIKE + 1)
+    keys = ALIKE["tuples"](state_tree.MOST_ALIKE + 1)
     assert len({*map(hash, keys)}) == 1
-    assert tree_budget.alike([*range(others), *keys]) == tree_budget.MOST_ALIKE + 1
-    assert tree_budget.alike([*range(others), *keys[1:]]) == 0
+    assert state_tree.count_equal_hashes([*range(others), *keys]) == state_tree.MOST_ALIKE + 1
+    assert state_tree.count_equal_hashes([*range(others), *keys[1:]]) == 0
 
 
 HELD = {
@@ -143,8 +143,8 @@ HELD = {
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("name", ALIKE)
 def test_keys_of_one_hash_are_refused_at_save_by_their_path(name, held, local, monkeypatch):
-    good = {"x": [HELD[held](ALIKE[name](tree_budget.MOST_ALIKE))]}
-    bad = {"x": [HELD[held](ALIKE[name](tree_budget.MOST_ALIKE + 1))]}
+    good = {"x": [HELD[held](ALIKE[name](state_tree.MOST_ALIKE))]}
+    bad = {"x": [HELD[held](ALIKE[name](state_tree.MOST_ALIKE + 1))]}
     assert described(through(good)) == described(good)
     for step, state in enumerate((bad, good, bad)):
         if state is good:
@@ -152,7 +152,7 @@ def test_keys_of_one_hash_are_refused_at_save_by_their_path(name, held, local, m
             continue
         with pytest.raises(StateRefused, match=r'^state\["x"\]\[0\]: .*65 .*the same hash.*str'):
             local.save(step, state).wait()
-    monkeypatch.setattr(tree_budget, "MOST_ALIKE", 99)
+    monkeypatch.setattr(state_tree, "MOST_ALIKE", 99)
     tree, file = stored(bad)
     monkeypatch.undo()
     with pytest.raises(StateMismatch, match=r"65 .* the same hash"):
@@ -172,7 +172,7 @@ def test_an_array_has_a_tensor_of_its_own():
 
 def test_states_as_large_as_real_states_are_far_within_the_budget(monkeypatch):
     """50,000 parameters with Adam's state, a sampler's order, names of samples, counts by id; all of it as JSON."""
-    monkeypatch.setattr(packed_tensors, "FEWEST", 1 << 62)
+    monkeypatch.setattr(stored_arrays, "FEWEST", 1 << 62)
     zero = torch.zeros(())
     state = {
         "model": OrderedDict((f"layer.{number}.weight", torch.zeros(1)) for number in range(50_000)),
@@ -186,10 +186,10 @@ def test_states_as_large_as_real_states_are_far_within_the_budget(monkeypatch):
     }
     capture = Capturer().capture(state)
     tree = capture.tree()
-    assert not tree_budget.excess(str(tree, "utf-8"))
+    assert not state_tree.exceeded_limit(str(tree, "utf-8"))
     capture.check(tree)
-    nodes, values = tree_budget.count(str(tree, "utf-8"))
-    assert 900_000 < nodes < tree_budget.MAX_NODES // 2 and 1_450_000 < values < tree_budget.MAX_VALUES // 5
+    nodes, values = state_tree.count_nodes(str(tree, "utf-8"))
+    assert 900_000 < nodes < state_tree.MAX_NODES // 2 and 1_450_000 < values < state_tree.MAX_VALUES // 5
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 1 << 16])
@@ -198,4 +198,4 @@ def test_brackets_within_strings_are_not_counted(window):
     for _ in range(200):
         texts = ["".join(draw.choices('a\\"[{:,]}', k=draw.randrange(12))) for _ in range(4)]
         value = [texts[0], {texts[1]: [1, {}]}, [texts[2], texts[3]]]
-        assert tree_budget.count(json.dumps(value), window) == (6, 4)
+        assert state_tree.count_nodes(json.dumps(value), window) == (6, 4)

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from tierd.core.errors import ObjectNotFound, StoreRefused
-from tierd.stores.base import Store, children
+from tierd.stores.base import Store, list_children
 
 BAD_KEYS = [
     "",
@@ -223,7 +223,7 @@ class Conformance:
     async def test_an_empty_store_lists_nothing(self, store: Store) -> None:
         assert await keys(store) == []
         assert await keys(store, "run/manifests/") == []
-        assert [name async for name in children(store, "")] == []
+        assert [name async for name in list_children(store, "")] == []
 
     @on_store
     async def test_long_listings_and_long_deletes(self, store: Store) -> None:
@@ -332,10 +332,10 @@ class Conformance:
         ):
             await store.put(key, b"")
         # in the order of the keys: "run-a.x/" < "run-a/" < "run/"
-        assert [name async for name in children(store, "")] == ["README.md", "run-a.x", "run-a", "run"]
-        assert [name async for name in children(store, "run-a/")] == ["chunks", "manifests"]
-        assert [name async for name in children(store, "run/")] == ["z", "z2"]
-        assert [name async for name in children(store, "none/")] == []
+        assert [name async for name in list_children(store, "")] == ["README.md", "run-a.x", "run-a", "run"]
+        assert [name async for name in list_children(store, "run-a/")] == ["chunks", "manifests"]
+        assert [name async for name in list_children(store, "run/")] == ["z", "z2"]
+        assert [name async for name in list_children(store, "none/")] == []
 
     @on_store
     async def test_malformed_key_is_refused(self, store: Store) -> None:

@@ -18,14 +18,13 @@ from support.s3stub import Bucket, serving
 
 import tierd
 from tierd.cli import run
-from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
 from tierd.core.errors import ConfigError, DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
-from tierd.stores.absence import UnnamedNotFound
-from tierd.stores.base import Store, children
+from tierd.stores.base import Store, list_children
 from tierd.stores.cloud.cloud_store import _LAST, CloudStore, _offset
 from tierd.stores.open import open_store
-from tierd.stores.window import StoreThrottled
+from tierd.stores.retry import StoreThrottled, UnnamedNotFound
 
 SECRET = "sv=2023&sig=c2VjcmV0"
 KEY = "c2VjcmV0IGtleQ=="
@@ -222,13 +221,13 @@ def test_where_a_listing_begins(prefix: str, after: str, expected: str | None) -
 
 
 def test_a_run_is_passed_over_without_listing_its_chunks(google: Bucket) -> None:
-    """`children` skips from name to name, and the server is asked to begin there."""
+    """`list_children` skips from name to name, and the server is asked to begin there."""
     for name in ("a", "b", "c"):
         google.objects |= {f"p/{name}/chunks/{number:04}": b"" for number in range(500)}
     store = CloudStore(parse_url(place(google)))
 
     async def work() -> list[str]:
-        return [name async for name in children(store, "")]
+        return [name async for name in list_children(store, "")]
 
     assert asyncio.run(work()) == ["a", "b", "c"]
     assert google.asked["ListBucket"] == 4

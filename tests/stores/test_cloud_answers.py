@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
-from tierd.stores.cloud.answers import SOURCES, ErrorText, read, translated
-from tierd.stores.window import StoreThrottled
+from tierd.stores.cloud.cloud_store import CREDENTIAL_SOURCES, ErrorText, error_from_obstore, parse_error_text
+from tierd.stores.retry import StoreThrottled
 
 SECRET = "sv=2023&sig=c2VjcmV0"
 PUT = (
@@ -21,11 +21,17 @@ TOKEN = (
 
 
 def test_a_text_is_read() -> None:
-    assert read(PUT.format("", "503 Service Unavailable", "SlowDown", "")) == ErrorText(503, "SlowDown", False)
-    assert read(TOKEN.format("Server returned non-2xx status code: 403 Forbidden: no")) == ErrorText(403, "", True)
-    assert read("error sending request") == ErrorText(0, "", False)
+    assert parse_error_text(PUT.format("", "503 Service Unavailable", "SlowDown", "")) == ErrorText(
+        503, "SlowDown", False
+    )
+    assert parse_error_text(TOKEN.format("Server returned non-2xx status code: 403 Forbidden: no")) == ErrorText(
+        403, "", True
+    )
+    assert parse_error_text("error sending request") == ErrorText(0, "", False)
     said = PUT.format("", "403 Forbidden", "AccessDenied", "the credential was not good enough")
-    assert read(said) == ErrorText(403, "AccessDenied", False), "the server's words are no trouble of the source's"
+    assert parse_error_text(said) == ErrorText(403, "AccessDenied", False), (
+        "the server's words are no trouble of the source's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,8 +60,8 @@ def test_a_name_is_no_trouble_of_the_credentials(
     answered = f"Server returned non-2xx status code: {status}: <Error><Code>NoSuchKey</Code></Error>"
     text = f"{begin.format('credential/k')}: Error performing DELETE {address} in 1.5ms - "
     text += answered if status else "HTTP error: error sending request"
-    error = translated("gs://credential", "delete credential/k", OSError(text))
-    assert type(error) is expected and SOURCES["gs"] not in str(error), error
+    error = error_from_obstore("gs://credential", "delete credential/k", OSError(text))
+    assert type(error) is expected and CREDENTIAL_SOURCES["gs"] not in str(error), error
 
 
 @pytest.mark.parametrize(
@@ -74,13 +80,13 @@ def test_a_name_is_no_trouble_of_the_credentials(
     ],
 )
 def test_texts_of_a_cloud_are_translated_to_tierds_errors(text: str, expected: type[TierdError], says: str) -> None:
-    error = translated("gs://bucket/p", "put k", OSError(text))
+    error = error_from_obstore("gs://bucket/p", "put k", OSError(text))
     assert type(error) is expected and says in str(error)
 
 
 @pytest.mark.parametrize(("status", "code"), [("403 Forbidden", ""), ("409 Conflict", "BlobImmutableDueToPolicy")])
 def test_object_that_may_not_be_deleted_is_a_refusal_to_delete(status: str, code: str) -> None:
-    error = translated("az://container", "delete k", OSError(PUT.format("", status, code, "")))
+    error = error_from_obstore("az://container", "delete k", OSError(PUT.format("", status, code, "")))
     assert type(error) is DeleteRefused and "append-only" in str(error)
 
 
@@ -88,5 +94,7 @@ def test_no_text_of_others_is_repeated() -> None:
     for status in ("400 Bad Request", "403 Forbidden", "404 Not Found", "500 Oops", "503 Busy"):
         for operation in ("put", "get", "scan", "delete"):
             text = PUT.format(SECRET, status, "Custom", SECRET)
-            assert SECRET not in str(translated("az://container", f"{operation} k", OSError(text)))
-    assert SECRET not in str(translated("az://container", "put k", OSError(f"error sending to http://h/?{SECRET}")))
+            assert SECRET not in str(error_from_obstore("az://container", f"{operation} k", OSError(text)))
+    assert SECRET not in str(
+        error_from_obstore("az://container", "put k", OSError(f"error sending to http://h/?{SECRET}"))
+    )

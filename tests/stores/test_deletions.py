@@ -9,8 +9,8 @@ import pytest
 from stores.conformance import Conformance
 
 from tierd.stores.base import Store
-from tierd.stores.deletions import DeletionGuard
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.store_wrappers import DeletionGuard
 
 
 class TestGuardedFileStore(Conformance):

@@ -22,21 +22,18 @@ from tierd.core.errors import (
     StoreRefused,
     WrongKey,
 )
-from tierd.core.manifest_codec import decode, unwrap, wrap
-from tierd.core.seal import MAX_MANIFEST_SIZE, seal
+from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode, seal, unwrap, wrap
 from tierd.core.urls import parse_url
-from tierd.stores.deletions import DeletionGuard
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.file import FileStore
-from tierd.stores.keys import Key, read_key
-from tierd.stores.limit import LimitedStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey, read_key
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.open import open_store
-from tierd.stores.request_counts import CountedStore
 from tierd.stores.retry import RetryingStore
+from tierd.stores.store_wrappers import CountedStore, DeletionGuard, LimitedStore
 
 SECRET = bytes(range(32))
-KEY, OTHER = Key(SECRET), Key(bytes(32))
+KEY, OTHER = EncryptionKey(SECRET), EncryptionKey(bytes(32))
 OWNER = "000000000100.01941f297c00-0a0b0c0d"
 
 

@@ -23,9 +23,9 @@ from stores.conformance import Conformance, keys
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, memory_for
 from tierd.spool.spool import Spool
-from tierd.stores import file_reads
+from tierd.stores import file_descriptors
 from tierd.stores.base import ObjectInfo, Store
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 from tierd.stores.file_tree import FileTree
 
 TEMP = "0123456789abcdef" * 2
@@ -668,8 +668,8 @@ def test_object_whose_kind_cannot_be_read_is_closed(tmp_path: Path, monkeypatch:
 def test_a_large_object_is_digested_past_the_page_cache(tmp_path, monkeypatch):
     """What memory still has of a put says nothing about the device."""
     asked = []
-    real = file_reads.set_direct
-    monkeypatch.setattr(file_reads, "set_direct", lambda fd, on: asked.append(on) or real(fd, on))
+    real = file_descriptors.set_direct
+    monkeypatch.setattr(file_descriptors, "set_direct", lambda fd, on: asked.append(on) or real(fd, on))
 
     async def work() -> None:
         store = FileStore(tmp_path)
@@ -682,7 +682,7 @@ def test_a_large_object_is_digested_past_the_page_cache(tmp_path, monkeypatch):
 
 
 async def test_an_object_that_becomes_shorter_while_it_is_digested_says_nothing_about_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_reads, "read_into", lambda *_: 0)
+    monkeypatch.setattr(file_descriptors, "read_into", lambda *_: 0)
 
     store = FileStore(tmp_path)
     await store.put("k", b"bytes")

@@ -15,7 +15,7 @@ from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.stores.base import ObjectInfo
 from tierd.stores.cloud.cloud_store import CloudStore
-from tierd.stores.foreign import ForeignStore, RetryingForeignStore
+from tierd.stores.retry import ForeignStore, RetryingForeignStore
 from tierd.stores.s3.s3_store import S3Store
 
 NAMES = ("d/.metadata", "d/a b&c.bin", "d/epoch=0-step=10.ckpt", "d/ü.txt")

@@ -17,14 +17,13 @@ from support.doubles import Double
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.daemon.opening import open_tiers
-from tierd.priority import hasten
 from tierd.stores.base import Store
-from tierd.stores.file import FileStore
-from tierd.stores.limit import LimitedStore
-from tierd.stores.memory import MemoryStore
-from tierd.stores.open import open_store
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
+from tierd.stores.open import open_store, open_tiers
 from tierd.stores.retry import RetryingStore
+from tierd.stores.store_wrappers import LimitedStore
+from tierd.threads import mark_foreground
 
 RATE = 1000  # bytes/s of the clock below
 
@@ -213,7 +212,7 @@ def test_manifests_do_not_wait_and_are_charged():
 
 def test_a_restore_is_not_limited():
     async def restore(store):
-        hasten()
+        mark_foreground()
         await asyncio.gather(*(asyncio.ensure_future(store.get(key(1))) for _ in range(2)))
 
     async def work(store, clock):

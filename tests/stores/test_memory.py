@@ -8,7 +8,7 @@ import pytest
 from stores.conformance import Conformance
 
 from tierd.stores.base import Store
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 class TestMemoryStore(Conformance):

@@ -10,9 +10,9 @@ from stores.conformance import Conformance
 from support.doubles import Counting
 
 from tierd.stores.base import Store
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
-from tierd.stores.request_counts import CountedStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
+from tierd.stores.store_wrappers import CountedStore
 
 
 class TestCountedMemoryStore(Conformance):
@@ -34,7 +34,7 @@ async def test_a_digest_counts_as_a_get(tmp_path):
     store = CountedStore(FileStore(tmp_path))
     await store.put("a", b"x")
     await store.digest("a")
-    assert (store.kinds["put"], store.kinds["get"]) == (1, 1)
+    assert (store.counts["put"], store.counts["get"]) == (1, 1)
     await store.aclose()
 
 

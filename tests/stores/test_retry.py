@@ -13,8 +13,8 @@ from stores.conformance import Conformance, keys
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.stores.base import Buffer, ObjectInfo, Store, StoreWrapper, check_key
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.retry import RetryingStore
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from tierd.core.errors import StoreUnavailable
 from tierd.stores.base import Buffer
-from tierd.stores.memory import MemoryStore
-from tierd.stores.retry import RetryingStore
-from tierd.stores.window import StoreThrottled
+from tierd.stores.memory_store import MemoryStore
+from tierd.stores.retry import RetryingStore, StoreThrottled
 
 WRITERS, AT_ONCE, OBJECTS = 1000, 8, 5
 

@@ -16,23 +16,20 @@ from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 from support.world import reconciler
 
-from tierd.cli.reading.status import COLUMNS
+from tierd.cli.commands.status_commands import TIER_COLUMNS
 from tierd.core.errors import StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.daemon.status import status
-from tierd.ipc.replies import error_reply
+from tierd.daemon.daemon_status import make_status
+from tierd.ipc.message_codec import error_reply
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
-from tierd.stores.deletions import DeletionGuard
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.keys import Key
-from tierd.stores.limit import LimitedStore
-from tierd.stores.memory import MemoryStore
-from tierd.stores.request_counts import CountedStore
-from tierd.stores.retry import RetryingStore
-from tierd.stores.s3.answers import said
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.memory_store import MemoryStore
+from tierd.stores.retry import CongestionWindow, RetryingStore, StoreThrottled
 from tierd.stores.s3.s3_store import S3Store
-from tierd.stores.window import StoreThrottled, Window
+from tierd.stores.s3.server_errors import response_error
+from tierd.stores.store_wrappers import CountedStore, DeletionGuard, LimitedStore
 
 __all__ = ["credentials"]  # the fixture
 
@@ -86,7 +83,7 @@ async def test_and_many_again_when_it_takes_many() -> None:
 
 async def test_requests_that_were_under_way_together_count_as_one_refusal() -> None:
     now = 0.0
-    window = Window(clock=lambda: now)
+    window = CongestionWindow(clock=lambda: now)
 
     async def refused() -> None:
         with pytest.raises(StoreThrottled):
@@ -110,7 +107,7 @@ async def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None
         now += seconds
         await asyncio.sleep(0)
 
-    window = Window(clock=lambda: now, sleep=sleep)
+    window = CongestionWindow(clock=lambda: now, sleep=sleep)
     with pytest.raises(StoreThrottled):
         async with window.request():
             raise StoreThrottled("SlowDown", 7.0)
@@ -120,7 +117,7 @@ async def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None
 
 
 async def test_later_refusal_without_a_time_ends_no_wait_that_the_place_asked_for() -> None:
-    window = Window(clock=lambda: 0.0, rng=lambda: 0.0)
+    window = CongestionWindow(clock=lambda: 0.0, rng=lambda: 0.0)
 
     async def refused(wait_s: float, after: asyncio.Event | None) -> None:
         with pytest.raises(StoreThrottled):
@@ -136,10 +133,10 @@ async def test_later_refusal_without_a_time_ends_no_wait_that_the_place_asked_fo
     assert window.closed_s == 7.0
 
 
-async def narrow() -> Window:
+async def narrow() -> CongestionWindow:
     """A window that lets one request in, because the server has refused another."""
     now = 0.0
-    window = Window(clock=lambda: now, rng=lambda: 0.0)
+    window = CongestionWindow(clock=lambda: now, rng=lambda: 0.0)
     with contextlib.suppress(StoreThrottled):
         async with window.request():
             raise StoreThrottled("SlowDown")
@@ -184,14 +181,14 @@ async def test_cancelled_request_and_cancelled_waiter_leave_their_room() -> None
     ],
 )
 def test_throttled_answer_gives_the_time_to_wait(code: str, status: int, after: str, wait_s: float) -> None:
-    error = said("s3://b", "put k", code, status, "", after, "Wed, 21 Oct 2026 07:27:53 GMT")
+    error = response_error("s3://b", "put k", code, status, "", after, "Wed, 21 Oct 2026 07:27:53 GMT")
     assert isinstance(error, StoreThrottled)
     assert error.wait_s == wait_s
 
 
 def test_a_date_without_the_servers_own_counts_by_this_nodes_clock() -> None:
     for ahead, wait_s in ((30, 30.0), (-30, 0.0), (1e6, 60.0)):
-        error = said("s3://b", "put k", "SlowDown", 503, "", formatdate(time.time() + ahead, usegmt=True))
+        error = response_error("s3://b", "put k", "SlowDown", 503, "", formatdate(time.time() + ahead, usegmt=True))
         assert isinstance(error, StoreThrottled)
         assert abs(error.wait_s - wait_s) <= 5.0
 
@@ -244,7 +241,7 @@ async def test_how_long_a_store_is_left_alone_is_known_through_all_its_wrappers(
             raise StoreThrottled("SlowDown", 40.0)
 
     inner = RetryingStore(Asking(), attempts=1)
-    store = CountedStore(DeletionGuard(EncryptedStore(LimitedStore(inner, 1 << 20, None), Key(b"k" * 32))))
+    store = CountedStore(DeletionGuard(EncryptedStore(LimitedStore(inner, 1 << 20, None), EncryptionKey(b"k" * 32))))
     assert store.retry_after_s == 0.0
     with pytest.raises(StoreThrottled):
         await inner.get("k")
@@ -257,13 +254,13 @@ def test_status_says_until_when_a_tier_is_left_alone(tmp_path: Path) -> None:
 
     store = Paused()
     daemon = reconciler(Spool(tmp_path), {"tier": store})
-    [tier] = status(daemon, 0, 0).tiers
+    [tier] = make_status(daemon, 0, 0).tiers
     assert tier.asked_until is not None
     left = datetime.fromisoformat(tier.asked_until) - datetime.now(UTC)
     assert 3500 < left.total_seconds() <= 3600
-    shown = COLUMNS["DOING"]({"doing": "flushing", "retry_in_s": None, "asked_until": tier.asked_until})
+    shown = TIER_COLUMNS["DOING"]({"doing": "flushing", "retry_in_s": None, "asked_until": tier.asked_until})
     assert shown == f"flushing; waits until {tier.asked_until[11:19]} UTC, as the server asked"
-    assert COLUMNS["DOING"]({"doing": None, "retry_in_s": None}) == "idle", "a daemon of an older version"
+    assert TIER_COLUMNS["DOING"]({"doing": None, "retry_in_s": None}) == "idle", "a daemon of an older version"
 
 
 def test_throttling_is_reported_to_a_client_as_a_condition_that_every_version_knows() -> None:
@@ -271,7 +268,7 @@ def test_throttling_is_reported_to_a_client_as_a_condition_that_every_version_kn
 
 
 def test_a_server_s_fault_narrows_nothing() -> None:
-    error = said("s3://b", "put k", "InternalError", 500, "")
+    error = response_error("s3://b", "put k", "InternalError", 500, "")
     assert isinstance(error, StoreUnavailable)
     assert not isinstance(error, StoreThrottled)
 

@@ -29,7 +29,7 @@ class Pace:
 
         def begin(snapshot, into, names):
             names = list(names)
-            if not snapshot.late.issuperset(names) or not names:
+            if not snapshot.deferred_names.issuperset(names) or not names:
                 real(snapshot, into, names)
                 return
             step = snapshot.save.step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierd.formats.crc32c import slow_crc32c
+from tierd.formats.tensorflow_files import slow_crc32c
 
 FLOAT, STRING = 1, 7
 BLOCK = 256  # bytes after which a block of the table ends; TensorFlow has 262,144

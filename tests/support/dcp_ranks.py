@@ -154,7 +154,7 @@ def save_spread(rank: int, spools: list[str], steps: list[int], how: str = "sync
 def load_spread(rank: int, spools: list[str], **more: Any) -> Any:
     """Load the newest: what was found, the state gathered, and the attempt that goes on."""
     import tierd.dcp
-    from tierd.client.checkpointer import made_of
+    from tierd.client.checkpointer import internals
 
     with checkpointer(spools[rank], **more) as ckpt:
         before = ckpt.attempt
@@ -162,7 +162,7 @@ def load_spread(rank: int, spools: list[str], **more: Any) -> Any:
         found = tierd.dcp.load(state, ckpt)
         if found is None:
             return None
-        return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(made_of(ckpt).launch.origin)
+        return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(internals(ckpt).launch.origin)
 
 
 def save_each_alone(rank: int, spools: list[str], steps: list[int]) -> Any:
@@ -225,13 +225,13 @@ def save_failing(rank: int, spools: list[str], victim: int) -> Any:
     from torch.distributed.checkpoint.api import CheckpointException
 
     import tierd.dcp
-    from tierd.dcp import streams
+    from tierd.dcp import save_steps
 
     ckpt = checkpointer(spools[rank])
     writer, reported = tierd.dcp.StorageWriter(ckpt), None
     dcp.save(spread(1), checkpoint_id="step-1", storage_writer=writer)
     if rank == victim:
-        streams.write_all = _full
+        save_steps.write_all = _full
     try:
         dcp.save(spread(2), checkpoint_id="step-2", storage_writer=writer)
     except CheckpointException as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierd.core.errors import StoreUnavailable
 from tierd.stores.base import Buffer, ObjectInfo, Store, StoreWrapper
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 def is_chunk(key: str) -> bool:

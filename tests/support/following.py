@@ -13,11 +13,11 @@ from support.world import commit, part
 
 import tierd
 from tierd.core.ids import CheckpointId
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.reading.commands import CommandFollower
+from tierd.reading.command_follower import CommandFollower
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 RUN = "run"
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.actions import Action, Discard, Flush, Prune, RepairCopy
 from tierd.core.planning.copies import ManifestFacts
-from tierd.core.planning.inventory import Inventory, Sent
-from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.inventory import Inventory, LastSent
+from tierd.core.planning.place import SPOOL, Action, Discard, Flush, Place, Prune, RepairCopy
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import Best, RetentionPolicy
 
@@ -163,7 +162,7 @@ def cases(draw, *, flawed: bool = True, dark: bool = True, tiers: int = 2) -> tu
         found,
         free=draw(st.sampled_from([1.0, 0.01])) if flawed else 1.0,
         leftovers=("stage/x",) if flawed and draw(st.booleans()) else (),
-        held=draw(st.frozensets(st.sampled_from(owners), max_size=1)) if flawed else frozenset(),
+        being_restored=draw(st.frozensets(st.sampled_from(owners), max_size=1)) if flawed else frozenset(),
         busy=draw(st.frozensets(st.sampled_from(sorted(history)), max_size=1)) if flawed else frozenset(),
     ), settings
 
@@ -189,18 +188,18 @@ class Cluster:
     def __init__(self, spools: list[Place], tiers: dict[str, Place | None], settings: Config) -> None:
         self.spools, self.tiers, self.settings = spools, tiers, settings
         self.flushed: Counter[tuple[PartId, str]] = Counter()
-        self.sent: dict[str, Sent] = {}
+        self.sent: dict[str, LastSent] = {}
 
     def inventory(self, node: int) -> Inventory:
         return Inventory(self.spools[node], dict(self.tiers), sent=dict(self.sent))
 
-    def _after(self, name: str, owner: CheckpointId) -> Sent:
+    def _after(self, name: str, owner: CheckpointId) -> LastSent:
         """What was sent to a tier last, once this is."""
         last = self.sent.get(name)
         if last and last.last == owner:
             return last
         newest = not newer_whole(self.tiers[name], owner)
-        return Sent(owner, 0 if newest or last is None else last.others + 1)
+        return LastSent(owner, 0 if newest or last is None else last.sent_since + 1)
 
     def lanes(self) -> list[tuple[int, Action]]:
         """What each tier worker of each daemon would do next."""

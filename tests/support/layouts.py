@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from support.bundles import write_bundle
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from tierd.formats.crc32c import slow_crc32c
+from tierd.formats.tensorflow_files import slow_crc32c
 
 version = 0.0  # of the weights that are written next, for those who write a checkpoint twice
 

@@ -1,6 +1,7 @@
 """Metadata servers of EC2, Compute Engine and Azure on loopback, which answer as their documentation says.
 
-`tierd/client/preemption/clouds.py` names the pages. Each refuses a request without the header that its cloud demands.
+`tierd/client/preemption/cloud_notices.py` names the pages. Each refuses a request without the header that its cloud
+demands.
 """
 
 from __future__ import annotations

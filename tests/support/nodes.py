@@ -24,17 +24,16 @@ from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.manifest_codec import decode
-from tierd.core.planning.actions import Action, Prune
-from tierd.core.planning.place import SPOOL
+from tierd.core.planning.place import SPOOL, Action, Prune
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
-from tierd.core.timeline.chain import timeline
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.observe import observe_places
+from tierd.core.timeline.launch_chain import timeline
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.tier_observer import observe_places
 from tierd.spool.spool import Spool
-from tierd.stores.base import Buffer, ObjectInfo
-from tierd.stores.memory import MemoryStore
+from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.memory_store import MemoryStore
 
 TIER = "tier"
 
@@ -56,7 +55,7 @@ def one_thread(monkeypatch) -> None:
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
     inline = Inline(1)
-    monkeypatch.setattr("tierd.daemon.transfer.concurrency.POLITE", inline)
+    monkeypatch.setattr("tierd.daemon.concurrency.BACKGROUND_POOL", inline)
 
     async def to_thread(call, /, *args, **kwargs):
         await asyncio.sleep(0)
@@ -167,7 +166,7 @@ class Tier(MemoryStore):
         self.check()
 
 
-class Line:
+class Line(Store):
     """A node's line to the tier. With `rng` it is slow by chance. `down` makes every call fail; `cut` is for a node
     that is lost: what it had on its way takes effect or not, and it hears no answer."""
 
@@ -271,7 +270,7 @@ class Node:
         tiers = tuple(msgspec.structs.replace(one, retention=policy) for one in settings.tier)
         settings = msgspec.structs.replace(settings, tier=tiers)
         self.daemon = Reconciler(settings, self.spool, {TIER: self.line})
-        self.daemon.requests.interest.add(RUN)
+        self.daemon.requests.requested_runs.add(RUN)
 
     def steps(self) -> list[tuple[int, int]]:
         """`(launch, step)` of everything in the spool, oldest first."""

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from tierd.client.preemption.signals import SIGNALS
+from tierd.client.preemption.notices import SIGNALS
 
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch):
     """No machine of a cloud, and the handlers of before whatever a test does."""
-    monkeypatch.setattr("tierd.client.preemption.clouds._detected", lambda dmi: None)
+    monkeypatch.setattr("tierd.client.preemption.cloud_notices._detected", lambda dmi: None)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():

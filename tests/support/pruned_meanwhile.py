@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.doubles import is_manifest
 
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 
 def lay(tier: Path, objects: dict[str, bytes]) -> None:

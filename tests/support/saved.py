@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from support.state_files import files_of
 from support.world import commit
 
 from tierd.core.ids import PartId
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
-from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.base import Buffer, Store, StoreWrapper
 
 
 async def put(spool: Spool, which: PartId, state: Mapping[str, Any], *stores: Store, **more: Any) -> None:
@@ -22,10 +22,11 @@ async def put(spool: Spool, which: PartId, state: Mapping[str, Any], *stores: St
         await flush(spool, which, TierUploadContext(store))
 
 
-class ReadOnly:
+class ReadOnly(StoreWrapper):
     """Passes reads on, and fails the test at a write."""
 
     def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
         self.inner = inner
         self.wrote: list[str] = []
 
@@ -36,13 +37,3 @@ class ReadOnly:
     async def delete(self, keys: Sequence[str]) -> None:
         self.wrote += keys
         raise AssertionError(f"a reader deleted {list(keys)}")
-
-    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        return await self.inner.get(key, into)
-
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        async for info in self.inner.scan(prefix, after):
-            yield info
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tierd.state.flatten import flatten
+from tierd.state.state_loading import flatten
 from tierd.state.tensor_file import copy_into, plan_layout
 
 

@@ -13,7 +13,7 @@ from support.training import tensors
 from support.waiting import BOUND_S, wait_until
 
 import tierd
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 
@@ -69,7 +69,7 @@ def held_bytes(process: subprocess.Popen[bytes]) -> int:
 
 def check_nothing_failed(spool: Spool) -> None:
     """Neither counted, nor an event, nor an alert."""
-    with Link(spool) as link:
+    with DaemonConnection(spool) as link:
         status = link.ask(StatusRequest(), 60)["status"]
     assert "persist_failures" not in status["counters"] or status["counters"]["persist_failures"] == 0
     assert [one for one in status["events"] if one["what"] in ("persist failed", "failing")] == []

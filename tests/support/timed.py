@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tierd.client import timings as of_client
-from tierd.client.timings import ClientTimings
-from tierd.daemon import timings as of_daemon
-from tierd.daemon.timings import DaemonTimings
+from tierd.client import client_timings as of_client
+from tierd.client.client_timings import ClientTimings
+from tierd.daemon import daemon_timings as of_daemon
+from tierd.daemon.daemon_timings import DaemonTimings
 
 NEVER_MS = 1 << 36  # an age that no object of a test reaches
 HASTE: dict[str, Any] = {
@@ -39,23 +39,23 @@ def timed(monkeypatch: Any, **fields: Any) -> DaemonTimings:
 
 def give_client(**fields: Any) -> None:
     """Give these timings to every `Checkpointer` of this process from now on."""
-    made = replace(of_client.given(), **fields)
-    of_client.given = lambda: made
+    made = replace(of_client.current_timings(), **fields)
+    of_client.current_timings = lambda: made
 
 
 def timed_client(monkeypatch: Any, **fields: Any) -> ClientTimings:
     """As `give_client`, until the test ends; return the timings."""
-    made = replace(of_client.given(), **fields)
-    monkeypatch.setattr(of_client, "given", lambda: made)
+    made = replace(of_client.current_timings(), **fields)
+    monkeypatch.setattr(of_client, "current_timings", lambda: made)
     return made
 
 
 def timed_cli(monkeypatch: Any, **fields: Any) -> None:
     """Give these timings to commands that this process runs, until the test ends."""
-    from tierd.cli import timings as of_cli  # which loads the command line's libraries
+    from tierd.cli import command_runtime as of_cli  # which loads the command line's libraries
 
-    made = replace(of_cli.given(), **fields)
-    monkeypatch.setattr(of_cli, "given", lambda: made)
+    made = replace(of_cli.current_timings(), **fields)
+    monkeypatch.setattr(of_cli, "current_timings", lambda: made)
 
 
 class Ticking:

@@ -11,7 +11,7 @@ from torch import nn
 
 import tierd
 from tierd.spool.spool import Spool
-from tierd.state.flatten import flatten, unflatten
+from tierd.state.state_loading import flatten, unflatten
 from tierd.state.tensor_file import copy_into, plan_layout
 
 

@@ -29,7 +29,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
-from tierd.watching.naming import KnownCheckpoints, stepless_run
+from tierd.watching.checkpoint_names import KnownCheckpoints, stepless_run
 
 _OBSERVE_S = 5.0  # of simulated time between two looks
 _CALM = 150  # looks at most after the program ended
@@ -381,7 +381,7 @@ class _Reports:
     def __init__(self, judge: _Judge, spool: Spool) -> None:
         self.judge, self.spool = judge, spool
 
-    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+    def report_taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         """Whatever is raised here, the watch meets as an error of its own, and tries again."""
         try:
             self._taken(part, outcome)
@@ -401,8 +401,8 @@ class _Reports:
         self.judge.right(files, "is taken")
         self.judge.taken.append(files)
 
-    def not_taken(self, path: str, why: str) -> None:
+    def report_refused(self, path: str, why: str) -> None:
         self.judge.reported[path] = why
 
-    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+    def report_doubt(self, path: str, checkpoint: CheckpointId) -> None:
         self.judge.program.acts["in doubt"] += 1

@@ -15,10 +15,8 @@ from pathlib import Path
 from support import layouts
 from support.layouts import WRITERS
 
-from tierd.watching.layouts import units
-from tierd.watching.listing import MARKERS, ListedEntry, Listing
-from tierd.watching.programs import SHARDED
-from tierd.watching.unit import Unit
+from tierd.watching.unit import MARKERS, SHARDED_LAYOUT, ListedEntry, Listing, Unit
+from tierd.watching.unit_detection import units
 
 SETTLE_S = 10.0
 OBSERVE_S = 3.0
@@ -195,6 +193,6 @@ def unit_of(files: Files, unit: Unit) -> Files | None:
     texts = {path: data.decode() for path, data in files.items() if path.rpartition("/")[2] in MARKERS}
     names = {path: ListedEntry("file") for path in files}
     found = [one for one in units(Listing(directories | names, texts)) if one.path == unit.path]
-    if unit.layout is SHARDED:
+    if unit.layout is SHARDED_LAYOUT:
         return {path: files[path] for path in unit.files if path in files}
     return {path: files[path] for path in found[0].files} if found else None

@@ -18,13 +18,13 @@ from support.watched_run import observed
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId
-from tierd.daemon.intake.taker import IngestClaim
-from tierd.daemon.intake.unit_watch import Reports, UnitWatch
-from tierd.daemon.timings import DaemonTimings
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.intake.unit_watch import UnitWatch, WatchReports
+from tierd.daemon.tiers.announcements import IngestClaim
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
-from tierd.watching.naming import KnownCheckpoints
+from tierd.stores.memory_store import MemoryStore
+from tierd.watching.checkpoint_names import KnownCheckpoints
 from tierd.watching.unit_file import UNIT_NAME
 
 RUN = "watched"
@@ -58,13 +58,13 @@ class Tier:
             return
         facts = observed(spool, RUN)
         one = part.checkpoint
-        self.known = self.known.with_one(one, facts.made[one], facts.origins[one.attempt])
+        self.known = self.known.with_checkpoint(one, facts.created[one], facts.origins[one.attempt])
 
 
 class Lone:
     """A node that watches alone."""
 
-    def __init__(self, world: World, spool: Spool, reports: Reports) -> None:
+    def __init__(self, world: World, spool: Spool, reports: WatchReports) -> None:
         self.world, self.spool, self.reports, self.alive = world, spool, reports, True
         self.parts: list[PartId] = []
         self.known = KnownCheckpoints()
@@ -77,7 +77,7 @@ class Lone:
         count = len(self.parts)
         self.watch.observe(self.known, self.world.now_s, may_take=may_take)
         if len(self.parts) > count:
-            self.known = self.known.merged(observed(self.spool, RUN))
+            self.known = self.known.merge(observed(self.spool, RUN))
 
     def _meddle(self) -> None:
         steps = self.world.chance.randint(1, 5) if self.world.chance.random() < 0.05 else 0
@@ -86,22 +86,22 @@ class Lone:
         for _ in range(steps):
             self.world.step()
 
-    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+    def report_taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         self.parts.append(part)
-        self.reports.taken(part, outcome)
+        self.reports.report_taken(part, outcome)
 
-    def not_taken(self, path: str, why: str) -> None:
-        self.reports.not_taken(path, why)
+    def report_refused(self, path: str, why: str) -> None:
+        self.reports.report_refused(path, why)
 
-    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
-        self.reports.in_doubt(path, checkpoint)
+    def report_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+        self.reports.report_doubt(path, checkpoint)
 
 
 class Sharing(Lone):
     """A node that shares the directory and the tier; `chance` decides its pace and whether it is killed."""
 
     def __init__(
-        self, world: World, home: Path, who: str, tier: Tier, judge: Callable[[Spool], Reports], mortal: bool
+        self, world: World, home: Path, who: str, tier: Tier, judge: Callable[[Spool], WatchReports], mortal: bool
     ) -> None:
         spool = Spool(home / f"spool-{who}")
         self.chance = random.Random(f"{home.name} {who}")
@@ -123,12 +123,12 @@ class Sharing(Lone):
         """As `Intake` does."""
         self.observations += 1
         if self.observations % _OBSERVE == 0:
-            self.known = self.known.merged(self.tier.known)
-        self._observe(may_take=self.taker.held)
-        if self.watch.wanted and await self.taker.may_take(self.watch.wanted, self.world.now_s):
-            self.known = self.known.merged(self.tier.known) if self.taker.held else self.known
+            self.known = self.known.merge(self.tier.known)
+        self._observe(may_take=self.taker.is_claimed)
+        if self.watch.wanted_checkpoint and await self.taker.may_take(self.watch.wanted_checkpoint, self.world.now_s):
+            self.known = self.known.merge(self.tier.known) if self.taker.is_claimed else self.known
             self._observe(may_take=True)
-        elif self.watch.wanted:
+        elif self.watch.wanted_checkpoint:
             self.world.acts["left to the other node"] += 1
         self._live()
         if self.flushed < len(self.parts) and self.chance.random() < 0.3:

@@ -20,8 +20,8 @@ from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.spool_observer import SpoolObserver
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
-from tierd.watching.naming import KnownCheckpoints, history, stepless_run
+from tierd.stores.file_store import FileStore
+from tierd.watching.checkpoint_names import KnownCheckpoints, known_checkpoints, stepless_run
 
 RUN = "r"
 
@@ -35,16 +35,16 @@ class Reported:
         self.reasons: dict[str, str] = {}
         self.doubts: dict[str, CheckpointId] = {}
 
-    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+    def report_taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         if isinstance(outcome, Exception):
             self.failures.append(outcome)
         else:
             self.parts.append(part)
 
-    def not_taken(self, path: str, why: str) -> None:
+    def report_refused(self, path: str, why: str) -> None:
         self.reasons[path] = why
 
-    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+    def report_doubt(self, path: str, checkpoint: CheckpointId) -> None:
         self.doubts[path] = checkpoint
 
 
@@ -65,7 +65,7 @@ def tier_of(write: Callable[[Path], object], home: Path) -> Path:
 
 def observed(spool: Spool, run: str = RUN) -> KnownCheckpoints:
     """What a daemon that starts anew knows of the run."""
-    return history(Inventory(SpoolObserver(spool).observe(), {}), run)
+    return known_checkpoints(Inventory(SpoolObserver(spool).observe(), {}), run)
 
 
 def take(spool: Spool, root: Path) -> Reported:

@@ -23,9 +23,9 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
-from tierd.watching.programs import DEEPSPEED, MEGATRON
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit import DEEPSPEED, MEGATRON
+from tierd.watching.unit_detection import units
 from tierd.watching.unit_file import UNIT_NAME
 
 LAYOUTS = tuple(one.__name__ for one in WRITERS)
@@ -81,21 +81,21 @@ class _OnNode:
     def __init__(self, judge: _Judge, spool: Spool) -> None:
         self.judge, self.spool, self.world = judge, spool, judge.world
 
-    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+    def report_taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         assert isinstance(outcome, CommittedPart), outcome
         copy = content(self.spool, part)
         path = json.loads((self.spool.path(part) / UNIT_NAME).read_text())["path"]
-        with Tree(self.world.root) as tree:
+        with DirectoryTree(self.world.root) as tree:
             unit = next(one for one in units(tree.listing()) if one.path == path)
         # Where the marker beside it named it before, a save over it is whole before that is written again.
         more = self.world.save if unit.layout in (MEGATRON, DEEPSPEED) else []
         assert any(copy == unit_of(one, unit) for one in [*self.world.finished, *more]), ("torn", path, sorted(copy))
         self.judge.parts.append(part)
 
-    def not_taken(self, path: str, why: str) -> None:
+    def report_refused(self, path: str, why: str) -> None:
         self.judge.reasons[path] = why
 
-    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+    def report_doubt(self, path: str, checkpoint: CheckpointId) -> None:
         raise AssertionError(f"a single unit is in doubt: {path} as {checkpoint}")
 
 
@@ -121,7 +121,7 @@ def _judge_end(world: World, nodes: Sequence[Lone], tier: Tier, judge: _Judge) -
     again = UnitWatch(spool, world.root, RUN, judge.on(spool), settle_s=SETTLE_S)
     for _ in range(2):  # a daemon that starts anew takes nothing twice
         world.now_s += 2 * SETTLE_S
-        again.observe(observed(spool, RUN).merged(tier.known), world.now_s)
+        again.observe(observed(spool, RUN).merge(tier.known), world.now_s)
     assert len(judge.parts) == count, ("taken twice", judge.parts)
     assert world.there() == there, "the watched directory was written to"
 

@@ -14,8 +14,8 @@ from unittest import mock
 from support.waiting import until
 
 from tierd.core.config import from_toml
-from tierd.daemon import service
-from tierd.daemon.http.server import HttpServer
+from tierd.daemon import daemon_service
+from tierd.daemon.http.http_server import HttpServer
 from tierd.spool.spool import Spool
 
 
@@ -69,7 +69,7 @@ async def serving(spool: Spool, tier: Path, *, http: str = 'listen = "127.0.0.1:
         made.append(self)
 
     with mock.patch.object(HttpServer, "__init__", init):
-        daemon = asyncio.ensure_future(service.serve(from_toml(text, "tierd.toml")))
+        daemon = asyncio.ensure_future(daemon_service.serve(from_toml(text, "tierd.toml")))
         await until(lambda: daemon.done() or (made and made[-1].address))
     try:
         if daemon.done():

@@ -19,13 +19,13 @@ from tierd.core.manifest import VERSION, Manifest, Origin
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon.control import Control
-from tierd.daemon.handoff import HandoffServer
-from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.control_socket import ControlServer
+from tierd.daemon.handoff_socket import HandoffServer
+from tierd.daemon.reconciler import Reconciler
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 RUN = "run"
 CHUNK = 1000  # bytes: a small file has several chunks
@@ -184,8 +184,8 @@ def corrupt(path: Path) -> None:
 def hurry(monkeypatch) -> None:
     """Backoffs of milliseconds, leftovers at once: the order of things stays, the waiting goes. Chunks of any size are
     shared, because those of tests have `CHUNK` bytes."""
-    monkeypatch.setattr("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1)
-    monkeypatch.setattr("tierd.daemon.timings.given", lambda: QUICK)
+    monkeypatch.setattr("tierd.core.planning.flush_order.SMALLEST_SHARED_BYTES", 1)
+    monkeypatch.setattr("tierd.daemon.daemon_timings.given", lambda: QUICK)
 
 
 class Daemon:
@@ -219,10 +219,10 @@ class Daemon:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def _taken(self, part, outcome) -> None:
-        self.loop.call_soon_threadsafe(self.reconciler.taken, part, outcome)
+        self.loop.call_soon_threadsafe(self.reconciler.note_commit, part, outcome)
 
     def _persisting(self, part, under_way) -> None:
-        self.loop.call_soon_threadsafe(self.reconciler.save_events.persisting, part, under_way)
+        self.loop.call_soon_threadsafe(self.reconciler.save_events.set_persisting, part, under_way)
 
     def settle(self) -> None:
         self.call(settle(self.reconciler))
@@ -241,7 +241,7 @@ class Daemon:
             self.reconciler = reconciler(self.spool, stores, **self._options)
             self.handoff = HandoffServer(self.spool, self._taken, self.reconciler.timings, self._persisting)
             self.reconciler.requests.writers = self.handoff.writers
-            self.control = Control(self.reconciler, self.handoff)
+            self.control = ControlServer(self.reconciler, self.handoff)
             with self.handoff.listening(20):
                 async with self.control.listening(), running(self.reconciler):
                     self._ready.set()

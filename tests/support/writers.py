@@ -14,13 +14,13 @@ from support.world import RUN, Daemon, commit, converge, part, reconciler, runni
 import tierd
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Origin
-from tierd.core.timeline.head import Head, LaunchRecord
-from tierd.core.timeline.head import encode as encode_head
-from tierd.daemon.reconcile import Reconciler
+from tierd.core.timeline.launch_chain import Head, LaunchRecord
+from tierd.core.timeline.launch_chain import encode_head as encode_head
+from tierd.daemon.reconciler import Reconciler
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 KEEP = 3
 Outcome = tuple[int, float, list[tuple[int, str]]]  # step, the value that was loaded, what was skipped with the reason

@@ -12,7 +12,7 @@ import pytest
 
 from tierd.core.config import from_urls
 from tierd.core.errors import ConfigError
-from tierd.stores.directory_overlap import check_apart
+from tierd.stores.mounted_directories import check_no_overlap
 
 pytestmark = pytest.mark.system
 
@@ -32,13 +32,15 @@ def test_a_bind_mount_of_a_tier_or_of_a_directory_in_it_is_no_other_place(tmp_pa
     (tier / inside).mkdir(parents=True)
     alias.mkdir()
     tiers = from_urls(str(tmp_path / "spool"), [str(tier), str(alias)])
-    asyncio.run(check_apart(tiers))
+    asyncio.run(check_no_overlap(tiers))
     with bound(tier / inside, alias), pytest.raises(ConfigError, match=f"{relation} the directory of tier 'file'"):
-        asyncio.run(check_apart(tiers))
+        asyncio.run(check_no_overlap(tiers))
 
 
 def test_directories_beside_each_other_below_two_mounts_are_apart(tmp_path):
     for name in ("disk/a", "disk/ab", "alias"):
         (tmp_path / name).mkdir(parents=True)
     with bound(tmp_path / "disk", tmp_path / "alias"):
-        asyncio.run(check_apart(from_urls(str(tmp_path / "s"), [str(tmp_path / "disk/a"), str(tmp_path / "alias/ab")])))
+        asyncio.run(
+            check_no_overlap(from_urls(str(tmp_path / "s"), [str(tmp_path / "disk/a"), str(tmp_path / "alias/ab")]))
+        )

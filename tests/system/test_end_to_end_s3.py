@@ -24,7 +24,7 @@ from tierd.core.errors import DaemonUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest_codec import decode
 from tierd.core.urls import parse_url
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import ReportRequest, StatusRequest, Wait
 from tierd.spool.spool import Spool
 from tierd.stores.open import open_store
@@ -82,7 +82,7 @@ def trainer(home: Path, name: str, *more: str) -> list[str]:
 
 
 def ask(home: Path, request: Any) -> dict[str, Any]:
-    with Link(Spool(home / "spool")) as link:
+    with DaemonConnection(Spool(home / "spool")) as link:
         return link.ask(request, PATIENCE)
 
 

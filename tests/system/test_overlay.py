@@ -52,7 +52,7 @@ def test_remove_deletes_the_manifest_first(spool: Spool, monkeypatch: pytest.Mon
     def cut_off(path: Path) -> None:
         raise OSError("cut off")
 
-    monkeypatch.setattr("tierd.spool.trash.remove", cut_off)
+    monkeypatch.setattr("tierd.spool.leftovers.remove", cut_off)
     with pytest.raises(OSError, match="cut off"):
         spool.remove([part(1)])
     with pytest.raises(TierdError, match="manifest"):

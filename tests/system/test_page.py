@@ -16,7 +16,7 @@ from support.waiting import wait_until
 from support.web import serving
 from support.world import attempt, commit, part
 
-from tierd.daemon.http.server import HttpServer
+from tierd.daemon.http.http_server import HttpServer
 from tierd.spool.spool import Spool
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

@@ -25,10 +25,10 @@ from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.stores.base import Store
 from tierd.stores.open import open_store
-from tierd.stores.s3 import checksum_probe, s3_store
+from tierd.stores.s3 import checksums, s3_store
 from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
-from tierd.stores.s3.limits import USUAL, S3Limits
-from tierd.stores.s3.line import Body
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
+from tierd.stores.s3.http_exchanges import RequestBody
 from tierd.stores.s3.s3_store import S3Store
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -104,7 +104,7 @@ class TestS3StoreWithoutPrefix(Conformance):
         return lambda: open_store(replace(url, prefix=""))
 
 
-def on(url: StoreUrl, use: Callable[[S3Store], Awaitable[None]], limits: S3Limits = USUAL) -> None:
+def on(url: StoreUrl, use: Callable[[S3Store], Awaitable[None]], limits: S3Limits = DEFAULT_LIMITS) -> None:
     async def whole() -> None:
         store = S3Store(url, limits)
         try:
@@ -147,11 +147,11 @@ def test_chunk_of_64_mib_is_returned_whole(url: StoreUrl) -> None:
 def test_server_refuses_every_wrong_checksum(
     url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksum_probe, "CHECKSUMS", [checksum])
+    monkeypatch.setattr(checksums, "CHECKSUMS", [checksum])
 
     async def use(store: S3Store) -> None:
         assert await store.put("k", b"data") == checksum.name
-        client = await store.connected()
+        client = await store.get_client()
         listed = await client.list_objects_v2(Bucket=url.bucket)
         assert [item["Key"] for item in listed["Contents"]] == ["a/prefix/k"]  # and no probe
 
@@ -161,7 +161,7 @@ def test_server_refuses_every_wrong_checksum(
 @pytest.mark.parametrize("checksum", [*CHECKSUMS, MD5], ids=lambda checksum: checksum.name)
 def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is of the bytes that the caller gave: what changes on the way is not stored."""
-    monkeypatch.setattr(checksum_probe, "CHECKSUMS", [] if checksum is MD5 else [checksum])
+    monkeypatch.setattr(checksums, "CHECKSUMS", [] if checksum is MD5 else [checksum])
 
     async def use(store: S3Store) -> None:
         for data in (b"bytes", random.Random(7).randbytes(3 << 20)):
@@ -169,7 +169,7 @@ def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, m
             flipped = bytearray(data)
             flipped[len(data) // 2] ^= 1
             with monkeypatch.context() as patch:
-                patch.setattr(s3_store, "Body", lambda view, flipped=flipped: Body(memoryview(flipped)))
+                patch.setattr(s3_store, "RequestBody", lambda view, flipped=flipped: RequestBody(memoryview(flipped)))
                 with pytest.raises((StoreUnavailable, StoreRefused)):
                     await store.put("k", data)
             with pytest.raises(ObjectNotFound):
@@ -182,7 +182,7 @@ def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, m
 def test_keys_that_are_not_tierds_are_not_shown(url: StoreUrl) -> None:
     async def use(store: S3Store) -> None:
         await store.put("run/f", b"1")
-        client = await store.connected()
+        client = await store.get_client()
         for name in (
             "a/prefix/",
             "a/prefix/run/",

@@ -45,7 +45,7 @@ assert ckpt.stats.handed_over, ckpt.stats
 WORK = """
 import shutil, time
 import tierd, torch
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Pause, ReportRequest, Resume, StatusRequest
 from tierd.spool.spool import Spool
 

@@ -10,10 +10,10 @@ import pytest
 from support.units import UNIT, allowed, directives, size
 
 from tierd.core.manifest import MAX_CHUNK_SIZE
-from tierd.daemon import handoff_lines
-from tierd.daemon.transfer.memory_budget import BYTES, FLUSHES
-from tierd.stores import file
-from tierd.stores.s3 import limits
+from tierd.daemon import client_connections
+from tierd.daemon.concurrency import FLUSH_BYTES, TRANSFER_BYTES
+from tierd.stores import file_store
+from tierd.stores.s3 import http1
 
 pytestmark = pytest.mark.system
 
@@ -61,12 +61,15 @@ def test_the_unit_takes_no_shared_memory_from_a_training() -> None:
 def test_unit_bounds_memory_and_threads_above_the_needs_of_the_daemon() -> None:
     unit = directives(UNIT)
     (high,), (most,), (tasks,) = unit["MemoryHigh"], unit["MemoryMax"], unit["TasksMax"]
-    assert size(high) // 2 > BYTES + FLUSHES  # with the interpreter and its libraries
+    assert size(high) // 2 > TRANSFER_BYTES + FLUSH_BYTES  # with the interpreter and its libraries
     assert size(high) + 6 * MAX_CHUNK_SIZE < size(most) <= 4 << 30
     cores, tiers, receivers = 256, 6, 10
     a_tier = (
-        2 * 2 * max(file._THREADS, limits.USUAL.connections)
+        2 * 2 * max(file_store._THREADS, http1.DEFAULT_LIMITS.connections)
     )  # hasty and polite ones; a reload has both stores for a while
     pools = 64 + 8 + 32 + 2  # of the hand-off, asyncio's own, and the two that listen
-    assert handoff_lines.MOST + pools + 2 * cores + tiers * a_tier + receivers < int(tasks) * 3 // 4
+    assert (
+        client_connections.MAX_HANDOFF_CONNECTIONS + pools + 2 * cores + tiers * a_tier + receivers
+        < int(tasks) * 3 // 4
+    )
     assert int(tasks) <= 4096  # fewer than systemd's default, which is 15 % of the machine's

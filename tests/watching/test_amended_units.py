@@ -14,10 +14,10 @@ from support.watched_run import RUN, Home, files, flush, take
 from support.whole_layouts import pt, text, write
 
 from tierd.cli import run
-from tierd.daemon.intake.swapping import QUARANTINE
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
-from tierd.watching.naming import series_of
+from tierd.daemon.intake.directory_changes import QUARANTINE_NAME
+from tierd.watching.checkpoint_names import series_of
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit_detection import units
 
 
 def saves(home: Home, *steps: int) -> None:
@@ -132,7 +132,7 @@ def test_damaged_file_that_no_copy_has_is_moved_alone(home: Home, capsys) -> Non
     (home.root / "step_10/opt.pt").write_bytes(data)
     before = files(home.root)
     unit = home.prepare(capsys)["step_10"]
-    assert unit["verdict"] == "damaged" and unit["moved"] == [f"{QUARANTINE}/step_10/opt.pt"]
+    assert unit["verdict"] == "damaged" and unit["moved"] == [f"{QUARANTINE_NAME}/step_10/opt.pt"]
     assert files(home.root) == {name: content for name, content in before.items() if name != "step_10/opt.pt"}
 
 
@@ -171,7 +171,7 @@ def test_saves_with_two_numbers_in_their_names_are_of_one_series(home: Home) -> 
 def test_model_in_the_watched_directory_itself_has_its_config(root: Path) -> None:
     names = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
     write(root, dict.fromkeys({*names, "README.md", "results.json", "train.log"}, b"{}"), 1_000_000)
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         (unit,) = units(tree.listing())
     assert set(unit.files) == names
 
@@ -181,7 +181,7 @@ def test_directories_of_numbers_within_an_array_are_no_steps(root: Path) -> None
     for step in (100, 200):
         names = ("metadata.json", "opt_state/inner_state/1/0/mu/.zarray", "opt_state/inner_state/1/0/mu/0.0")
         write(root, {f"run/step-{step}/{name}": b"{}" for name in names}, step)
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         assert {unit.path for unit in units(tree.listing())} == {"run/step-100", "run/step-200"}
 
 
@@ -189,7 +189,7 @@ def test_json_with_the_number_of_weights_is_taken_with_them(root: Path) -> None:
     """nanochat: `model_001000.pt`, `meta_001000.json`, `optim_001000_rank0.pt`."""
     names = {"model_001000.pt", "meta_001000.json", "optim_001000_rank0.pt"}
     write(root, dict.fromkeys({*names, "config_1000.json", "meta_002000.json"}, b"{}"), 1)
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         (unit,) = units(tree.listing())
     assert set(unit.files) == names
 
@@ -207,8 +207,8 @@ def test_number_that_is_no_step_distinguishes_files_of_a_checkpoint(root: Path) 
     for step in (1, 20):
         write(root, {f"epoch_{step}/states_{rank}.pth": pt(step, rank) for rank in (0, 1)}, step)
     (root / "epoch_20/states_1.pth").unlink()
-    with Tree(root) as tree:
-        assert [unit.step for unit in units(tree.listing()) if unit.missing] == [20]
+    with DirectoryTree(root) as tree:
+        assert [unit.step for unit in units(tree.listing()) if unit.missing_reason] == [20]
 
 
 STATES = ("states_0.pt", "states_1.pt", "states_2.pt")

@@ -13,14 +13,14 @@ from support.watched_run import RUN, flush, take
 
 from tierd.cli import run
 from tierd.spool.spool import Spool
-from tierd.watching.files import Tree
-from tierd.watching.inspect import inspect_unit
-from tierd.watching.layouts import units
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit_detection import units
+from tierd.watching.unit_inspection import inspect_unit
 
 
 def statuses(root: Path) -> list[str]:
     """What is found of every unit; `OSError` where reads differ from each other."""
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         listing = tree.listing()
         found = units(listing)
         sizes = {path: entry.size for path, entry in listing.entries.items()}

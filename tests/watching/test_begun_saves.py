@@ -11,7 +11,7 @@ import pytest
 from support.watched_run import RUN, Home, files, flush, take
 from support.whole_layouts import Files, pt, write
 
-from tierd.watching.naming import stepless_run
+from tierd.watching.checkpoint_names import stepless_run
 
 LAYOUTS = {
     "directory of a step": ("step_{}/a.pt", "step_{}/b.pt"),

@@ -9,17 +9,17 @@ import pytest
 import torch
 from support import layouts
 
-from tierd.watching.describe import UnitDescription, describe
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
-from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit import ListedEntry, Listing
+from tierd.watching.unit_description import UnitDescription, describe_unit
+from tierd.watching.unit_detection import units
 
 
 def described(root: Path) -> UnitDescription:
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         listing = tree.listing()
         (unit,) = units(listing)
-        return describe(unit, lambda path: tree.opened(path, listing.entries[path]))
+        return describe_unit(unit, lambda path: tree.opened(path, listing.entries[path]))
 
 
 def state(root: Path, content: object) -> UnitDescription:

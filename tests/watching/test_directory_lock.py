@@ -19,14 +19,14 @@ from support.watched_run import RUN, Home, files
 
 from tierd.cli import run
 from tierd.core.errors import ConfigError
-from tierd.daemon.intake import directory_lock, in_place
-from tierd.daemon.intake.chosen import put_back_chosen
-from tierd.daemon.intake.directory_lock import NAME, alone_in
-from tierd.daemon.intake.prepare import prepare
+from tierd.daemon.intake import directory_changes, in_place_restore
+from tierd.daemon.intake.directory_changes import LOCK_NAME, locked_directory
+from tierd.daemon.intake.directory_preparation import prepare
+from tierd.daemon.intake.series_restore import restore_in_place
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.gathering import held, partial_of
+from tierd.daemon.transfer.local_files import locked_partial, partial_path
 from tierd.stores.base import Store
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 
 @asynccontextmanager
@@ -42,13 +42,17 @@ def test_a_second_restore_clears_nothing_before_the_first_is_in_place(home: Home
     layouts.trainer(home.root)
     home.taken()
     right, back, done = files(home.root), home.root.with_name("back"), []
-    export, place = in_place.export, in_place.place
-    monkeypatch.setattr(in_place, "export", lambda *given, **more: done.append("export") or export(*given, **more))
-    monkeypatch.setattr(in_place, "place", lambda *given, **more: (place(*given, **more), done.append("place"))[0])
+    export, place = in_place_restore.restore_to_directory, in_place_restore.move_into_place
+    monkeypatch.setattr(
+        in_place_restore, "restore_to_directory", lambda *given, **more: done.append("export") or export(*given, **more)
+    )
+    monkeypatch.setattr(
+        in_place_restore, "move_into_place", lambda *given, **more: (place(*given, **more), done.append("place"))[0]
+    )
 
     async def both() -> None:
         async with stores(home) as there:
-            one, two = (put_back_chosen(there, RUN, back, None, None, Progress(), None) for _ in range(2))
+            one, two = (restore_in_place(there, RUN, back, None, None, Progress(), None) for _ in range(2))
             await asyncio.gather(one, two, return_exceptions=True)
 
     asyncio.run(both())
@@ -74,12 +78,12 @@ def test_a_second_prepare_waits_and_finds_all_right(home: Home, caplog: pytest.L
 def test_a_queue_is_no_long_wait_for_one_holder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hours = [0.0]
     quick = {"sleep": lambda _: asyncio.sleep(0.005)}
-    monkeypatch.setattr(directory_lock, "asyncio", SimpleNamespace(**{**vars(asyncio), **quick}))
-    monkeypatch.setattr(directory_lock, "time", SimpleNamespace(monotonic=lambda: 3600 * hours[0]))
+    monkeypatch.setattr(directory_changes, "asyncio", SimpleNamespace(**{**vars(asyncio), **quick}))
+    monkeypatch.setattr(directory_changes, "time", SimpleNamespace(monotonic=lambda: 3600 * hours[0]))
     (root / "weights").write_bytes(b"")  # so that the lock's file stays
 
     async def one() -> None:
-        async with alone_in(root):
+        async with locked_directory(root):
             await asyncio.sleep(0.05)  # the others see who holds it
             hours[0] += 0.7
             await asyncio.sleep(0.05)
@@ -93,16 +97,16 @@ def test_a_queue_is_no_long_wait_for_one_holder(root: Path, monkeypatch: pytest.
 
 async def test_a_wait_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hours = itertools.count()
-    monkeypatch.setattr(directory_lock, "time", SimpleNamespace(monotonic=lambda: 3601 * next(hours)))
+    monkeypatch.setattr(directory_changes, "time", SimpleNamespace(monotonic=lambda: 3601 * next(hours)))
 
-    async with alone_in(root):
+    async with locked_directory(root):
         with pytest.raises(ConfigError, match=r"\.tierd-lock: another"):
-            async with alone_in(root):
+            async with locked_directory(root):
                 raise AssertionError
 
 
 async def entered(root: Path) -> list[str]:
-    async with alone_in(root):
+    async with locked_directory(root):
         return os.listdir(root)
 
 
@@ -111,8 +115,8 @@ def test_empty_directory_is_still_empty_after_its_lock(root: Path, others: list[
     """Some training scripts refuse an output directory that is not empty and has no checkpoint."""
     for name in others:
         (root / name).touch()
-    assert sorted(asyncio.run(entered(root))) == [NAME, *others]
-    assert sorted(os.listdir(root)) == ([NAME, *others] if others else [])
+    assert sorted(asyncio.run(entered(root))) == [LOCK_NAME, *others]
+    assert sorted(os.listdir(root)) == ([LOCK_NAME, *others] if others else [])
 
 
 def test_a_lock_whose_file_was_removed_is_not_held(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,14 +125,14 @@ def test_a_lock_whose_file_was_removed_is_not_held(root: Path, monkeypatch: pyte
 
     def once_removed(descriptor: int, how: int) -> None:
         if not locked:
-            (root / NAME).rename(root / "removed")
-            (root / NAME).touch()
+            (root / LOCK_NAME).rename(root / "removed")
+            (root / LOCK_NAME).touch()
         flock(descriptor, how)
         locked.append(os.fstat(descriptor).st_ino)
 
     monkeypatch.setattr(fcntl, "flock", once_removed)
     asyncio.run(entered(root))
-    assert locked == [(root / "removed").stat().st_ino, (root / NAME).stat().st_ino]
+    assert locked == [(root / "removed").stat().st_ino, (root / LOCK_NAME).stat().st_ino]
 
 
 def test_watch_without_locks_warns_and_continues(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
@@ -138,7 +142,7 @@ def test_watch_without_locks_warns_and_continues(root: Path, monkeypatch, caplog
     monkeypatch.setattr(fcntl, "flock", refused)
     asyncio.run(entered(root))
     (line,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    assert f"{root / NAME}: this file system refuses locks" in line
+    assert f"{root / LOCK_NAME}: this file system refuses locks" in line
 
 
 def test_a_directory_that_may_not_be_written_to_needs_no_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +152,7 @@ def test_a_directory_that_may_not_be_written_to_needs_no_lock(root: Path, monkey
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "open", refused)
-    assert asyncio.run(directory_lock._locked(root / NAME)) is None
+    assert asyncio.run(directory_changes._locked(root / LOCK_NAME)) is None
 
 
 def test_prepare_moves_nothing_that_another_restore_may_have_put_right(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -157,6 +161,6 @@ def test_prepare_moves_nothing_that_another_restore_may_have_put_right(home: Hom
     home.taken()
     path.write_bytes(b"")
     before = files(home.root)
-    with held(partial_of(home.root / in_place.RESTORED)):
+    with locked_partial(partial_path(home.root / in_place_restore.RESTORE_STAGING)):
         assert run(["prepare", str(home.root), "--run", RUN, "--to", str(home.tier)]) == 3
     assert files(home.root) == before and "another restore is filling it" in capsys.readouterr().err

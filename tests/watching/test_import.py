@@ -17,16 +17,16 @@ from support.world import commit, part, steps_on
 
 from tierd.cli import run
 from tierd.core.manifest_codec import decode
-from tierd.daemon.intake import importing
-from tierd.daemon.intake.importing import ImportedRun, import_units
-from tierd.daemon.intake.origin import directory_origin
+from tierd.daemon.intake import unit_import
+from tierd.daemon.intake.unit_files import open_directory_source
+from tierd.daemon.intake.unit_import import ImportedRun, import_units
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 
 POINTERS = ("latest", "latest_checkpointed_iteration.txt", "checkpoint")
 
@@ -121,14 +121,14 @@ def test_checkpoint_with_an_unforeseen_error_stops_no_other(
 ) -> None:  # type: ignore[no-untyped-def]
     for step in (500, 1000):
         checkpoint(root, step, 1_800_000_000 + step)
-    real = getattr(importing, name)
+    real = getattr(unit_import, name)
 
     def fails(*given: object) -> object:
         if any(getattr(one, "path", "") == "checkpoint-500" for one in given):
             raise ZeroDivisionError("nobody foresaw this")
         return real(*given)
 
-    monkeypatch.setattr(importing, name, fails)
+    monkeypatch.setattr(unit_import, name, fails)
     found = imported(root, tmp_path / "tier", capsys, code=4)["imported"]
     assert [one["step"] for one in found["units"]] == [1000]
     ((path, reason),) = [(one["path"], one["reason"]) for one in found["refused"]]
@@ -174,7 +174,7 @@ def test_unsound_checkpoint_is_named_and_left_out(
 
 def bring(root: Path, home: Path, store: Store) -> ImportedRun:
     async def main() -> ImportedRun:
-        with directory_origin(root) as origin:
+        with open_directory_source(root) as origin:
             return await import_units(origin, {"tier": store}, Spool(home / "spool"), RUN, None, Progress())
 
     return asyncio.run(main())
@@ -186,14 +186,14 @@ def test_checkpoint_that_changes_while_it_is_read_is_left_out(
 ) -> None:  # type: ignore[no-untyped-def]
     """After the check, or after the last byte was read."""
     here = checkpoint(root, 500, 1_800_000_000)
-    work = getattr(importing, last)
+    work = getattr(unit_import, last)
 
     def meddling(*arguments):  # type: ignore[no-untyped-def]
         found = work(*arguments)
         (here / "optimizer.pt").write_bytes((here / "scheduler.pt").read_bytes())
         return found
 
-    monkeypatch.setattr(importing, last, meddling)
+    monkeypatch.setattr(unit_import, last, meddling)
     store = MemoryStore()
     done = bring(root, tmp_path, store)
     assert not done.units and [one.status for one in done.refused] == ["changing"]
@@ -223,7 +223,7 @@ def test_second_tier_gets_its_missing_objects(root: Path, tmp_path: Path) -> Non
     first, second = Double(), Double()
     bring(root, tmp_path, first)
     first.calls = []
-    with directory_origin(root) as origin:
+    with open_directory_source(root) as origin:
         both = import_units(origin, {"a": first, "b": second}, Spool(tmp_path / "spool"), RUN, None, Progress())
         (unit,) = asyncio.run(both).units
     assert not unit.was_there and not first.puts() and second.puts(is_chunk)

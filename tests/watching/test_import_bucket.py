@@ -20,12 +20,12 @@ from watching.test_import import check_put_back, checkpoint
 
 from tierd.cli import run
 from tierd.core.urls import parse_url
-from tierd.daemon.intake import bucket as origins
-from tierd.daemon.intake.bucket import BucketOrigin, entries_of, split_url
+from tierd.daemon.intake import import_bucket as origins
+from tierd.daemon.intake.import_bucket import BucketImportSource, bucket_entries, split_url
 from tierd.stores.base import ObjectInfo
 from tierd.stores.open import open_foreign
-from tierd.watching.layouts import units
-from tierd.watching.listing import Listing
+from tierd.watching.unit import Listing
+from tierd.watching.unit_detection import units
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def listed(bucket: Bucket, name: str, tmp_path: Path) -> Listing:
         place, named = split_url(parse_url(bucket.url(name)))
         store = open_foreign(place)
         try:
-            return await (await BucketOrigin.at("shown", store, named, tmp_path / "objects")).listing()
+            return await (await BucketImportSource.at("shown", store, named, tmp_path / "objects")).listing()
         finally:
             await store.aclose()
 
@@ -168,14 +168,14 @@ def meddle(
     monkeypatch: pytest.MonkeyPatch, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
 ) -> None:
     """Change the bucket just before, or just after, a checkpoint's objects are downloaded."""
-    download = BucketOrigin._download
+    download = BucketImportSource._download
 
     async def meddling(self, found):  # type: ignore[no-untyped-def]
         before()
         await download(self, found)
         after()
 
-    monkeypatch.setattr(BucketOrigin, "_download", meddling)
+    monkeypatch.setattr(BucketImportSource, "_download", meddling)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -253,12 +253,12 @@ HOSTILE = ("../../../escaped", "a//b", "/absolute", "x" * 300, "..", "new\nline"
 @pytest.mark.parametrize("name", HOSTILE, ids=[ascii(name)[:20] for name in HOSTILE])
 def test_a_name_that_cannot_be_a_files_is_never_a_path(name: str) -> None:
     inside = f"checkpoint-500/{name}"
-    entries = entries_of({inside: ObjectInfo(inside, 3, "t"), "checkpoint-500/.metadata": ObjectInfo("m", 3, "t")})
+    entries = bucket_entries({inside: ObjectInfo(inside, 3, "t"), "checkpoint-500/.metadata": ObjectInfo("m", 3, "t")})
     (strange,) = (path for path, entry in entries.items() if entry.kind == "other")
     assert strange.startswith("checkpoint-500/") and strange.isprintable()
     assert all(step not in ("", ".", "..") and len(step) < 256 for path in entries for step in path.split("/"))
     (unit,) = units(Listing(entries))
-    assert unit.strange == (strange,)
+    assert unit.special_files == (strange,)
 
 
 def test_a_checkpoint_with_such_a_name_is_not_imported_without_it(

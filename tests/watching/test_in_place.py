@@ -18,12 +18,11 @@ from support.layouts import WRITERS
 from support.watched_run import RUN, Home, files, flush, take
 
 from tierd.cli import run
-from tierd.core.manifest_codec import decode
-from tierd.core.seal import seal
-from tierd.daemon.intake import in_place, swapping
-from tierd.formats.byte_source import PIECE
-from tierd.spool.describe import describe_file
-from tierd.watching import files as watching_files
+from tierd.core.manifest_codec import decode, seal
+from tierd.daemon.intake import directory_changes, in_place_restore
+from tierd.formats.byte_source import PIECE_SIZE
+from tierd.spool.foreign_files import describe_file
+from tierd.watching import directory_tree as watching_files
 from tierd.watching.unit_file import UNIT_NAME
 
 
@@ -108,11 +107,11 @@ def test_a_description_that_was_made_up_puts_nothing_anywhere(home: Home, path: 
 @pytest.mark.parametrize("renames", range(4))
 def test_program_file_is_not_deleted_after_a_kill(can_exchange: bool, renames: int, root: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """A command that is killed before any of its renames leaves the program's file for the next one."""
-    fresh = root / in_place.RESTORED / "part" / "checkpoint-5" / "file"
+    fresh = root / in_place_restore.RESTORE_STAGING / "part" / "checkpoint-5" / "file"
     for path, text in ((root / "checkpoint-5" / "file", "the program's"), (fresh, "restored")):
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    rename, exchange, done = Path.rename, swapping.exchange, [0]
+    rename, exchange, done = Path.rename, directory_changes.exchange_names, [0]
 
     def killed(do: Callable[..., object], *given: object) -> object:
         if done[0] == renames:
@@ -122,27 +121,27 @@ def test_program_file_is_not_deleted_after_a_kill(can_exchange: bool, renames: i
 
     monkeypatch.setattr(Path, "rename", lambda *given: killed(rename, *given))
     if can_exchange:
-        monkeypatch.setattr(swapping, "exchange", lambda *given: killed(exchange, *given))
+        monkeypatch.setattr(directory_changes, "exchange_names", lambda *given: killed(exchange, *given))
     else:
-        monkeypatch.setattr(swapping, "exchange", lambda *given: False)
+        monkeypatch.setattr(directory_changes, "exchange_names", lambda *given: False)
     with suppress(Killed):
-        swapping.swap_in(fresh.parent, root, "checkpoint-5")
-    in_place._clear(root / in_place.RESTORED)
+        directory_changes.swap_in(fresh.parent, root, "checkpoint-5")
+    in_place_restore._clear(root / in_place_restore.RESTORE_STAGING)
     assert "the program's" in [path.read_text() for path in root.rglob("file")]
 
 
 def test_a_failed_exchange_leaves_nothing_in_quarantine(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = root / in_place.RESTORED / "checkpoint-5"
+    fresh = root / in_place_restore.RESTORE_STAGING / "checkpoint-5"
     for path in (root / "checkpoint-5", fresh):
         path.mkdir(parents=True)
 
     def busy(*_: object) -> bool:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(swapping, "exchange", busy)
+    monkeypatch.setattr(directory_changes, "exchange_names", busy)
     with pytest.raises(OSError, match="busy"):
-        swapping.swap_in(fresh, root, "checkpoint-5")
-    assert fresh.is_dir() and list((root / swapping.QUARANTINE).iterdir()) == []
+        directory_changes.swap_in(fresh, root, "checkpoint-5")
+    assert fresh.is_dir() and list((root / directory_changes.QUARANTINE_NAME).iterdir()) == []
 
 
 def test_a_link_on_the_way_is_not_followed(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +262,7 @@ def test_prepare_corrects_the_pointer(home: Home, capsys: pytest.CaptureFixture[
 
 def test_prepare_reads_each_byte_once(home: Home, capsys, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     for number in (1, 2, 3):
-        torch.save({"weight": torch.rand(PIECE // 2)}, home.root / f"model_step{number}.pt")
+        torch.save({"weight": torch.rand(PIECE_SIZE // 2)}, home.root / f"model_step{number}.pt")
     home.taken()
     read = []
     one_read = watching_files.OpenFile.read

@@ -32,13 +32,14 @@ from support.layouts import (
 from support.timed import timed_cli
 
 from tierd.cli import run
-from tierd.core.dcp_names import DTYPES
+from tierd.core.dcp_pickle import DTYPES
 from tierd.formats.byte_source import ByteSource
-from tierd.watching import files, programs
-from tierd.watching.followed import FollowingTree
-from tierd.watching.inspect import InspectedUnit, inspect_unit
-from tierd.watching.layouts import units
-from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching import directory_tree
+from tierd.watching import unit as programs
+from tierd.watching.named_directory import FollowingTree
+from tierd.watching.unit import ListedEntry, Listing
+from tierd.watching.unit_detection import units
+from tierd.watching.unit_inspection import InspectedUnit, inspect_unit
 
 ROOT = Path(__file__).parents[2]
 EXITS = {"sound": 0, "damaged": 5, "unreadable": 6, "incomplete": 4, "changing": 4, "unknown": 4}
@@ -51,7 +52,7 @@ Ask = Callable[..., tuple[int, list[dict]]]
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
     """The exit code and the units of `tierd inspect`, which have to agree."""
-    timed_cli(monkeypatch, damaged_s=0.0)
+    timed_cli(monkeypatch, recheck_delay_s=0.0)
 
     def asked(*paths: Path) -> tuple[int, list[dict]]:
         code = run(["inspect", "--json", *map(str, paths)])
@@ -354,7 +355,7 @@ def test_a_file_that_changes_is_still_being_written(
 ) -> None:
     path = tmp_path / "model.pt"
     pt(path)
-    monkeypatch.setattr("tierd.watching.followed.FollowingTree", Meddling)
+    monkeypatch.setattr("tierd.watching.named_directory.FollowingTree", Meddling)
     monkeypatch.setattr(Meddling, "early", early)
     Meddling.act = lambda: act(path)
     code, [found] = ask(path)
@@ -368,9 +369,9 @@ def test_damage_in_a_file_that_is_written_to_a_moment_later_is_none(
     pt(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:1000])
-    monkeypatch.setattr("tierd.cli.reading.inspect.time.sleep", lambda _: path.write_bytes(whole[:2000]))
+    monkeypatch.setattr("tierd.cli.commands.inspect_command.time.sleep", lambda _: path.write_bytes(whole[:2000]))
     assert ask(path)[1][0]["status"] == "changing"
-    monkeypatch.setattr("tierd.cli.reading.inspect.time.sleep", lambda _: None)
+    monkeypatch.setattr("tierd.cli.commands.inspect_command.time.sleep", lambda _: None)
     assert ask(path)[1][0]["status"] == "damaged"
 
 
@@ -441,7 +442,7 @@ def test_names_that_a_terminal_obeys_are_escaped(tmp_path: Path, capsys: pytest.
 
 
 def test_too_many_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setattr(files, "MAX_NAMES", 5)
+    monkeypatch.setattr(directory_tree, "MAX_NAMES", 5)
     trainer(tmp_path)
     assert run(["inspect", str(tmp_path)]) == 3
     assert "more than 5 names" in capsys.readouterr().err
@@ -461,7 +462,7 @@ def test_an_error_of_the_disk_is_not_damage(tmp_path: Path, ask: Ask, monkeypatc
     def failing(*_: object) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("tierd.watching.files.os.pread", failing)
+    monkeypatch.setattr("tierd.watching.directory_tree.os.pread", failing)
     code, [found] = ask(path)
     assert (code, found["status"]) == (6, "unreadable") and "Input/output" in found["findings"][0]["reason"]
 
@@ -477,7 +478,7 @@ def test_units_of_a_listing_touch_no_file() -> None:
     directories = {str(Path(name).parent): ListedEntry("directory") for name in names}
     directories |= {f"run{run}": ListedEntry("directory") for run in range(40)}
     found = units(Listing(directories | names))
-    assert len(found) == 2_001 and [unit.path for unit in found if unit.missing] == ["run0/checkpoint-50"]
+    assert len(found) == 2_001 and [unit.path for unit in found if unit.missing_reason] == ["run0/checkpoint-50"]
 
 
 def test_a_unit_whose_opener_fails_is_unreadable() -> None:
@@ -498,7 +499,7 @@ def test_the_how_to_s_table_is_that_of_the_programs() -> None:
     section = (
         (ROOT / "docs" / "howto" / "inspect.md")
         .read_text()
-        .split("<!-- layouts: made of tierd/watching/programs.py -->\n")[1]
+        .split("<!-- layouts: made of tierd/watching/unit.py -->\n")[1]
     )
     rows = [f"| {one.program} | {one.unit} | {one.complete} |" for one in programs.LAYOUTS]
     assert section.split("<!-- layouts: end -->")[0].splitlines()[2:] == rows

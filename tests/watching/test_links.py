@@ -17,8 +17,8 @@ from support.users import NOBODY, as_root
 from support.watched_run import RUN, files
 
 from tierd.cli import run
-from tierd.watching.followed import FollowingTree
-from tierd.watching.inspect import ChangedFile
+from tierd.watching.named_directory import FollowingTree
+from tierd.watching.unit_inspection import ChangedFile
 
 COMMIT, OTHER = "c0ffee" * 6 + "3ba1", "ab12" * 10
 

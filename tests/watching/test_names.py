@@ -14,15 +14,15 @@ from support.watched_run import RUN, Reported, observed
 
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.spool import Spool
-from tierd.watching.files import Tree
-from tierd.watching.layouts import Unit, units
-from tierd.watching.listing import ListedEntry, Listing
-from tierd.watching.settle import Due, Shape, is_unchanged, shape_of
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.settling_units import DueUnit, UnitShape, is_unchanged, shape_of
+from tierd.watching.unit import ListedEntry, Listing
+from tierd.watching.unit_detection import Unit, units
 
 _UNRELATED = 500
 
 
-def shapes(listing: Listing) -> dict[str, tuple[Unit, Shape]]:
+def shapes(listing: Listing) -> dict[str, tuple[Unit, UnitShape]]:
     return {unit.path: (unit, shape_of(unit, listing.entries)) for unit in units(listing)}
 
 
@@ -42,18 +42,18 @@ def test_names_show_each_program_s_units_as_the_full_listing_does(
     write(home)
     (home / "link").symlink_to("nowhere")
     write_unrelated(home, 20)
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         whole = shapes(tree.listing())
-        assert whole and shapes(tree.names()) == whole
+        assert whole and shapes(tree.list_names()) == whole
         for unit, expected in whole.values():
-            assert tuple((path, tree.again(unit).entries[path]) for path, _ in expected) == expected
+            assert tuple((path, tree.relist(unit).entries[path]) for path, _ in expected) == expected
 
 
 def test_names_ask_for_no_size_of_unrelated_files(root: Path) -> None:
     layouts.torch_save(root)
     write_unrelated(root / "data")
-    with Tree(root) as tree:
-        entries = tree.names().entries
+    with DirectoryTree(root) as tree:
+        entries = tree.list_names().entries
     assert {entries[path] for path in entries if path.startswith("data/")} == {ListedEntry("file")}
 
 
@@ -73,15 +73,15 @@ def test_unrelated_files_are_listed_once_when_a_unit_is_taken(below: str, root: 
 
 def test_change_of_a_file_of_the_unit_is_noticed_without_a_full_listing(root: Path) -> None:
     layouts.torchtitan(root)
-    with Tree(root) as tree:
-        due = Due(*shapes(tree.names())["step-100"], 0)
-        assert is_unchanged(due, tree.again(due.unit))
+    with DirectoryTree(root) as tree:
+        due = DueUnit(*shapes(tree.list_names())["step-100"], 0)
+        assert is_unchanged(due, tree.relist(due.unit))
         (root / "step-100" / "added.pt").write_bytes(b"more")
-        assert not is_unchanged(due, tree.again(due.unit))
+        assert not is_unchanged(due, tree.relist(due.unit))
         (root / "step-100" / "added.pt").unlink()
-        assert is_unchanged(due, tree.again(due.unit))
+        assert is_unchanged(due, tree.relist(due.unit))
         (root / "step-100").rename(root / "away")
-        assert not is_unchanged(due, tree.again(due.unit))
+        assert not is_unchanged(due, tree.relist(due.unit))
 
 
 def test_unit_whose_files_may_not_be_asked_for_is_not_taken_and_named(
@@ -98,8 +98,8 @@ def test_unit_whose_files_may_not_be_asked_for_is_not_taken_and_named(
         return stat(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
 
     monkeypatch.setattr(os, "stat", refused)
-    with Tree(root, skip=True) as tree:
-        found = units(tree.names())
+    with DirectoryTree(root, skip=True) as tree:
+        found = units(tree.list_names())
         assert "step-100" not in {unit.path for unit in found} and len(found) == 1
         assert tree.unreadable == ["step-100"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from tierd.core.ids import CheckpointId
-from tierd.watching.naming import KnownCheckpoints, made_at, name_unit
+from tierd.watching.checkpoint_names import KnownCheckpoints, checkpoint_time, name_unit
 
 RUN = "r"
 
@@ -21,8 +21,8 @@ def taken(
     known, names = known or KnownCheckpoints(), []
     for step, second in units:
         named = name_unit(RUN, f"checkpoint-{step}", step, at(second), known)
-        assert named.checkpoint not in known.made
-        known = known.with_one(named.checkpoint, at(second), named.origin)
+        assert named.checkpoint not in known.created
+        known = known.with_checkpoint(named.checkpoint, at(second), named.origin)
         names.append(named.checkpoint)
     return known, names
 
@@ -67,7 +67,7 @@ def test_unit_that_was_listed_later_is_newer_at_any_time() -> None:
     known, names = taken((10, 100), (20, 200))
     for step in (30, 20, 15):
         found = name_unit(RUN, f"checkpoint-{step}", step, at(50), known, after=names[1])
-        assert found.checkpoint > names[1] and not found.below
+        assert found.checkpoint > names[1] and not found.sorts_below_taken
         assert (found.checkpoint.attempt == names[0].attempt) == (step == 30)
 
 
@@ -76,11 +76,11 @@ def test_units_that_were_listed_together_keep_the_order_of_their_times() -> None
     assert max(names) != names[2]
     known, names = taken((10, 1000))
     first = name_unit(RUN, "checkpoint-40", 40, at(50), known, after=names[0])
-    known = known.with_one(first.checkpoint, at(50), first.origin)
+    known = known.with_checkpoint(first.checkpoint, at(50), first.origin)
     found = name_unit(RUN, "checkpoint-30", 30, at(40), known, after=names[0])
     assert names[0] < found.checkpoint < first.checkpoint
     rolled_back = name_unit(RUN, "checkpoint-5", 5, at(40), known, after=names[0])
-    assert rolled_back.below and rolled_back.checkpoint < names[0]
+    assert rolled_back.sorts_below_taken and rolled_back.checkpoint < names[0]
 
 
 def test_equal_times_are_of_one_attempt() -> None:
@@ -96,7 +96,7 @@ def test_a_name_of_which_nothing_is_read_is_not_given_again() -> None:
     known, names = taken((100, 10))
     unread = CheckpointId(RUN, names[0].attempt, 200)
     other = name_unit(
-        RUN, "checkpoint-200", 200, at(20), KnownCheckpoints(known.made, known.origins, frozenset({unread}))
+        RUN, "checkpoint-200", 200, at(20), KnownCheckpoints(known.created, known.origins, frozenset({unread}))
     )
     assert other.checkpoint != unread
 
@@ -107,13 +107,18 @@ def test_the_same_unit_is_known_by_its_step_and_time() -> None:
 
 
 def test_a_time_keeps_its_microseconds_and_one_out_of_range_is_1970() -> None:
-    assert made_at(1_767_225_600_123_456_789).isoformat() == "2026-01-01T00:00:00.123456+00:00"
-    assert made_at((1 << 63) - 1).year == made_at(-1).year == made_at(3_155_760_000 * 10**9).year == 1970
-    assert made_at(3_155_760_000 * 10**9 - 1).year == 2069
+    assert checkpoint_time(1_767_225_600_123_456_789).isoformat() == "2026-01-01T00:00:00.123456+00:00"
+    assert (
+        checkpoint_time((1 << 63) - 1).year
+        == checkpoint_time(-1).year
+        == checkpoint_time(3_155_760_000 * 10**9).year
+        == 1970
+    )
+    assert checkpoint_time(3_155_760_000 * 10**9 - 1).year == 2069
 
 
 def test_an_attempt_after_the_latest_time_sorts_last() -> None:
-    latest = made_at(3_155_760_000 * 10**9 - 1)
+    latest = checkpoint_time(3_155_760_000 * 10**9 - 1)
     first = name_unit(RUN, "checkpoint-20", 20, latest, KnownCheckpoints())
-    known = KnownCheckpoints().with_one(first.checkpoint, latest, None)
+    known = KnownCheckpoints().with_checkpoint(first.checkpoint, latest, None)
     assert name_unit(RUN, "checkpoint-10", 10, at(10), known, after=first.checkpoint).checkpoint > first.checkpoint

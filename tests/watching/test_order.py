@@ -12,13 +12,13 @@ import torch
 from support import layouts
 from support.watched_run import RUN, Reported, observed, take
 
-from tierd.daemon.intake.taken import TakenUnits
+from tierd.daemon.intake.taken_units import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.spool import Spool
 from tierd.spool.stage import Stage
-from tierd.watching.listing import ListedEntry
-from tierd.watching.naming import KnownCheckpoints
-from tierd.watching.settle import Shape
+from tierd.watching.checkpoint_names import KnownCheckpoints
+from tierd.watching.settling_units import UnitShape
+from tierd.watching.unit import ListedEntry
 
 HOUR = 3600
 
@@ -91,10 +91,10 @@ def test_unit_that_another_node_took_while_this_node_was_down_is_in_no_doubt(
     took = UnitWatch(other, root, RUN, Reported(), settle_s=0.0)
     for now_s in (1.0, 2.0):
         took.observe(known, now_s)
-    made, seen, reported = observed(other).made, observed(spool), Reported()
+    made, seen, reported = observed(other).created, observed(spool), Reported()
     again = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s, one in enumerate(sorted(made)[2:]):  # retention deleted those before
-        seen = seen.with_one(one, made[one], None)
+        seen = seen.with_checkpoint(one, made[one], None)
         again.observe(seen, float(now_s))
     assert reported.doubts == {} and spool.pins() == set()
     assert {part.checkpoint for part in reported.parts} == set(sorted(made)[:2]), "they have the names that they had"
@@ -141,7 +141,7 @@ def test_first_watch_that_was_killed_continues_as_it_began(root: Path, spool: Sp
         pass
 
     class Killer(Reported):
-        def taken(self, part, outcome) -> None:  # type: ignore[no-untyped-def]
+        def report_taken(self, part, outcome) -> None:  # type: ignore[no-untyped-def]
             raise Killed
 
     watch = UnitWatch(spool, root, RUN, Killer(), settle_s=0.0)
@@ -338,13 +338,13 @@ def test_a_new_spool_beside_a_missing_mount_begins_with_the_mount(root: Path, sp
 def test_the_record_remembers_the_last_of_many_that_are_gone(spool: Spool) -> None:
     """Two units of 5000 files each are as many as it remembers."""
     entry = ListedEntry("file", 1, 1)
-    shapes: dict[str, Shape] = {unit: tuple((f"{unit}{at}", entry) for at in range(5000)) for unit in "abcd"}
+    shapes: dict[str, UnitShape] = {unit: tuple((f"{unit}{at}", entry) for at in range(5000)) for unit in "abcd"}
     record = TakenUnits(spool, RUN)
     for name in "abcd":
-        record.see({name: shapes[name]}, None)
+        record.record_listing({name: shapes[name]}, None)
         record.add(name, shapes[name])
     record = TakenUnits(spool, RUN)
-    assert [name for name in "abcd" if record.has(name, shapes[name])] == ["b", "c", "d"]
+    assert [name for name in "abcd" if record.has_taken(name, shapes[name])] == ["b", "c", "d"]
 
 
 def test_doubt_about_a_checkpoint_that_could_not_be_committed_is_recorded_once(root: Path, spool: Spool) -> None:

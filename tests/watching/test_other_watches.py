@@ -19,15 +19,14 @@ from support.watched_run import RUN, watching
 
 from tierd.cli import run
 from tierd.core.errors import StoreUnavailable
-from tierd.daemon.intake import other_watches
-from tierd.daemon.intake.directory_id import DirectoryId, compare, identify
-from tierd.daemon.intake.other_watches import OtherWatches
-from tierd.daemon.intake.watch_at_work import RunNotWatched
-from tierd.daemon.timings import DaemonTimings
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.intake import watch_records
+from tierd.daemon.intake.active_watch import DirectoryId, RunNotWatched, compare_directories, identify_directory
+from tierd.daemon.intake.watch_records import RunWatchClaim
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store, octets
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 
 TIMINGS = DaemonTimings(silent_s=180.0, wall_ns=Ticking())
 A = DirectoryId(node="one", boot="boot-1", path="/data/a", device=8, inode=128, kind="ext4")
@@ -49,13 +48,13 @@ class Node:
         self.spool = Spool(home / who)
         with self.spool.lock():
             pass
-        self.watches = OtherWatches(RUN, who * 8, self.spool, store if callable(store) else lambda: store, timings)
+        self.watches = RunWatchClaim(RUN, who * 8, self.spool, store if callable(store) else lambda: store, timings)
         if not visible:
             seen = self.watches._record
             self.watches._record = lambda directory: replace(seen(directory), spool="/elsewhere")  # type: ignore[method-assign]
 
     async def asks(self, directory: DirectoryId, now_s: float = 0.0) -> bool:
-        return await self.watches.may_go_on(directory, now_s)
+        return await self.watches.confirm_alone(directory, now_s)
 
 
 async def records(store: Store) -> list[str]:
@@ -84,15 +83,15 @@ NFS = replace(A, node="two", boot="boot-2", path="/mnt/a", device=61, kind="nfs4
     ],
 )
 def test_likeness_of_two_directories_is_symmetric(one: DirectoryId, other: DirectoryId, likeness: str) -> None:
-    assert compare(one, other) == compare(other, one) == likeness
+    assert compare_directories(one, other) == compare_directories(other, one) == likeness
 
 
 def test_a_directory_is_the_same_by_every_path(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("a")
-    a, b, link = (identify(tmp_path / name) for name in ("a", "b", "link"))
-    assert compare(a, link) == "same" and compare(a, b) in ("different", "unknown")
+    a, b, link = (identify_directory(tmp_path / name) for name in ("a", "b", "link"))
+    assert compare_directories(a, link) == "same" and compare_directories(a, b) in ("different", "unknown")
 
 
 async def test_another_directory_is_refused_while_the_first_is_watched(
@@ -125,7 +124,7 @@ async def test_a_spool_on_a_dead_mount_counts_as_unseen_and_stops_nothing(
     store = MemoryStore()
     one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
     assert await one.asks(A)
-    monkeypatch.setattr(other_watches, "is_held", hangs)
+    monkeypatch.setattr(watch_records, "is_spool_held", hangs)
     for now_s in (0.0, 1.0):
         assert not await two.asks(B, now_s) and two.watches.awaited
     assert asked == [one.spool.root], "no thread is left behind each time"
@@ -227,7 +226,7 @@ async def test_a_watch_with_nothing_to_take_renews_its_record_less_often(
     store = MemoryStore()
     one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
     assert await one.asks(A)
-    monkeypatch.setattr(other_watches.asyncio, "sleep", sleep)
+    monkeypatch.setattr(watch_records.asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
         await one.watches.keep_renewing(lambda: len(slept) < 6)
     monkeypatch.undo()
@@ -378,5 +377,5 @@ async def test_restart_on_one_machine_watches_another_directory_at_once(tmp_path
     node = Node(store, tmp_path, "a")
     with node.spool.lock():
         assert await node.asks(A)
-        node.watches = OtherWatches(RUN, "aaaaaaaa", node.spool, lambda: store, TIMINGS)  # it was killed
+        node.watches = RunWatchClaim(RUN, "aaaaaaaa", node.spool, lambda: store, TIMINGS)  # it was killed
         assert await node.asks(B)

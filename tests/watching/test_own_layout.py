@@ -12,10 +12,10 @@ from support.watched_run import files
 from tierd.cli import run
 from tierd.core.config import from_toml
 from tierd.core.errors import ConfigError
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
-from tierd.watching.own_layout import OwnLayout
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.loose_units import UserLayout
 from tierd.watching.unit import Unit
+from tierd.watching.unit_detection import units
 
 pytestmark = pytest.mark.usefixtures("quick", "tier")
 
@@ -26,7 +26,7 @@ def write(root: Path, *paths: str) -> None:
 
 
 def found(root: Path, *globs: str, step: str | None = None, complete_when: str | None = None) -> dict[str, Unit]:
-    with Tree(root, own=OwnLayout(globs, step, complete_when)) as tree:
+    with DirectoryTree(root, user_layout=UserLayout(globs, step, complete_when)) as tree:
         return {unit.path: unit for unit in units(tree.listing())}
 
 
@@ -57,7 +57,7 @@ def test_matched_directory_is_one_unit_with_everything_below_it(root: Path) -> N
     write(root, "saves/one/notes.txt", "saves/one/.hidden/x", "saves/log.txt")
     unit = found(root, "saves/one")["saves/one"]
     assert {*unit.files} == {f"saves/one/{path}" for path in files(root / "saves" / "one")}
-    assert unit.missing is None and unit.layout.program == "own layout"
+    assert unit.missing_reason is None and unit.layout.program == "own layout"
 
 
 def test_no_other_rule_applies_beside_matched_paths(root: Path) -> None:
@@ -94,14 +94,14 @@ def test_step_is_the_number_in_the_name_without_a_rule(root: Path) -> None:
 def test_unit_is_complete_only_with_the_file_within_it(root: Path) -> None:
     write(root, "a/w", "a/meta/DONE", "b/w")
     both = found(root, "*", complete_when="meta/DONE")
-    assert (both["a"].missing, both["a"].markers) == (None, ("a/meta/DONE",))
-    assert (both["b"].missing, both["b"].begun) == ("b/meta/DONE is not there", False)
+    assert (both["a"].missing_reason, both["a"].markers) == (None, ("a/meta/DONE",))
+    assert (both["b"].missing_reason, both["b"].is_unfinished) == ("b/meta/DONE is not there", False)
 
 
 def test_unit_is_complete_only_with_the_file_beside_it_which_belongs_to_it(root: Path) -> None:
     write(root, "a.bin", "a.bin.done", "b.bin", "c/w", ".c.ok")
     beside = found(root, "*", complete_when="{name}.done")
-    assert {path: unit.missing for path, unit in beside.items()} == {
+    assert {path: unit.missing_reason for path, unit in beside.items()} == {
         "a.bin": None,
         "b.bin": "b.bin.done is not there",
         "c": "c.done is not there",
@@ -112,7 +112,7 @@ def test_unit_is_complete_only_with_the_file_beside_it_which_belongs_to_it(root:
 
 def test_file_has_no_completion_file_within_it(root: Path) -> None:
     write(root, "a.bin")
-    assert "{name}" in (found(root, "*", complete_when="DONE")["a.bin"].missing or "")
+    assert "{name}" in (found(root, "*", complete_when="DONE")["a.bin"].missing_reason or "")
 
 
 # -- in the configuration ---------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from support.watched_run import RUN, Home
 
 from tierd.cli import run
 from tierd.core.errors import ConfigError, SpoolUnusable
-from tierd.daemon.intake.chosen import read_chosen
-from tierd.daemon.intake.swapping import quarantine_files
+from tierd.daemon.intake.directory_changes import quarantine_files
+from tierd.daemon.intake.series_restore import read_rollback
 from tierd.spool.spool import Spool
 
 
@@ -66,7 +66,7 @@ def test_choice_that_is_no_plain_file_is_refused_by_name(tmp_path: Path, shape: 
     path = tmp_path / ".tierd-chosen"
     occupy(path, shape)
     with pytest.raises(ConfigError, match=rf"{path}: .*remove it"):
-        read_chosen(tmp_path, "run")
+        read_rollback(tmp_path, "run")
 
 
 @pytest.mark.parametrize("shape", ["fifo", "link", "file"])

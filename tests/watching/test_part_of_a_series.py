@@ -9,8 +9,8 @@ import pytest
 from support.watched_run import Home, files, flush, take
 from support.whole_layouts import pt, write
 
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit_detection import units
 
 LAYOUTS = {
     "directories": ("step_{}/model.pt", "step_{}/sched.pt", "step_{}/opt.pt"),
@@ -28,8 +28,8 @@ def save(home: Home, names: tuple[str, ...], step: int, count: int = 3) -> None:
 
 
 def complete(home: Home) -> set[int | None]:
-    with Tree(home.root) as tree:
-        return {unit.step for unit in units(tree.listing()) if not unit.missing}
+    with DirectoryTree(home.root) as tree:
+        return {unit.step for unit in units(tree.listing()) if not unit.missing_reason}
 
 
 @layouts

@@ -12,9 +12,9 @@ from support.doubles import contents
 from support.watched_run import RUN, Home
 
 from tierd.cli import run
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.prune import prune
-from tierd.stores.file import FileStore
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.tiers.tier_prune import prune
+from tierd.stores.file_store import FileStore
 
 
 async def pruned(tier: Path) -> None:

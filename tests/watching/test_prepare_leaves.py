@@ -16,8 +16,8 @@ from support.world import commit, part
 
 from tierd.cli import run
 from tierd.spool.spool import Spool
-from tierd.watching import files as watching_files
-from tierd.watching.files import OWN
+from tierd.watching import directory_tree as watching_files
+from tierd.watching.directory_tree import TIERD_PREFIX
 
 CHOSEN = ".tierd-chosen"
 
@@ -80,7 +80,7 @@ def node(tmp_path: Path) -> Node:
 @contextmanager
 def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
     """Refuse to open paths with this name in them, as the kernel does for another account."""
-    opened = watching_files.Tree.opened
+    opened = watching_files.DirectoryTree.opened
 
     def refused(self, path, listed):
         if name in path:
@@ -88,7 +88,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
         return opened(self, path, listed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(watching_files.Tree, "opened", refused)
+        patch.setattr(watching_files.DirectoryTree, "opened", refused)
         yield
 
 
@@ -242,10 +242,10 @@ def test_a_fetch_that_was_cut_off_is_no_checkpoint(node: Node, capsys, monkeypat
         raise OSError(5, "cut off")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tierd.daemon.transfer.export.publish", cut)
+        patch.setattr("tierd.daemon.transfer.restore_to_directory.publish_directory", cut)
         assert run(["prepare", str(node.root), "--run", RUN, "--to", str(node.tier)]) == 1
     left = [path.name for path in node.root.iterdir()]
-    assert left and all(name.startswith(OWN) for name in left)
+    assert left and all(name.startswith(TIERD_PREFIX) for name in left)
     assert take(node.spool, node.root).reasons == {}
     assert node.verdicts(capsys) == {"a-4.pt": "missing"}
     assert files(node.root) == {"a-4.pt": right["a-4.pt"]} and not (node.root / ".tierd-quarantine").exists()
@@ -260,7 +260,7 @@ def test_a_run_that_was_not_watched_is_not_fetched(tmp_path: Path, command: str,
     def fetched(*_: object, **__: object) -> None:
         raise AssertionError("a file was fetched")
 
-    monkeypatch.setattr("tierd.daemon.transfer.export.download", fetched)
+    monkeypatch.setattr("tierd.daemon.transfer.restore_to_directory.download", fetched)
     where = ["--into", str(out)] if command == "restore" else ["--to", str(tier)]
     arguments = [str(tier) if command == "restore" else str(out), "--run", RUN, *where]
     assert run([command, *arguments]) == 3
@@ -294,7 +294,7 @@ def test_a_directory_that_may_not_be_written_to_is_named(node: Node, number: int
         raise OSError(number, os.strerror(number), ".tierd-restored.partial")
 
     monkeypatch.setattr(Path, "rename", refused)
-    monkeypatch.setattr("tierd.daemon.transfer.export.held", refused)
+    monkeypatch.setattr("tierd.daemon.transfer.restore_to_directory.locked_partial", refused)
     assert run(["prepare", str(node.root), "--run", RUN, "--to", str(node.tier)]) == 3
     assert f"{node.root}: this account may not write there" in capsys.readouterr().err
     assert node.restore() == 3

@@ -132,7 +132,7 @@ def test_checkpoint_that_a_program_wrote_is_sound(
 ) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    timed_cli(monkeypatch, damaged_s=0.0)
+    timed_cli(monkeypatch, recheck_delay_s=0.0)
     written(package, tmp_path)
 
     def ask(path: Path) -> tuple[int, list[dict]]:

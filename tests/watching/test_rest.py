@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.intake.intake import rest_until_next
-from tierd.daemon.timings import DaemonTimings
-from tierd.priority import cpu_wait_s
+from tierd.threads import cpu_wait_s
 
 TIMINGS = DaemonTimings()
 

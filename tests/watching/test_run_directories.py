@@ -13,14 +13,14 @@ import pytest
 from support.watched_run import Home, files, take
 from support.whole_layouts import pt, text, write
 
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
-from tierd.watching.naming import series_of
+from tierd.watching.checkpoint_names import series_of
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit_detection import units
 
 
 def steps(root: Path, names: Iterable[str]) -> dict[str, int | None]:
     write(root, dict.fromkeys(names, b"{}"), 1_000_000)
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         return {unit.path: unit.step for unit in units(tree.listing())}
 
 

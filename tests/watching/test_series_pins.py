@@ -14,7 +14,7 @@ from support.whole_layouts import pt, write
 
 from tierd.cli import run
 from tierd.core.ids import CheckpointId, pin_key
-from tierd.daemon.intake.series_pins import DOUBT, TEXT
+from tierd.daemon.intake.unit_order import DOUBT_PIN_TEXT, NEWEST_PIN_TEXT
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -56,7 +56,7 @@ def test_first_watch_keeps_each_series(root: Path, tier: Path) -> None:
 def test_pin_of_a_person_is_kept(root: Path, tier: Path) -> None:
     save(root, 1, "actor", "best")
     watched(root, tier)
-    pinned = next(one for one in checkpoints_on(tier) if (tier / pin_key(one)).read_bytes() == TEXT)
+    pinned = next(one for one in checkpoints_on(tier) if (tier / pin_key(one)).read_bytes() == NEWEST_PIN_TEXT)
     (tier / pin_key(pinned)).write_bytes(b"")  # as `tierd pin` puts it
     for step in (2, 3, 4):
         save(root, step, "actor", "best")
@@ -90,7 +90,7 @@ def test_pins_in_doubt_end_when_a_later_checkpoint_of_the_series_is_on_every_tie
         pinned = {path.name: path.read_bytes() for path in (tier / RUN / "pins").iterdir()}
         if len(pinned) == 2 and len(checkpoints_on(tier)) == 3:
             break
-    assert len(pinned) == 2 and {*pinned.values()} == {DOUBT}, "those of the last renaming"
+    assert len(pinned) == 2 and {*pinned.values()} == {DOUBT_PIN_TEXT}, "those of the last renaming"
     assert len(checkpoints_on(tier)) == 3
     assert run(["restore", str(tier), "--run", RUN, "--into", str(root.parent / "new")]) == 0
     assert files(root.parent / "new") == {"ckpt_0.pt": pt(5)}

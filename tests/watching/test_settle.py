@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tierd.watching.listing import ListedEntry, Listing
-from tierd.watching.settle import Settling
-from tierd.watching.unit import Unit
+from tierd.watching.settling_units import SettlingTracker
+from tierd.watching.unit import ListedEntry, Listing, Unit
 
 
 def listing(*mtimes: int, name: str = "model.pt") -> Listing:
@@ -14,43 +13,43 @@ def listing(*mtimes: int, name: str = "model.pt") -> Listing:
 
 
 def test_a_unit_is_due_when_it_has_not_changed_for_long_enough() -> None:
-    settling = Settling(10.0)
+    settling = SettlingTracker(10.0)
     assert settling.observe(listing(1), 0.0) == [] and settling.observe(listing(1), 9.9) == []
     assert settling.observe(listing(2), 10.0) == []  # written to: it begins anew
     assert settling.observe(listing(2), 19.9) == []
     [due] = settling.observe(listing(2), 20.0)
-    assert settling.finish(due, True, listing(2)) == "taken"
+    assert settling.record_outcome(due, True, listing(2)) == "taken"
     assert settling.observe(listing(2), 99.0) == []
     assert settling.observe(listing(3), 100.0) == [] and len(settling.observe(listing(3), 110.0)) == 1
 
 
 def test_refused_unit_is_due_again_after_a_change_alone() -> None:
-    settling = Settling(10.0)
+    settling = SettlingTracker(10.0)
     settling.observe(listing(1), 0.0)
     [due] = settling.observe(listing(1), 10.0)
     assert settling.is_waiting()
-    assert settling.finish(due, False, listing(1)) == "refused" and not settling.is_waiting()
+    assert settling.record_outcome(due, False, listing(1)) == "refused" and not settling.is_waiting()
     assert settling.observe(listing(1), 500.0) == []
     settling.observe(listing(2), 501.0)
     assert len(settling.observe(listing(2), 511.0)) == 1
 
 
 def test_unit_that_changes_while_it_is_taken_is_not_finished_and_waits_longer_each_time() -> None:
-    settling, now = Settling(10.0), 0.0
+    settling, now = SettlingTracker(10.0), 0.0
     for mtime, wait in enumerate((10.0, 20.0, 40.0, 80.0)):
         settling.observe(listing(mtime), now)
         assert settling.observe(listing(mtime), now + wait - 0.1) == []
         [due] = settling.observe(listing(mtime), now + wait)
         assert due.tries == mtime
-        assert settling.finish(due, True, listing(mtime + 1)) == "changed"
+        assert settling.record_outcome(due, True, listing(mtime + 1)) == "changed"
         now += wait
     settling.observe(listing(9), now)
     [due] = settling.observe(listing(9), now + 160.0)
-    assert settling.finish(due, True, Listing({})) == "changed"  # deleted
+    assert settling.record_outcome(due, True, Listing({})) == "changed"  # deleted
 
 
 def test_newest_unit_is_first_and_a_deleted_unit_is_forgotten() -> None:
-    settling = Settling(10.0)
+    settling = SettlingTracker(10.0)
     shown = listing(5, 7, 6, name="step")
     settling.observe(shown, 0.0)
     assert [due.unit.path for due in settling.observe(shown, 10.0)] == ["step1.pt", "step2.pt", "step0.pt"]
@@ -59,14 +58,14 @@ def test_newest_unit_is_first_and_a_deleted_unit_is_forgotten() -> None:
 
 def test_an_incomplete_unit_is_never_due() -> None:
     entries = {"checkpoint-1": ListedEntry("directory"), "checkpoint-1/optimizer.pt": ListedEntry("file", 5, 1, (1, 2))}
-    settling = Settling(10.0)
+    settling = SettlingTracker(10.0)
     assert [settling.observe(Listing(entries), now) for now in (0.0, 10.0, 1e6)] == [[], [], []]
     whole = entries | {"checkpoint-1/trainer_state.json": ListedEntry("file", 2, 2, (1, 3))}
     assert not settling.is_waiting(), "what a dead program left is waited for"
     settling.observe(Listing(whole), 1e6)
     assert settling.is_waiting()
     [due] = settling.observe(Listing(whole), 1e6 + 10)
-    assert isinstance(due.unit, Unit) and settling.finish(due, True, Listing(entries)) == "changed"
+    assert isinstance(due.unit, Unit) and settling.record_outcome(due, True, Listing(entries)) == "changed"
 
 
 def checkpoint(**mtimes_s: float) -> Listing:
@@ -77,15 +76,15 @@ def checkpoint(**mtimes_s: float) -> Listing:
     return Listing({"checkpoint-1": ListedEntry("directory")} | entries)
 
 
-def due(settling: Settling, shown: Listing, now_s: float) -> bool:
+def due(settling: SettlingTracker, shown: Listing, now_s: float) -> bool:
     """Whether a unit is due after it has settled as it is shown."""
     settling.observe(shown, now_s)
     found = settling.observe(shown, now_s + 10)
-    return bool(found) and settling.finish(found[0], True, shown) == "taken"
+    return bool(found) and settling.record_outcome(found[0], True, shown) == "taken"
 
 
 def test_due_unit_is_due_again_only_after_a_whole_save() -> None:
-    settling = Settling(10.0)
+    settling = SettlingTracker(10.0)
     first = checkpoint(a=1, b=1, state=2)
     assert due(settling, first, 0)
     assert not due(settling, checkpoint(a=5, b=1, state=2), 20)  # a writer died within a save over it
@@ -97,6 +96,6 @@ def test_due_unit_is_due_again_only_after_a_whole_save() -> None:
 
 
 def test_index_that_is_older_than_its_named_files_is_of_another_save() -> None:
-    assert due(Settling(10.0), checkpoint(tensors=5, metadata=6), 0)
-    assert due(Settling(10.0), checkpoint(tensors=6.9, metadata=6), 0)  # clocks of two nodes
-    assert not due(Settling(10.0), checkpoint(tensors=7.1, metadata=6), 0)
+    assert due(SettlingTracker(10.0), checkpoint(tensors=5, metadata=6), 0)
+    assert due(SettlingTracker(10.0), checkpoint(tensors=6.9, metadata=6), 0)  # clocks of two nodes
+    assert not due(SettlingTracker(10.0), checkpoint(tensors=7.1, metadata=6), 0)

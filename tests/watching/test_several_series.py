@@ -19,7 +19,7 @@ from support.whole_layouts import pt, write
 from tierd.cli import run
 from tierd.core.ids import CheckpointId
 from tierd.spool.spool import Spool
-from tierd.watching.naming import KnownCheckpoints, name_unit
+from tierd.watching.checkpoint_names import KnownCheckpoints, name_unit
 
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 # Equal times, as after a tar or on a file system of whole seconds; times within a millisecond; and others.
@@ -46,8 +46,8 @@ def named(units: list[tuple[str, int, datetime]]) -> dict[str, dict[CheckpointId
         own = names.setdefault(series, {})
         at = {one: when for one, (when, _) in own.items()}
         got = name_unit(RUN, f"{series}/step_{step}", step, made, known, None, at)
-        assert got.checkpoint not in known.made
-        known = known.with_one(got.checkpoint, made, got.origin)
+        assert got.checkpoint not in known.created
+        known = known.with_checkpoint(got.checkpoint, made, got.origin)
         own[got.checkpoint] = made, step
     return names
 

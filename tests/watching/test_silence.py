@@ -13,10 +13,10 @@ from support.waiting import wait_until
 from support.watched_run import watched, watching
 
 from tierd.cli import run
-from tierd.daemon.status import status
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
-from tierd.watching.passed_over import PassedOver, passed_over
+from tierd.daemon.daemon_status import make_status
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit_description import UnmatchedFiles, group_unmatched_files
+from tierd.watching.unit_detection import units
 
 pytestmark = pytest.mark.usefixtures("quick", "tier")
 
@@ -70,7 +70,7 @@ def test_watch_ends_with_0_if_another_node_took_everything(root: Path) -> None:
 
 
 def problems(daemon: object) -> list[str]:
-    return [one.why for one in status(daemon.reconciler, 0, 0).problems if "nothing was taken" in one.why]  # type: ignore[attr-defined]
+    return [one.why for one in make_status(daemon.reconciler, 0, 0).problems if "nothing was taken" in one.why]  # type: ignore[attr-defined]
 
 
 def events(daemon: object) -> list[str]:
@@ -124,8 +124,8 @@ def test_status_shows_passed_over_files_and_why(root: Path, capsys) -> None:  # 
 
 def test_status_shows_no_watch_that_was_taken_out(root: Path) -> None:
     with watching(root.parent, "spool") as daemon:
-        wait_until(lambda: len(status(daemon.reconciler, 0, 0).watches) == 1)
-    assert status(daemon.reconciler, 0, 0).watches == ()
+        wait_until(lambda: len(make_status(daemon.reconciler, 0, 0).watches) == 1)
+    assert make_status(daemon.reconciler, 0, 0).watches == ()
 
 
 # -- groups ---------------------------------------------------------------------------
@@ -140,11 +140,11 @@ def test_groups_are_bounded_and_unknown_names_are_first(root: Path) -> None:
     (root / "link").symlink_to("weird.bag")
     (root / ".part").write_text("")
     torch.save({"w": torch.ones(2)}, root / "m_step1.pt")
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         listing = tree.listing()
-    count, groups = passed_over(listing, units(listing))
+    count, groups = group_unmatched_files(listing, units(listing))
     assert count == 44 and len(groups) == 20
-    assert groups[0] == PassedOver("", ".bag", 1, ("weird.bag",), "no layout that tierd knows has such names")
+    assert groups[0] == UnmatchedFiles("", ".bag", 1, ("weird.bag",), "no layout that tierd knows has such names")
     assert ("link",) in [group.names for group in groups] and "links are not followed" in str(groups)
 
 

@@ -14,8 +14,8 @@ from support.watched_run import RUN, Home, files, flush, take
 from support.whole_layouts import Files, pt, tensors, write
 
 from tierd.cli import run
-from tierd.watching.naming import stepless_run
-from tierd.watching.pointers import Pointer, moved_on
+from tierd.watching.checkpoint_names import stepless_run
+from tierd.watching.unit_file import Pointer, pointer_to_newest
 
 
 def entries(root: Path) -> dict[str, bytes | str]:
@@ -463,7 +463,7 @@ def test_pointer_that_a_killed_program_had_yet_to_write_is_restored(home: Home, 
 def test_pointer_names_a_later_checkpoint_as_it_named_the_former(
     text: str, former: str, newest: str, moved: str | None
 ) -> None:
-    result = moved_on(Pointer("last", text), former, newest)
+    result = pointer_to_newest(Pointer("last", text), former, newest)
     assert (result.text if result else None) == moved
 
 

@@ -9,14 +9,14 @@ import pytest
 from support.watched_run import Home, files, flush, take
 from support.whole_layouts import pt, text, write
 
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit_detection import units
 
 
 def checkpoints(root: Path, *names: str) -> dict[int | None, set[str]]:
     """The files of each step, of one directory with these names; each ends in two files."""
     write(root, {name: text(name) if name.endswith(".json") else pt(1, len(name)) for name in names}, 1_000_000)
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         found = [(unit.step, {*unit.files}) for unit in units(tree.listing())]
     assert len({step for step, _ in found}) == len(found)
     return dict(found)

@@ -21,13 +21,13 @@ from support.world import Daemon
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
+from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.intake import unit_watch
-from tierd.daemon.intake.taker import IngestClaim
-from tierd.daemon.timings import DaemonTimings
+from tierd.daemon.tiers.announcements import IngestClaim
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 
 ONE, TWO = (CheckpointId(RUN, f"0123456789ab-{n:08x}", n) for n in (1, 2))
 TIMINGS = DaemonTimings(renew_s=30.0, silent_s=180.0, yield_s=3600.0, wall_ns=Ticking())
@@ -44,12 +44,12 @@ async def keys(store: Store) -> list[str]:
 async def test_one_node_takes_and_the_other_waits_until_it_is_done() -> None:
     store = MemoryStore()
     one, two = taker(store, "a"), taker(store, "b")
-    assert await one.may_take(ONE, 0.0) and one.held
+    assert await one.may_take(ONE, 0.0) and one.is_claimed
     for now_s in (0.0, 20.0, 40.0):
         assert not await two.may_take(TWO, now_s), "one node takes at a time from a run, whatever the names"
     await one.release()
     assert await keys(store) == []
-    assert await two.may_take(ONE, 60.0) and two.held and not one.held
+    assert await two.may_take(ONE, 60.0) and two.is_claimed and not one.is_claimed
 
 
 async def test_an_announcement_that_is_not_renewed_is_a_dead_nodes() -> None:
@@ -58,7 +58,7 @@ async def test_an_announcement_that_is_not_renewed_is_a_dead_nodes() -> None:
     assert await dead.may_take(ONE, 0.0)
     assert not await two.may_take(ONE, 1000.0), "the time counts from when this node saw it"
     assert not await two.may_take(ONE, 1179.0)
-    assert await two.may_take(ONE, 1200.0) and two.held
+    assert await two.may_take(ONE, 1200.0) and two.is_claimed
 
 
 async def test_a_living_nodes_unit_is_left_to_it_for_an_hour() -> None:
@@ -69,7 +69,7 @@ async def test_a_living_nodes_unit_is_left_to_it_for_an_hour() -> None:
         await stuck.renew()
         assert len(await keys(store)) == 1
         assert not await two.may_take(ONE, float(now_s))
-    assert await two.may_take(ONE, 3600.0) and not two.held
+    assert await two.may_take(ONE, 3600.0) and not two.is_claimed
     assert not await two.may_take(TWO, 3601.0), "the next one is left to it again"
 
 
@@ -91,11 +91,11 @@ async def test_two_nodes_that_announce_at_the_same_time_both_withdraw() -> None:
     store = Board()
     one, two = taker(store, "a"), taker(store, "b")
     assert await asyncio.gather(one.may_take(ONE, 0.0), two.may_take(ONE, 0.0)) in ([False, False], [True, False])
-    assert not (one.held and two.held)
+    assert not (one.is_claimed and two.is_claimed)
     for now_s in range(10, 1000, 10):
         if await one.may_take(ONE, float(now_s)):
             break
-    assert one.held and not await two.may_take(ONE, 2000.0)
+    assert one.is_claimed and not await two.may_take(ONE, 2000.0)
 
 
 async def test_a_tier_that_does_not_answer_keeps_no_unit_from_being_taken() -> None:
@@ -106,7 +106,7 @@ async def test_a_tier_that_does_not_answer_keeps_no_unit_from_being_taken() -> N
 
     for store in (None, Down()):
         one = taker(store, "a")
-        assert await one.may_take(ONE, 0.0) and not one.held
+        assert await one.may_take(ONE, 0.0) and not one.is_claimed
 
 
 async def test_nothing_is_announced_again_where_nothing_can_be_deleted() -> None:
@@ -121,7 +121,7 @@ async def test_nothing_is_announced_again_where_nothing_can_be_deleted() -> None
     for now_s in (100.0, 200.0, 300.0):
         await one.renew()
         await one.release()
-        assert await one.may_take(TWO, now_s) and not one.held
+        assert await one.may_take(TWO, now_s) and not one.is_claimed
     assert len(await keys(store)) == 2
 
 
@@ -129,7 +129,7 @@ async def test_an_announcement_is_renewed_and_withdrawn_on_the_store_that_a_relo
     (tmp_path / "tier").mkdir()
     stores = [FileStore(tmp_path / "tier")]
     one = IngestClaim(RUN, "a" * 8, lambda: stores[-1], TIMINGS)
-    assert await one.may_take(ONE, 0.0) and one.held
+    assert await one.may_take(ONE, 0.0) and one.is_claimed
     before = await keys(stores[0])
     await stores[0].aclose()
     stores.append(FileStore(tmp_path / "tier"))
@@ -148,17 +148,17 @@ async def test_a_release_on_a_closed_store_raises_nothing(tmp_path: Path) -> Non
     store = FileStore(tmp_path / "tier")
     found: list[Store | None] = [store]
     one = IngestClaim(RUN, "a" * 8, lambda: found[-1], TIMINGS)
-    assert await one.may_take(ONE, 0.0) and one.held
+    assert await one.may_take(ONE, 0.0) and one.is_claimed
     await store.aclose()
     found.append(None)  # a reload opened another, which is not observed yet
     await one.release()
-    assert not one.held
+    assert not one.is_claimed
 
 
 async def test_an_error_that_nobody_foresaw_does_not_end_the_announcements(caplog: pytest.LogCaptureFixture) -> None:
     store, broken = MemoryStore(), [0]
     one = IngestClaim(RUN, "a" * 8, lambda: store if not broken[-1] else 1 // 0, replace(TIMINGS, renew_s=0.01))  # type: ignore[arg-type,return-value]
-    assert await one.may_take(ONE, 0.0) and one.held
+    assert await one.may_take(ONE, 0.0) and one.is_claimed
     before = await keys(store)
     broken.append(1)
     renewing = asyncio.ensure_future(one.keep_renewing())

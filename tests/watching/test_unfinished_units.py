@@ -14,10 +14,10 @@ from support.whole_layouts import Files, pt, tensors, text, write
 
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.spool import Spool
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
+from tierd.watching.directory_tree import DirectoryTree
 from tierd.watching.step_in_name import step_in
 from tierd.watching.unit import Unit
+from tierd.watching.unit_detection import units
 
 
 def save(step: int) -> Files:
@@ -25,12 +25,12 @@ def save(step: int) -> Files:
 
 
 def listed(root: Path) -> dict[str, Unit]:
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         return {unit.path: unit for unit in units(tree.listing())}
 
 
 def complete(root: Path) -> list[str]:
-    return [path for path, unit in listed(root).items() if not unit.missing]
+    return [path for path, unit in listed(root).items() if not unit.missing_reason]
 
 
 TEMPORARY = ("step_10.tmp", "tmp_step_10", "tmp-step_10", ".step_10.tmp", "step_10.incomplete", "step_10.partial")
@@ -99,9 +99,12 @@ def test_state_of_an_unknown_program_belongs_to_the_file_beside_it(root: Path) -
     for step in (4, 8):
         write(root, {f"lora-{step:06}.safetensors": tensors(step), f"lora-{step:06}-state/model.pt": pt(step)}, step)
     found = listed(root)
-    assert {(unit.step, len(unit.files), unit.missing) for unit in found.values()} == {(4, 2, None), (8, 2, None)}
+    assert {(unit.step, len(unit.files), unit.missing_reason) for unit in found.values()} == {
+        (4, 2, None),
+        (8, 2, None),
+    }
     write(root, {"lora-000012.safetensors": tensors(12)}, 12)
-    assert listed(root)["lora-000012.safetensors"].missing
+    assert listed(root)["lora-000012.safetensors"].missing_reason
 
 
 def test_newest_of_files_beside_each_other_is_no_checkpoint_without_the_files_of_all_others(root: Path) -> None:
@@ -222,7 +225,7 @@ def test_metric_in_a_name_is_of_no_series(root: Path) -> None:
     for step, loss in ((10, "0.50"), (20, "0.25")):
         write(root, {f"{name}-epoch{step:03}-{loss}.pt": pt(step) for name in ("a", "b")}, step)
     (root / "b-epoch020-0.25.pt").unlink()
-    assert [unit.step for unit in listed(root).values() if unit.missing] == [20]
+    assert [unit.step for unit in listed(root).values() if unit.missing_reason] == [20]
 
 
 def test_json_that_is_cut_is_not_taken(root: Path, spool: Spool) -> None:
@@ -239,7 +242,7 @@ def test_hidden_temporary_directory_makes_no_checkpoint_of_its_parent(root: Path
 
 def test_temporary_file_is_of_no_checkpoint_beside_it(root: Path) -> None:
     write(root, {"model-epoch001-0.1.pt": pt(1), "optim-epoch001-0.1.pt.incomplete": pt(1)}, 10)
-    assert [unit.files for unit in listed(root).values() if not unit.missing] == [("model-epoch001-0.1.pt",)]
+    assert [unit.files for unit in listed(root).values() if not unit.missing_reason] == [("model-epoch001-0.1.pt",)]
 
 
 @pytest.mark.parametrize("name", ["ckpt_20_ema.pth.tar", "ckpt_20_weights.npy", "ckpt_20_state"])

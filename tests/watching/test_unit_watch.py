@@ -19,19 +19,19 @@ from support.world import Daemon
 
 from tierd.core.config import WatchConfig, from_toml, from_urls
 from tierd.core.errors import ConfigError, SpoolFull
-from tierd.daemon.intake import taking, unit_watch
-from tierd.daemon.intake.taken import TakenUnits
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.intake import unit_files, unit_watch
+from tierd.daemon.intake.taken_units import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
-from tierd.daemon.status import status
-from tierd.spool import adopt
-from tierd.spool.adopt import is_open_for_writing, unshare
+from tierd.spool import foreign_files
+from tierd.spool.foreign_files import is_open_for_writing, unshare
 from tierd.spool.spool import Spool
-from tierd.stores.directory_overlap import check_apart
-from tierd.stores.file import FileStore
-from tierd.watching.describe import UnitDescription
-from tierd.watching.inspect import Opener
-from tierd.watching.naming import KnownCheckpoints
+from tierd.stores.file_store import FileStore
+from tierd.stores.mounted_directories import check_no_overlap
+from tierd.watching.checkpoint_names import KnownCheckpoints
 from tierd.watching.unit import Unit
+from tierd.watching.unit_description import UnitDescription
+from tierd.watching.unit_inspection import Opener
 
 
 def stored(spool: Spool) -> dict[str, bytes]:
@@ -48,7 +48,7 @@ def test_a_unit_is_taken_by_every_way_alike(way: str, root: Path, spool: Spool, 
         def clone(made: int, request: int, fd: int) -> None:
             os.pwrite(made, os.pread(fd, os.fstat(fd).st_size, 0), 0)
 
-        monkeypatch.setattr(adopt.fcntl, "ioctl", clone)
+        monkeypatch.setattr(foreign_files.fcntl, "ioctl", clone)
     if way == "copy":
 
         def refuse(*_: object, **__: object) -> None:
@@ -145,16 +145,16 @@ def test_unit_that_is_open_for_writing_is_not_read_and_is_reported_after_an_hour
     read, inspect_unit = [], unit_watch.inspect_unit
     monkeypatch.setattr(unit_watch, "inspect_unit", lambda *given: (read.append(given), inspect_unit(*given))[1])
     reported, told = Reported(), []
-    monkeypatch.setattr(reported, "not_taken", lambda name, why: told.append(why))
+    monkeypatch.setattr(reported, "report_refused", lambda name, why: told.append(why))
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     with path.open("ab"):
         for now_s in range(0, 3600, 300):
             watch.observe(KnownCheckpoints(), float(now_s))
-        assert told == [] and watch.refused == {} and watch.waiting
+        assert told == [] and watch.refused == {} and watch.is_waiting
         for now_s in (3700, 3800, 3900):
             watch.observe(KnownCheckpoints(), float(now_s))
         assert told == [watch.refused[path.name]] and "open for writing for an hour" in told[0]
-        assert not watch.waiting, "a watch that ends when it is idle ends, and names it"
+        assert not watch.is_waiting, "a watch that ends when it is idle ends, and names it"
     assert read == [] and reported.parts == []
     watch.observe(KnownCheckpoints(), 4000.0)
     assert len(reported.parts) == 1 and len(read) == 1 and watch.refused == {}
@@ -162,7 +162,7 @@ def test_unit_that_is_open_for_writing_is_not_read_and_is_reported_after_an_hour
 
 def meddle(act: Callable[[Path], None], when: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program acts once: as the first of two files is checked, or as the last is taken."""
-    inspect_unit, adopt_file, calls = unit_watch.inspect_unit, taking.adopt, [0]
+    inspect_unit, adopt_file, calls = unit_watch.inspect_unit, unit_files.adopt, [0]
 
     def checked(*given: Any) -> Any:
         calls[0] += 1
@@ -182,7 +182,7 @@ def meddle(act: Callable[[Path], None], when: str, root: Path, monkeypatch: pyte
         return adopt_file(*given, going=acts, **more)
 
     monkeypatch.setattr(unit_watch, "inspect_unit", checked)
-    monkeypatch.setattr(taking, "adopt", taken)
+    monkeypatch.setattr(unit_files, "adopt", taken)
 
 
 def rewrite(root: Path) -> None:
@@ -260,20 +260,20 @@ def test_a_unit_that_never_rests_is_reported_once_until_it_rests(root: Path, spo
 def test_unit_with_an_unforeseen_error_stops_no_other(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     layouts.torch_save(root)
     torch.save({"w": torch.ones(3)}, root / "model_step200.pt")
-    describe, unforeseen = unit_watch.describe, [True]
+    describe, unforeseen = unit_watch.describe_unit, [True]
 
     def fails(unit: Unit, opener: Opener) -> UnitDescription:
         if unforeseen and unit.step == 200:
             raise ZeroDivisionError("nobody foresaw this")
         return describe(unit, opener)
 
-    monkeypatch.setattr(unit_watch, "describe", fails)
+    monkeypatch.setattr(unit_watch, "describe_unit", fails)
     reported, told = Reported(), []
-    monkeypatch.setattr(reported, "not_taken", lambda path, why: told.append((path, why)))
+    monkeypatch.setattr(reported, "report_refused", lambda path, why: told.append((path, why)))
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0, 3.0, 70.0):
         watch.observe(KnownCheckpoints(), now_s)
-    assert [part.checkpoint.step for part in reported.parts] == [100] and not watch.waiting
+    assert [part.checkpoint.step for part in reported.parts] == [100] and not watch.is_waiting
     assert (
         told == [("model_step200.pt", watch.refused["model_step200.pt"])] and "ZeroDivisionError: nobody" in told[0][1]
     )
@@ -286,7 +286,7 @@ def test_unit_with_an_unforeseen_error_stops_no_other(root: Path, spool: Spool, 
 def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     layouts.torch_save(root)
     full = [True]
-    stage_unit = taking.stage_unit
+    stage_unit = unit_files.stage_unit
 
     def once(*arguments: object) -> object:
         if full:
@@ -299,10 +299,10 @@ def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monke
     for now_s in (1.0, 2.0, 3.0):
         watch.observe(KnownCheckpoints(), now_s)
     assert len(reported.failures) == 1 and isinstance(reported.failures[0], SpoolFull)
-    assert "No space left" in watch.refused["model_step100.pt"] and watch.waiting
+    assert "No space left" in watch.refused["model_step100.pt"] and watch.is_waiting
     full.clear()
     watch.observe(KnownCheckpoints(), 70.0)
-    assert len(reported.parts) == 1 and not watch.refused and not watch.waiting
+    assert len(reported.parts) == 1 and not watch.refused and not watch.is_waiting
 
 
 def test_status_names_units_that_a_full_spool_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_status_names_units_that_a_full_spool_does_not_take(tmp_path: Path, monk
     with watching(tmp_path, "spool") as daemon:
 
         def named() -> bool:
-            whys = [problem.why for problem in status(daemon.reconciler, 0, 0).problems]
+            whys = [problem.why for problem in make_status(daemon.reconciler, 0, 0).problems]
             return any("model_step100.pt is not taken" in why and "No space left" in why for why in whys)
 
         wait_until(named)
@@ -362,7 +362,7 @@ def test_a_failed_write_of_the_record_leaves_no_file(killed: bool, spool: Spool,
     assert len(left) == killed
     record.add("model_step200.pt", ())
     assert [path.name for path in (spool.control / "watched").iterdir()] == [f"{RUN}.json"]
-    assert TakenUnits(spool, RUN).has("model_step100.pt", ())
+    assert TakenUnits(spool, RUN).has_taken("model_step100.pt", ())
 
 
 def test_unit_that_retention_deleted_is_not_taken_again(root: Path, spool: Spool) -> None:
@@ -440,4 +440,4 @@ def test_nothing_of_tierd_lies_in_a_watched_directory(spool: str, tier: str, roo
     watch = [WatchConfig(directory=str(root), run=RUN)]
     config = from_urls(str(home / spool), [str(home / tier)], watch=watch)
     with pytest.raises(ConfigError, match="nothing is written to a watched directory"):
-        asyncio.run(check_apart(config))
+        asyncio.run(check_no_overlap(config))

@@ -13,8 +13,8 @@ import pytest
 from support.watched_run import Home, files, take
 from support.whole_layouts import Files, pt, write
 
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
+from tierd.watching.directory_tree import DirectoryTree
+from tierd.watching.unit_detection import units
 
 LOGS = ("train.log", "events.out.tfevents.17", "metrics.jsonl", "log", "metrics", "stdout", "solver.log.0", "job.o47")
 LOGS += ("mlflow.db", "run.sh", "train.parquet", "README.md", ".lock", "state.tmp", "wandb/run-1.wandb")
@@ -27,8 +27,8 @@ def easylm(version: int) -> Files:
 
 
 def listed(root: Path) -> list[tuple[str, ...]]:
-    with Tree(root) as tree:
-        return [unit.files for unit in units(tree.listing()) if not unit.missing]
+    with DirectoryTree(root) as tree:
+        return [unit.files for unit in units(tree.listing()) if not unit.missing_reason]
 
 
 @pytest.mark.parametrize("where", ["", "run/"])

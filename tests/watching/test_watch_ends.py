@@ -18,11 +18,11 @@ from support.watched_run import watched, watching
 from support.world import commit, part
 
 from tierd.core.config import WatchConfig
-from tierd.daemon.intake import intake, unit_watch, watch_at_work
-from tierd.daemon.intake.directory_id import DirectoryId
-from tierd.daemon.status import status
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.intake import active_watch, intake, unit_watch
+from tierd.daemon.intake.active_watch import DirectoryId
 from tierd.spool.spool import Spool
-from tierd.watching import files
+from tierd.watching import directory_tree
 
 pytestmark = pytest.mark.usefixtures("quick", "tier")
 
@@ -51,7 +51,7 @@ def test_status_names_units_that_are_not_taken_until_they_are(root: Path) -> Non
     with watching(root.parent, "spool") as daemon:
 
         def problems() -> list[str]:
-            return [one.why for one in status(daemon.reconciler, 0, 0).problems if "model_step100.pt" in one.why]
+            return [one.why for one in make_status(daemon.reconciler, 0, 0).problems if "model_step100.pt" in one.why]
 
         wait_until(lambda: len(problems()) == 1)
         assert "is not taken: it is damaged" in problems()[0]
@@ -130,14 +130,14 @@ def test_unforeseen_error_is_logged_and_does_not_end_a_watch(root: Path, monkeyp
 
 def test_file_that_may_not_be_read_is_logged_and_lets_a_watch_end(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
     path = layouts.torch_save(root)
-    opened = files.Tree.opened
+    opened = directory_tree.DirectoryTree.opened
 
-    def refused(self: files.Tree, name: str, listed: object) -> object:
+    def refused(self: directory_tree.DirectoryTree, name: str, listed: object) -> object:
         if name == path.name:
             raise PermissionError(errno.EACCES, "Permission denied", name)
         return opened(self, name, listed)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(files.Tree, "opened", refused)
+    monkeypatch.setattr(directory_tree.DirectoryTree, "opened", refused)
     assert watched(root) == 9
     assert "cannot be read" in caplog.text and "Permission denied" in caplog.text
 
@@ -145,21 +145,21 @@ def test_file_that_may_not_be_read_is_logged_and_lets_a_watch_end(root: Path, mo
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
     """Set the first event, and the mount does not answer until the second is set."""
-    dies, answers, identify = Event(), Event(), intake.identify
+    dies, answers, identify = Event(), Event(), intake.identify_directory
 
     def hangs(directory: Path) -> DirectoryId:
         if dies.is_set():
             answers.wait(60)
         return identify(directory)
 
-    monkeypatch.setattr(intake, "identify", hangs)
+    monkeypatch.setattr(intake, "identify_directory", hangs)
     yield dies, answers
     answers.set()
 
 
 def test_a_dead_mount_is_reported_until_it_answers(root: Path, dead: tuple[Event, Event], monkeypatch) -> None:  # type: ignore[no-untyped-def]
     dies, answers = dead
-    monkeypatch.setattr(watch_at_work, "SILENT_S", 0.5)
+    monkeypatch.setattr(active_watch, "SILENT_S", 0.5)
     layouts.torch_save(root)
     with watching(root.parent, "spool") as daemon:
         journal, at_work = daemon.reconciler.journal, daemon.intake  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def test_a_dead_mount_is_reported_until_it_answers(root: Path, dead: tuple[Event
 
 def test_a_dead_mount_does_not_keep_a_daemon_from_its_end(root: Path, dead: tuple[Event, Event], monkeypatch) -> None:  # type: ignore[no-untyped-def]
     dies, answers = dead
-    monkeypatch.setattr(watch_at_work, "_END_S", 0.1)
+    monkeypatch.setattr(active_watch, "_END_S", 0.1)
     with watching(root.parent, "spool") as daemon:
         wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         dies.set()
@@ -184,25 +184,25 @@ def test_a_dead_mount_does_not_keep_a_daemon_from_its_end(root: Path, dead: tupl
 
 
 def test_only_silence_of_a_call_that_may_hang_counts() -> None:
-    one = watch_at_work.WatchAtWork(WatchConfig(run="run", directory="/none"))
+    one = active_watch.ActiveWatch(WatchConfig(run="run", directory="/none"))
     assert not one.has_hung(1000), "no call runs"
     one.silent_s = 0.0
     assert not one.has_hung(1000), "the daemon was stopped"
     assert [one.has_hung(1) for _ in range(58)] == [False] * 57 + [True]
-    one.going()
+    one.give_sign()
     assert not any(one.has_hung(1) for _ in range(59))
-    one.writes(2_000_000_000)
-    one.going()
+    one.allow_silence(2_000_000_000)
+    one.give_sign()
     assert [one.has_hung(1) for _ in range(160)] == [False] * 159 + [True], "an fsync of 2 GB may take 100 s"
     one.ending = True
-    with pytest.raises(watch_at_work.WatchStopped):
-        one.going()
+    with pytest.raises(active_watch.WatchStopped):
+        one.give_sign()
 
 
 def test_a_long_listing_gives_signs_of_life(root: Path) -> None:
     layouts.torch_save(root)
     signs: list[None] = []
-    with files.Tree(root, going=lambda: signs.append(None)) as tree:
+    with directory_tree.DirectoryTree(root, going=lambda: signs.append(None)) as tree:
         entries = tree.listing().entries
         assert len(signs) == len(entries) > 0
         (name,) = entries

@@ -13,7 +13,7 @@ from support.waiting import wait_until
 from support.watched_run import watching
 
 from tierd.cli import run
-from tierd.daemon.status import status
+from tierd.daemon.daemon_status import make_status
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def manifests(home: Path) -> list[Path]:
 
 
 def problems(daemon: object) -> list[tuple[str, str]]:
-    return [(one.severity, one.why) for one in status(daemon.reconciler, 0, 0).problems if "/out" in one.why]  # type: ignore[attr-defined]
+    return [(one.severity, one.why) for one in make_status(daemon.reconciler, 0, 0).problems if "/out" in one.why]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("below", ["out", "job/17/out"])

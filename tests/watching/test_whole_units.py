@@ -13,10 +13,10 @@ import pytest
 from support.watched_run import Home, files, flush, take
 from support.whole_layouts import SERIES, Files, directory_of_states, pt, text, write
 
-from tierd.watching.files import Tree
-from tierd.watching.layouts import units
+from tierd.watching.directory_tree import DirectoryTree
 from tierd.watching.step_in_name import directory_step, step_in
 from tierd.watching.unit import Unit
+from tierd.watching.unit_detection import units
 
 STEPS = (20, 30, 40)
 series = pytest.mark.parametrize("layout", SERIES, ids=lambda layout: layout.__name__)
@@ -28,7 +28,7 @@ def saved(root: Path, layout: Callable[[int], Files], steps: tuple[int, ...] = S
 
 
 def listed(root: Path) -> list[Unit]:
-    with Tree(root) as tree:
+    with DirectoryTree(root) as tree:
         return units(tree.listing())
 
 
@@ -37,7 +37,7 @@ def test_unit_is_all_files_of_one_step(root: Path, layout: Callable[[int], Files
     saved(root, layout)
     found = {unit.step: unit for unit in listed(root)}
     assert {step: set(unit.files) for step, unit in found.items()} == {step: set(layout(step)) for step in STEPS}
-    assert [unit.missing for unit in found.values()] == [None] * len(STEPS)
+    assert [unit.missing_reason for unit in found.values()] == [None] * len(STEPS)
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def test_first_checkpoint_of_a_series_that_lacks_a_file_is_not_taken_and_not_mov
     reported = take(home.spool, home.root)
     assert sorted(part.checkpoint.step for part in reported.parts) == sorted(STEPS[:2])
     unit = next(unit for unit in listed(home.root) if unit.step == STEPS[-1])
-    assert unit.missing
+    assert unit.missing_reason
     home.prepare(capsys)
-    assert unit.begun or files(home.root) == before
+    assert unit.is_unfinished or files(home.root) == before
 
 
 def test_unknown_program_is_not_named(root: Path) -> None:

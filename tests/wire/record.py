@@ -28,11 +28,11 @@ from support.waiting import wait_until  # noqa: E402
 from support.world import Daemon, commit, part  # noqa: E402
 
 import tierd  # noqa: E402
-from tierd.client.checkpointer import made_of  # noqa: E402
-from tierd.client.saving.handoff import HandoffClient  # noqa: E402
+from tierd.client.checkpointer import internals  # noqa: E402
+from tierd.client.saving.snapshot_handoff import HandoffClient  # noqa: E402
 from tierd.core import errors  # noqa: E402
+from tierd.ipc import message_codec  # noqa: E402
 from tierd.ipc import messages as wire  # noqa: E402
-from tierd.ipc import replies  # noqa: E402
 from tierd.spool.spool import Spool  # noqa: E402
 
 V1 = HERE / "v1"
@@ -42,7 +42,7 @@ OLD, NEW = part(1), part(2)  # OLD lies on the tier alone
 CONTROL: dict[str, wire.Request | bytes] = {
     "hello": wire.Hello(protocol="1.0", version="0.1.0"),
     "hello.refused": wire.Hello(protocol="9.0", version="9.0.0"),
-    "remove": wire.Remove(run="another"),  # before a trainer is attached, beside whom nothing is removed
+    "remove": wire.RemoveRun(run="another"),  # before a trainer is attached, beside whom nothing is removed
     "attach": wire.Attach(),
     "attach.run": wire.Attach(run="run"),
     "attach.to": wire.Attach(run="run", to=("file:///mnt/b",)),
@@ -50,8 +50,8 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "report": wire.ReportRequest(),
     "report.run": wire.ReportRequest(run="run"),
     "runs": wire.RunsRequest(),
-    "candidates": wire.Candidates(run="run"),
-    "candidates.metrics": wire.Candidates(run="run", metrics=("loss",)),
+    "candidates": wire.CandidatesRequest(run="run"),
+    "candidates.metrics": wire.CandidatesRequest(run="run", metrics=("loss",)),
     "fetch.wanted": wire.Fetch(part=OLD, wanted={"weights.bin": ((0, 1), (2, 3))}),
     "fetch": wire.Fetch(part=OLD),
     "wait": wire.Wait(part=NEW, tier="tier"),
@@ -65,9 +65,9 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "leaked": wire.DataLeakNotice(part=NEW, why="4 samples of step 7 came twice in epoch 1"),
     "preempted": wire.PreemptionNotice(part=NEW, why="SIGTERM to rank 0 on a"),
     "backlog.newest": wire.BacklogRequest(hurry=True, newest=True),
-    "fell-back": wire.FellBack(checkpoint=OLD.checkpoint, skipped=("run step 2: corrupt",)),
+    "fell-back": wire.FallbackNotice(checkpoint=OLD.checkpoint, skipped=("run step 2: corrupt",)),
     "restored": wire.RestoreFinished(part=OLD, place="tier", seconds=1.5),
-    "launches": wire.Launches(run="run"),
+    "launches": wire.LaunchesRequest(run="run"),
     "notes": wire.NotesRequest(run="run", launch="0" * 32),
     "notes.all": wire.NotesRequest(
         run="run",
@@ -92,7 +92,7 @@ def messages() -> dict[str, bytes]:
             **{f"handoff/{name}": data for name, data in handed(Path(home) / "b").items()},
         }
         found |= {
-            f"errors/{kind.__name__}.reply": wire.encode_line(replies.error_reply(kind("tier: why")))
+            f"errors/{kind.__name__}.reply": wire.encode_line(message_codec.error_reply(kind("tier: why")))
             for _, kind in inspect.getmembers(errors, inspect.isclass)
         }
         return {name: data.replace(home.encode(), b"") for name, data in found.items()}
@@ -161,8 +161,8 @@ def handed(home: Path) -> dict[str, bytes]:
             dead = tierd.Checkpointer(home, "run", to=None)
             save = dead.save(1, {"x": torch.zeros(1000)})
             save.wait(timeout=60)
-            assert made_of(dead).handoff is not None and made_of(dead).handoff.line is not None
-            made_of(dead).handoff.line.connection.shutdown(socket.SHUT_RDWR)
+            assert internals(dead).handoff is not None and internals(dead).handoff.line is not None
+            internals(dead).handoff.line.connection.shutdown(socket.SHUT_RDWR)
             wait_until(lambda: daemon.handoff.orphans)
             successor = HandoffClient(daemon.spool)
             assert successor.recall(save.part) is not None

@@ -20,15 +20,15 @@ from wire.record import V1
 
 import tierd
 from tierd.cli import run as command
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.core.errors import DaemonUnavailable, RequestUnknown, StoreUnavailable, VersionMismatch
 from tierd.core.timeline.run_view import RunView
-from tierd.daemon import handoff
-from tierd.daemon.spool_space import FreedSpace
-from tierd.ipc import decoding, messages, replies
-from tierd.ipc.client import Link
+from tierd.daemon import handoff_socket
+from tierd.daemon.reconciling.client_requests import FreedSpace
+from tierd.ipc import message_codec, messages
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.message_codec import read_member
 from tierd.ipc.protocol import PROTOCOL, Peer, Protocol
-from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 
 LATER = f"{PROTOCOL.major}.{PROTOCOL.minor + 1}"
@@ -154,10 +154,10 @@ def recorded(of: Any = V1, greeting: dict[str, Any] | None = None) -> Callable[[
     return answer
 
 
-@pytest.mark.parametrize("op", sorted(decoding.REQUESTS.keys() - {"hello"}))
+@pytest.mark.parametrize("op", sorted(message_codec.REQUESTS.keys() - {"hello"}))
 def test_a_daemon_one_minor_version_later_is_understood(spool, op):
-    request = decoding.decode_request((V1 / "control" / f"{op}.request").read_bytes())
-    with OtherDaemon(spool, recorded()) as daemon, Link(spool) as link:
+    request = message_codec.decode_request((V1 / "control" / f"{op}.request").read_bytes())
+    with OtherDaemon(spool, recorded()) as daemon, DaemonConnection(spool) as link:
         assert link.ask(request)["ok"]
         assert [one["op"] for one in daemon.asked] == ["hello", op]
         if op == "candidates":
@@ -175,7 +175,7 @@ def test_a_request_that_an_earlier_daemon_does_not_know_leaves_the_line_usable(s
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         return recorded()(request if request["op"] != "pause" else {"op": "of-a-later-version"})
 
-    with OtherDaemon(spool, answer), Link(spool) as link:
+    with OtherDaemon(spool, answer), DaemonConnection(spool) as link:
         with pytest.raises(RequestUnknown, match="upgrade the daemon"):
             link.ask(messages.Pause())
         assert link.ask(messages.StatusRequest())["ok"]
@@ -187,7 +187,7 @@ def test_a_request_that_an_earlier_daemon_does_not_know_leaves_the_line_usable(s
 def test_a_daemon_that_is_too_far_is_not_asked(spool, protocol, upgrade):
     with (
         OtherDaemon(spool, recorded(greeting={"ok": True, "protocol": protocol, "version": "9.9.9"})) as daemon,
-        Link(spool) as link,
+        DaemonConnection(spool) as link,
         pytest.raises(VersionMismatch, match=upgrade) as raised,
     ):
         link.ask(messages.Attach())
@@ -215,16 +215,16 @@ def without_tell(request: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def test_old_daemon_is_named_as_the_side_to_upgrade(spool):
-    with OtherDaemon(spool, of_old), Link(spool) as link:
+    with OtherDaemon(spool, of_old), DaemonConnection(spool) as link:
         with pytest.raises(VersionMismatch, match=r"upgrade the daemon.*systemctl restart tierd") as raised:
-            link.ask(messages.Candidates(run="run"))
+            link.ask(messages.CandidatesRequest(run="run"))
         assert str(spool.root) in str(raised.value)
 
 
 def test_a_daemon_that_only_ends_is_not_called_old(spool):
-    with OtherDaemon(spool, lambda request: None), Link(spool) as link:
+    with OtherDaemon(spool, lambda request: None), DaemonConnection(spool) as link:
         with pytest.raises(DaemonUnavailable, match="closed the connection") as raised:
-            link.ask(messages.Candidates(run="run"))
+            link.ask(messages.CandidatesRequest(run="run"))
         assert type(raised.value) is DaemonUnavailable  # a caller, and a reader of its log, meets no private name
 
 
@@ -303,9 +303,9 @@ def test_nothing_in_the_spool_and_a_daemon_that_is_too_old_is_no_new_beginning(s
 
 def test_a_daemon_one_minor_version_later_takes_snapshots(spool, monkeypatch):
     later = Peer(Protocol(PROTOCOL.major, PROTOCOL.minor + 1), "9.9.9")
-    monkeypatch.setattr("tierd.daemon.handoff.THIS", later)
-    monkeypatch.setattr("tierd.daemon.peers.THIS", later)
-    monkeypatch.setattr(replies, "PROTOCOL", later.protocol)
+    monkeypatch.setattr("tierd.daemon.handoff_socket.DAEMON_PEER", later)
+    monkeypatch.setattr("tierd.daemon.client_connections.DAEMON_PEER", later)
+    monkeypatch.setattr(message_codec, "PROTOCOL", later.protocol)
     with (
         Daemon(spool.root, {"tier": Double()}),
         tierd.Checkpointer(spool.root, "run") as checkpointer,
@@ -318,13 +318,13 @@ def test_a_daemon_one_minor_version_later_takes_snapshots(spool, monkeypatch):
 def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
     """Before 1.1 a daemon shows every 5 s that it works, and is not taken for stopped within one."""
     earlier = Peer(Protocol(1, 0), "0.0.9")
-    monkeypatch.setattr("tierd.daemon.handoff.THIS", earlier)
-    monkeypatch.setattr("tierd.daemon.peers.THIS", earlier)
-    monkeypatch.setattr(replies, "PROTOCOL", earlier.protocol)
+    monkeypatch.setattr("tierd.daemon.handoff_socket.DAEMON_PEER", earlier)
+    monkeypatch.setattr("tierd.daemon.client_connections.DAEMON_PEER", earlier)
+    monkeypatch.setattr(message_codec, "PROTOCOL", earlier.protocol)
     monkeypatch.setattr(messages, "BEAT", messages.HEARTBEAT)
     timed_client(monkeypatch, silence_s=0.3, room_silence_s=0.3)
-    real = handoff.write_part
-    monkeypatch.setattr(handoff, "write_part", lambda *arguments: time.sleep(1) or real(*arguments))
+    real = handoff_socket.write_part
+    monkeypatch.setattr(handoff_socket, "write_part", lambda *arguments: time.sleep(1) or real(*arguments))
 
     async def make(*_, **__):
         await asyncio.sleep(1)
@@ -337,7 +337,7 @@ def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
         checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert checkpointer.stats.handed_over == 1
         monkeypatch.setattr(daemon.reconciler.room, "make", make)
-        assert made_of(checkpointer).daemon.make_room(part(2), 1000, quota=False)
+        assert internals(checkpointer).daemon.make_room(part(2), 1000, quota=False)
 
 
 def test_a_later_client_hands_over_and_an_unknown_message_leaves_the_line_usable(spool):

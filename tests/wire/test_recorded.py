@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from wire.record import V1, messages
 
-from tierd.cli.reading.status import SECTIONS
+from tierd.cli.commands.status_commands import SECTIONS
 from tierd.core import errors
-from tierd.core.report import Report
+from tierd.core.run_report import Report
 from tierd.core.timeline.run_view import RunView
-from tierd.ipc import decoding, replies
+from tierd.ipc import message_codec
 from tierd.ipc import messages as wire
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ REQUESTS = sorted(HERE.glob("v?/*/*.request"))
 REPLIES = sorted(HERE.glob("v?/*/*.reply"))
 # `status` of before protocol numbers has members that were renamed once, before the first release: README.md says so.
 ANSWERS = [path for path in REPLIES if path.parent.name != "errors" and path != V1.parent / "v0/control/status.reply"]
-KINDS = [("control", op) for op in decoding.REQUESTS] + [("handoff", op) for op in decoding.HANDED]
+KINDS = [("control", op) for op in message_codec.REQUESTS] + [("handoff", op) for op in message_codec.HANDOFF_MESSAGES]
 
 
 def name(path: Path) -> str:
@@ -48,9 +48,9 @@ def test_every_kind_of_message_is_recorded(where, op):
 @pytest.mark.parametrize("path", REQUESTS, ids=name)
 def test_recorded_request_keeps_its_meaning(path):
     sent = json.loads(path.read_bytes())
-    read = decoding.decode_handed if path.parent.name == "handoff" else decoding.decode_request
-    if sent["op"] not in decoding.REQUESTS | decoding.HANDED:
-        with pytest.raises(decoding.UnknownKind, match=sent["op"]):
+    read = message_codec.decode_handoff if path.parent.name == "handoff" else message_codec.decode_request
+    if sent["op"] not in message_codec.REQUESTS | message_codec.HANDOFF_MESSAGES:
+        with pytest.raises(message_codec.UnknownRequest, match=sent["op"]):
             read(path.read_bytes())
         return
     meant = json.loads(wire.encode_line(read(path.read_bytes())))
@@ -60,16 +60,16 @@ def test_recorded_request_keeps_its_meaning(path):
 
 # What today's client does with the answers that it reads more of than `ok`.
 READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "hello": replies.greeted,
-    "greeting": replies.greeted,
+    "hello": message_codec.parse_greeting,
+    "greeting": message_codec.parse_greeting,
     "attach": lambda reply: sorted(reply["tiers"].values()),
-    "candidates": lambda reply: replies.read_member(reply, "sight", RunView),
-    "report": lambda reply: replies.read_member(reply, "report", Report),
+    "candidates": lambda reply: message_codec.read_member(reply, "sight", RunView),
+    "report": lambda reply: message_codec.read_member(reply, "report", Report),
     "status": lambda reply: [list(section(reply["status"])) for section in SECTIONS],
     "fetch": lambda reply: [*reply["tiers"]],
     "notes": lambda reply: (
-        replies.read_member(reply, "notes", dict[str, bytes]),
-        replies.read_member(reply, "names", list[str]) if "names" in reply else None,
+        message_codec.read_member(reply, "notes", dict[str, bytes]),
+        message_codec.read_member(reply, "names", list[str]) if "names" in reply else None,
     ),
     "pause": lambda reply: reply["paused"],
     "resume": lambda reply: reply["paused"],
@@ -83,7 +83,7 @@ def test_a_recorded_answer_is_read(path):
     reply = last(path)
     if not reply["ok"]:
         with pytest.raises(errors.TierdError):
-            replies.raise_error(reply)
+            message_codec.raise_error(reply)
         return
     read = READERS.get(path.name.split(".")[0])
     if read:
@@ -93,7 +93,7 @@ def test_a_recorded_answer_is_read(path):
 @pytest.mark.parametrize("path", [path for path in REPLIES if path.parent.name == "errors"], ids=name)
 def test_recorded_error_is_raised_with_its_class(path):
     with pytest.raises(errors.TierdError) as raised:
-        replies.raise_error(last(path))
+        message_codec.raise_error(last(path))
     assert type(raised.value).__name__ == path.name.split(".")[0]
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import RandomSampler
 
 from tierd.adapters import framework
-from tierd.client.checkpointer import Checkpointer, made_of
+from tierd.client.checkpointer import Checkpointer, internals
 from tierd.core.errors import ConfigError, SaveFailed, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class TierdStates:
     """
 
     def __init__(self, accelerator: Any, checkpointer: Checkpointer) -> None:
-        if made_of(checkpointer).ranks.world > 1:
+        if internals(checkpointer).ranks.world > 1:
             raise ConfigError(
                 "Accelerate's ranks share one directory: make the Checkpointer with rank=0, world_size=1 on every rank"
             )
@@ -109,7 +109,7 @@ class TierdStates:
             StoreUnavailable: another rank could not restore; the message names it and the reason.
             As `Checkpointer.restore`; and what `load_state` raises.
         """
-        with made_of(self._checkpointer).launch.restoring():  # until every rank has loaded: `restore` only verifies
+        with internals(self._checkpointer).launch.restoring():  # until every rank has loaded: `restore` only verifies
             return self._load(step, best, mode, options)
 
     def _load(

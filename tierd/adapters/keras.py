@@ -11,7 +11,7 @@ alone. What is due at an epoch's last batch is saved when the epoch has ended, w
 A later call of `fit` in another process resumes from there, without `initial_epoch`. `load_best` loads the best
 weights.
 
-A resume at an epoch's end is exact if each epoch is one pass over the data (`keras_passes`). Inside an epoch `fit`
+A resume at an epoch's end is exact if each epoch is one pass over the data (`resume_obstacle`). Inside an epoch `fit`
 cannot skip batches, so:
 
 - With `data`, the torchdata `StatefulDataLoader` that `fit` reads, training continues with the very next batch. The
@@ -26,12 +26,10 @@ import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
-from tierd.adapters.keras_callbacks import CallbackStates, list_of
-from tierd.adapters.keras_passes import forget_length, obstacle
-from tierd.adapters.last_save import LastSave
-from tierd.adapters.step_metrics import StepMetrics
+from tierd.adapters.keras_callbacks import CallbackStates, forget_length, list_of, resume_obstacle
+from tierd.adapters.step_metrics import LastSave, StepMetrics
 from tierd.core.errors import ConfigError, StateMismatch
-from tierd.state.kinds.rng import RngState
+from tierd.state.kinds.random_generators import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
@@ -96,7 +94,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             callbacks.callbacks[callbacks.callbacks.index(self)] = _keras.callbacks.Callback()
             callbacks.callbacks.append(self)
             return
-        if (warning := obstacle(self.model, has_loader=self._data is not None)) is not None:
+        if (warning := resume_obstacle(self.model, has_loader=self._data is not None)) is not None:
             log.warning(warning)
         self._callbacks = CallbackStates(callbacks.callbacks[:-1] if callbacks is not None else [])
         state = self._state(epoch=0, within=False)
@@ -204,7 +202,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         return self._best
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
-        if self._last.is_due(self._batches_done):
+        if self._last.needs_save(self._batches_done):
             self._last.save(
                 self._checkpointer, self._batches_done, self._state(epoch, within), self._numbers.usable(logs or {})
             )

@@ -39,14 +39,12 @@ from typing import Any
 import torch
 
 from tierd.adapters import framework
-from tierd.adapters.last_save import LastSave
-from tierd.adapters.lightning_callback import ResumeCallback
-from tierd.adapters.lightning_step import Resumption, StepOfTraining, WaitingSave
-from tierd.adapters.step_metrics import StepMetrics
-from tierd.client.checkpointer import Checkpointer, made_of
+from tierd.adapters.lightning_callback import DeferredSave, ResumeCallback, Resumption, TrainingStep
+from tierd.adapters.step_metrics import LastSave, StepMetrics
+from tierd.client.checkpointer import Checkpointer, internals
 from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import CheckpointNotFound, ConfigError
-from tierd.state.kinds.rng import RngState
+from tierd.state.kinds.random_generators import RngState
 
 log = logging.getLogger("tierd")
 _io = framework("lightning.fabric.plugins.io.torch_io", "lightning")
@@ -71,7 +69,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         super().__init__()
-        if made_of(checkpointer).ranks.world > 1:
+        if internals(checkpointer).ranks.world > 1:
             raise ConfigError(
                 "Lightning saves on rank 0 alone: make the Checkpointer with rank=0, world_size=1 on every rank"
             )
@@ -80,8 +78,8 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._last = LastSave(-1)
         self._metrics = StepMetrics(checkpointer)
         self._waiting: tuple[int, str] | None = None  # the step and path of a save that waits for metrics
-        self._step = StepOfTraining()
-        self.callback = ResumeCallback(checkpointer, self._step, WaitingSave(self._step, self._waiting_at))
+        self._step = TrainingStep()
+        self.callback = ResumeCallback(checkpointer, self._step, DeferredSave(self._step, self._waiting_at))
 
     def latest(self) -> str | None:
         """Restore the newest verified checkpoint, and return the value for `ckpt_path`; None on a fresh start.
@@ -116,17 +114,17 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         waits, resumed = False, self._resumed_at(step)
         if resumed is not None:
             log.info("nothing was trained since step %d was restored: %s is the same", step, path)
-        elif self._last.holds(step):
+        elif self._last.is_of_step(step):
             log.info("step %d is saved already: %s is the same", step, path)
         elif waits := self._step.is_incomplete():
             self._waiting = step, str(path)
         else:
             self._waiting = None
             metrics = self._metrics.usable(self._step.measured(), self._step.monitored())
-            if values := self._step.all():
+            if values := self._step.newest_values():
                 checkpoint = {**checkpoint, _METRICS: values}
             self._last.save(self._checkpointer, step, {"lightning": checkpoint, "rng": RngState()}, metrics)
-        if (resumed or waits or self._last.holds(step)) and "://" not in str(path):  # only local paths get a text
+        if (resumed or waits or self._last.is_of_step(step)) and "://" not in str(path):  # only local paths get a text
             self._name(Path(path), step, resumed.attempt if resumed else self._checkpointer.attempt)
 
     def _resumed_at(self, step: int) -> Restored | None:
@@ -198,7 +196,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
     def _restore(self, step: int | None, attempt: str | None = None) -> str | None:
         state: dict[str, Any] = {"lightning": None, "rng": None}
-        launch = made_of(self._checkpointer).launch
+        launch = internals(self._checkpointer).launch
         with launch.restoring():
             restored = self._checkpointer.restore(state, step, attempt=attempt)
             if restored is None:

@@ -1,6 +1,7 @@
-"""The numbers that a framework logs, as the metrics of a checkpoint.
+"""What the adapters share at a step: the numbers that a framework logs, as metrics, and the newest save.
 
 Invariant: nothing that a program logs ends its training. What cannot be a metric is left out, with one warning.
+Frameworks ask more than once to save the same step, so the newest save is remembered.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tierd.client.checkpointer import Checkpointer
+from tierd.client.saving.save_jobs import Save
+from tierd.core.errors import StepRefused
 from tierd.core.manifest import MAX_METRICS, is_metric_name
-from tierd.core.save_policy import listed
+from tierd.core.save_policy import list_metrics
 
 log = logging.getLogger("tierd")
 _MAX_NAMES = 5  # names that the warning shows
@@ -47,7 +50,9 @@ class StepMetrics:
             return numbers
         if when.best not in self._warned:
             self._warned.add(when.best)
-            log.warning("no metric %r was logged at this step, so it does not decide; %s", when.best, listed(numbers))
+            log.warning(
+                "no metric %r was logged at this step, so it does not decide; %s", when.best, list_metrics(numbers)
+            )
         return None
 
     def warn(self, left_out: list[Any], why: str) -> None:
@@ -61,7 +66,7 @@ class StepMetrics:
         )
 
 
-def plain(value: Any) -> tuple[Any, list[str]]:
+def as_plain_numbers(value: Any) -> tuple[Any, list[str]]:
     """Return a value for JSON, and the names of members that have no such form and are left out."""
     left_out: list[str] = []
 
@@ -92,3 +97,36 @@ def _number(name: Any, value: Any) -> float | None:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
+
+
+class LastSave:
+    """The step that was saved or restored last, and whether its save was lost.
+
+    Invariant: a step is saved once, and again only after its save was skipped or has failed.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._save: Save | None = None
+
+    def save(
+        self, checkpointer: Checkpointer, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
+    ) -> None:
+        """Save the state of a step. Raises as `Checkpointer.save`, but not if a save that failed had committed it."""
+        try:
+            save = checkpointer.save(step, state, metrics=metrics)
+        except StepRefused as error:
+            if self._save is None or step != self.step:
+                raise
+            log.warning("%s; its save had failed after that", error)
+            self._save = None
+        else:
+            self.step, self._save = step, save
+
+    def is_of_step(self, step: int) -> bool:
+        """Return whether the last save is of this step, and running or durable."""
+        return step == self.step and (self._save is None or self._save.error() is None)
+
+    def needs_save(self, step: int) -> bool:
+        """Return whether a loop that never goes back has yet to save this step."""
+        return step >= self.step and not self.is_of_step(step)

@@ -29,11 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tierd.adapters import framework
-from tierd.adapters.last_save import LastSave
-from tierd.adapters.step_metrics import StepMetrics, plain
+from tierd.adapters.step_metrics import LastSave, StepMetrics, as_plain_numbers
 from tierd.adapters.trainable import TrainableState
 from tierd.core.errors import ConfigError
-from tierd.state.kinds.rng import RngState
+from tierd.state.kinds.random_generators import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
@@ -191,11 +190,11 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         if trainer.hp_search_backend is None:
             trainer.store_flos()  # on every rank, because it is a collective
         state = trainer.state
-        if not self._last.is_due(state.global_step):
+        if not self._last.needs_save(state.global_step):
             return
         callbacks = [*handler.callbacks, trainer.control]
         members = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-        states, left_out = plain({**members, "stateful_callbacks": _export_states(callbacks)})
+        states, left_out = as_plain_numbers({**members, "stateful_callbacks": _export_states(callbacks)})
         self._metrics.warn(left_out, "JSON, in which TrainerState is saved, has no form for them")
         self._last.save(
             self._checkpointer,

@@ -1,7 +1,10 @@
-"""A real training loop of any size: a byte-level transformer, AdamW, and text that every Python has.
+"""A real training loop of any size, and the interface of the ways to save its state, behind which all are measured.
 
-Invariant: the requested size is that of the saved state: weights and Adam's two moments, 12 bytes a parameter.
-Every arm trains the same model on the same bytes with the same number of threads.
+The loop is a byte-level transformer, AdamW, and text that every Python has.
+
+Invariant: the requested size is that of the saved state: weights and Adam's two moments, 12 bytes a parameter. Every
+way to save gets the same model, bytes and number of threads, and is used as its own documentation recommends: it builds
+its state's dictionaries inside the measured call, and awaits its previous save before the next one if it requires that.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,13 +35,13 @@ _TOKENS = {"cpu": 512.0, "cuda": 4096.0}  # of a step, at most, because their ac
 _SEED = 20_240_229
 
 
-def threads() -> int:
+def training_thread_count() -> int:
     """Return the number of training's threads: all cores but one, which is left for copying, writing and serving."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A model's dimensions, and the number of tokens of a step."""
 
     width: int
@@ -45,7 +49,7 @@ class Shape:
     batch: int
 
 
-def shape_for(gigabytes: float, device: str = "cpu") -> Shape:
+def model_shape(gigabytes: float, device: str = "cpu") -> ModelShape:
     """Return the shape whose state is closest to `gigabytes` with whole heads and blocks; width is about 64 x depth."""
     parameters = gigabytes * 1e9 / STATE_BYTES_PER_PARAMETER
     about = max(1, round((parameters / (12 * 64**2)) ** (1 / 3)))
@@ -54,7 +58,7 @@ def shape_for(gigabytes: float, device: str = "cpu") -> Shape:
         key=lambda pair: abs(12 * pair[0] * pair[1] ** 2 - parameters),
     )
     tokens = min(_TOKENS[device], max(float(_CONTEXT), _WORK[device] / parameters))
-    return Shape(width, depth, max(1, int(tokens / _CONTEXT)))
+    return ModelShape(width, depth, max(1, int(tokens / _CONTEXT)))
 
 
 def _width(parameters: float, depth: int) -> int:
@@ -83,7 +87,7 @@ class _Block(nn.Module):
 class _Model(nn.Module):
     """Predicts the next byte."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(_BYTES, shape.width), nn.Embedding(_CONTEXT, shape.width)
         self.blocks = nn.Sequential(*(_Block(shape.width) for _ in range(shape.depth)))
@@ -112,9 +116,9 @@ class Training:
 
     def __init__(self, gigabytes: float, device: str = "cpu") -> None:
         self.device = torch.device(device)
-        torch.set_num_threads(threads())
+        torch.set_num_threads(training_thread_count())
         torch.manual_seed(_SEED)
-        self.shape = shape_for(gigabytes, device)
+        self.shape = model_shape(gigabytes, device)
         self.model = _Model(self.shape).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.number = 0
@@ -166,3 +170,87 @@ class Training:
             self.optimizer.step()
         self.number += 1
         return loss.item()
+
+
+Wait = Callable[[], None]
+
+
+class LibraryUnavailable(Exception):
+    """An arm cannot run on this machine; the message says why."""
+
+
+class SaveMethodFacts(msgspec.Struct, frozen=True):
+    """The description of an arm for readers of the page.
+
+    Attributes:
+        settings: the settings with which it runs.
+        kind: `none`, `sync` (returns when written), `blocking` (returns when copied) or `overlapped` (returns at once).
+        durable: the guarantee that holds when the arm reports that a save is done.
+        copies: memory that the arm needs in addition to model and gradients, in units of the state.
+    """
+
+    settings: str
+    kind: str
+    durable: str
+    copies: float
+
+
+_FSYNCED = "file fsynced"
+_COMMITTED = "verified bytes, fsynced, committed by a rename"
+
+SAVE_METHODS: dict[str, SaveMethodFacts] = {
+    "none": SaveMethodFacts("no save", "none", "", 0),
+    "torch.save": SaveMethodFacts("torch.save", "sync", "not durable: no fsync", 0),
+    "torch.save+fsync": SaveMethodFacts("torch.save, fsync of file and directory", "sync", "fsynced", 0),
+    "dcp.save": SaveMethodFacts("dcp.save to a FileSystemWriter", "sync", _FSYNCED, 0),
+    "dcp.async": SaveMethodFacts("dcp.async_save in a thread, default stager", "blocking", _FSYNCED, 1),
+    "dcp.async-reused": SaveMethodFacts(
+        "dcp.async_save in a thread, one DefaultStager reused", "blocking", _FSYNCED, 1
+    ),
+    "dcp.process": SaveMethodFacts(
+        "dcp.async_save in a process, one DefaultStager reused: shared memory, staged behind the step",
+        "overlapped",
+        _FSYNCED,
+        2,
+    ),
+    "torch_checkpointing": SaveMethodFacts(
+        "CheckpointManager with async save, buffered, staging prewarmed, lock() around the optimizer's step",
+        "overlapped",
+        "not durable: no fsync",
+        2,
+    ),
+    "tierd": SaveMethodFacts("Checkpointer(to=[]): no daemon", "blocking", _COMMITTED, 1),
+    "tierd+daemon": SaveMethodFacts(
+        "Checkpointer(to=[file://...]): a daemon persists and flushes", "blocking", _COMMITTED, 1
+    ),
+    "tierd-overlapped": SaveMethodFacts("Checkpointer(to=[]) after attach(optimizer)", "overlapped", _COMMITTED, 1),
+    "tierd-overlapped+daemon": SaveMethodFacts(
+        "Checkpointer(to=[file://...]) after attach(optimizer)", "overlapped", _COMMITTED, 1
+    ),
+}
+
+
+class SaveMethod:
+    """The interface that the worker calls. The base class is the arm `none`, which saves nothing."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        self.training, self.directory = training, directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self) -> Wait:
+        """Save training's current state. Calling the result waits until the arm reports that the save is done."""
+        return lambda: None
+
+    def update_guard(self) -> AbstractContextManager[object]:
+        """Return the context that is entered around each update of the weights."""
+        return nullcontext()
+
+    def flush_waiter(self) -> Wait | None:
+        """Return a function that waits until the last save is on a tier; None for an arm without a tier."""
+        return None
+
+    def clean_up(self) -> None:
+        """Delete all but the newest checkpoint, and leave nothing running. Never timed."""
+
+    def close(self) -> None:
+        """End what the arm started."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierd.check.engine import assert_resumes, check_resume
-from tierd.check.report import Report
+from tierd.check.check_report import Report
+from tierd.check.resume_check import assert_resumes, check_resume
 
 __all__ = ["Report", "assert_resumes", "check_resume"]

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-from tierd.check.cause import Cause
-from tierd.check.compare import Divergence, RankResult, Terms, first_difference, relative
-from tierd.check.evidence import evidence, first_evidence, overlap
-from tierd.check.final import StateDifference, unsteady
-from tierd.check.finding import StateFinding
-from tierd.check.history import GLOBAL, CheckedRun, CountedObservation, RankHistory, Setting
-from tierd.check.reads import from_samples, repeated, repeats, whose
+from tierd.check.check_report import Cause
+from tierd.check.launch_records import GLOBAL_GENERATORS, CheckedRun, CountedObservation, ProcessSettings, RankRecord
+from tierd.check.observation_causes import causes_in_samples, count_reread_samples, rank_of_samples, reread_cause
+from tierd.check.resume_comparison import StateFinding
+from tierd.check.resume_findings import first_resume_findings, launch_findings, paths_overlap
+from tierd.check.sample_comparison import ComparisonTerms, Divergence, RankResult, first_difference, relative_distance
+from tierd.check.state_comparison import StateDifference, nondeterministic_paths
 
 _MAX_CAUSES = 3  # causes that a report names, at most
 _SUMMATION_DISTANCE = 1e-5  # relative; how much another order of summation changes a float32 loss within few steps
 
 
-def causes(
-    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, results: Sequence[RankResult], terms: Terms
+def find_causes(
+    reference: CheckedRun,
+    killed: CheckedRun,
+    rerun: CheckedRun | None,
+    results: Sequence[RankResult],
+    terms: ComparisonTerms,
 ) -> tuple[Cause, ...]:
     """Return the likely causes of the first divergence, the best supported first.
 
@@ -41,7 +45,7 @@ def causes(
     return tuple(candidates)
 
 
-def from_final_states(
+def state_difference_causes(
     reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, states: Sequence[StateDifference]
 ) -> tuple[Cause, ...]:
     """Return the causes of differences in the final state that neither samples nor losses show.
@@ -62,7 +66,7 @@ def _causes_of_rank(
 ) -> list[Cause]:
     findings: list[StateFinding] = []
     if rerun is not None:
-        shaky = unsteady([run.launches[0][rank] for run in (reference, rerun)])
+        shaky = nondeterministic_paths([run.launches[0][rank] for run in (reference, rerun)])
         for difference in states:
             if difference.path in shaky:
                 return [
@@ -72,14 +76,18 @@ def _causes_of_rank(
                         "losses are equal: sums taken in another order, or values drawn without a seed",
                     )
                 ]
-        first_step = min(killed.resumes(rank, reference.launches[0][rank].first or 0).values(), default=0)
-        used = _drawn_generators(reference.effective(rank), first_step, max(state.step for state in states))
+        first_step = min(
+            killed.first_steps_of_resumes(rank, reference.launches[0][rank].first_step or 0).values(), default=0
+        )
+        used = _drawn_generators(
+            reference.effective_observations(rank), first_step, max(state.step for state in states)
+        )
         findings = [
             finding
-            for finding in first_evidence(rerun, killed, rank)
-            if finding.path not in GLOBAL or finding.path in used
+            for finding in first_resume_findings(rerun, killed, rank)
+            if finding.path not in GLOBAL_GENERATORS or finding.path in used
         ]
-    itself = {finding.path for finding in findings if any(overlap(finding.path, state.path) for state in states)}
+    itself = {finding.path for finding in findings if any(paths_overlap(finding.path, state.path) for state in states)}
     if any(finding.is_sure and finding.path in itself for finding in findings):
         findings = [finding for finding in findings if finding.path in itself]
     return [Cause(finding.kind, finding.says) for finding in findings] or [_unexplained_cause(states)]
@@ -111,19 +119,21 @@ def _causes_from_states(
     divergence, rank = worst.divergence, worst.rank
     if rerun is None or divergence is None or divergence.launch is None or divergence.what == "missing":
         return []
-    first_steps = killed.resumes(rank, reference.launches[0][rank].first or 0)
+    first_steps = killed.first_steps_of_resumes(rank, reference.launches[0][rank].first_step or 0)
     launch = divergence.launch if divergence.launch in first_steps else min(first_steps, default=None)
-    if launch is None or whose(reference, rank, divergence) is not None:
+    if launch is None or rank_of_samples(reference, rank, divergence) is not None:
         return []
     symptom = "samples"
     if divergence.what == "loss":
         symptom = "first loss" if divergence.step == first_steps[launch] else "later loss"
     # A generator that nobody seeded has another state in each launch.
-    shaky = unsteady([run.launches[0][rank] for run in (reference, rerun)])
-    findings = [finding for finding in evidence(rerun, killed, rank, launch, symptom) if finding.path not in shaky]
+    shaky = nondeterministic_paths([run.launches[0][rank] for run in (reference, rerun)])
+    findings = [
+        finding for finding in launch_findings(rerun, killed, rank, launch, symptom) if finding.path not in shaky
+    ]
     if symptom != "samples":  # what nobody drew from changed no loss
-        used = _drawn_generators(reference.effective(rank), first_steps[launch], divergence.step)
-        findings = [finding for finding in findings if finding.path not in GLOBAL or finding.path in used]
+        used = _drawn_generators(reference.effective_observations(rank), first_steps[launch], divergence.step)
+        findings = [finding for finding in findings if finding.path not in GLOBAL_GENERATORS or finding.path in used]
     return [Cause(finding.kind, finding.says) for finding in findings[:_MAX_CAUSES]]
 
 
@@ -134,26 +144,26 @@ def _drawn_generators(expected: Mapping[int, CountedObservation], first_step: in
     """
     steps = [expected[step].observation.generators for step in range(first_step - 1, last + 1) if step in expected]
     if len(steps) < last - first_step + 2:
-        return set(steps[-1]) if steps else set(GLOBAL)
+        return set(steps[-1]) if steps else set(GLOBAL_GENERATORS)
     return {name for name, state in steps[-1].items() if any(generators.get(name) != state for generators in steps)}
 
 
 def _nondeterminism_causes(
-    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, worst: RankResult, terms: Terms
+    reference: CheckedRun, killed: CheckedRun, rerun: CheckedRun | None, worst: RankResult, terms: ComparisonTerms
 ) -> Iterator[Cause]:
     """Report two uninterrupted launches that differ, because the loop itself is not deterministic then."""
-    expected = reference.effective(worst.rank)
+    expected = reference.effective_observations(worst.rank)
     runs = [CheckedRun(killed.launches[:1]), *([rerun] if rerun is not None else [])]
     for run in runs:
-        actual = run.effective(worst.rank)
+        actual = run.effective_observations(worst.rank)
         last = min(terms.steps, max(actual, default=0))
-        difference = first_difference(expected, actual, Terms(last, 0, terms.loss_tolerance))
+        difference = first_difference(expected, actual, ComparisonTerms(last, 0, terms.loss_tolerance))
         if difference is None:
             continue
         if difference.what in ("samples", "order"):
             why = "unseeded shuffling or workers: seed them (a generator= or worker_init_fn=, from a fixed seed)"
         elif (
-            distance := relative(difference.expected_loss, difference.got_loss)
+            distance := relative_distance(difference.expected_loss, difference.got_loss)
         ) is not None and distance <= _SUMMATION_DISTANCE:
             why = (
                 "sums taken in another order, by threads or by kernels: torch.set_num_threads, "
@@ -170,10 +180,10 @@ def _nondeterminism_causes(
 
 
 def _resume_causes(
-    reference: CheckedRun, killed: CheckedRun, rank: int, divergence: Divergence, terms: Terms
+    reference: CheckedRun, killed: CheckedRun, rank: int, divergence: Divergence, terms: ComparisonTerms
 ) -> Iterator[Cause]:
-    expected, actual = reference.effective(rank), killed.effective(rank)
-    first_steps = killed.resumes(rank, min(expected, default=0))
+    expected, actual = reference.effective_observations(rank), killed.effective_observations(rank)
+    first_steps = killed.first_steps_of_resumes(rank, min(expected, default=0))
     launch = divergence.launch
     if divergence.what == "missing":
         yield Cause(
@@ -183,8 +193,8 @@ def _resume_causes(
         )
     elif launch not in first_steps:  # nothing had been resumed yet; a later resume may explain more
         for later in first_steps:
-            if reread := repeated(expected, actual, later, terms.steps):
-                yield repeats(later, reread)
+            if reread := count_reread_samples(expected, actual, later, terms.steps):
+                yield reread_cause(later, reread)
                 return
     elif divergence.what == "order":
         yield Cause(
@@ -193,18 +203,18 @@ def _resume_causes(
             "a shuffle within the batch, is not in the checkpoint",
         )
     elif divergence.what == "samples":
-        yield from from_samples(reference, expected, actual, rank, divergence, terms)
+        yield from causes_in_samples(reference, expected, actual, rank, divergence, terms)
     else:
         a, b = reference.launches[0][rank], killed.launches[0][rank]
         yield _loss_cause(expected, actual, first_steps[launch], divergence, _seeded_generators(a, b))
 
 
-def _seeded_generators(reference: RankHistory, first: RankHistory) -> set[str]:
+def _seeded_generators(reference: RankRecord, first: RankRecord) -> set[str]:
     """Return the generators with equal states in two launches from the start.
 
     All others were never seeded, or not used.
     """
-    a, b = reference.observed.get(first.first or 0), first.observed.get(first.first or 0)
+    a, b = reference.observations.get(first.first_step or 0), first.observations.get(first.first_step or 0)
     return {name for name, state in a.generators.items() if b.generators.get(name) == state} if a and b else set()
 
 
@@ -226,7 +236,7 @@ def _loss_cause(
             f"number generator of {', '.join(differing)} stood elsewhere than uninterrupted (dropout and augmentation "
             'draw from them): put tierd.RngState() into the state, as "rng"',
         )
-    distance = relative(divergence.expected_loss, divergence.got_loss)
+    distance = relative_distance(divergence.expected_loss, divergence.got_loss)
     if distance is not None and distance <= _SUMMATION_DISTANCE:
         return Cause(
             "summation",
@@ -265,5 +275,5 @@ def _setting_causes(reference: CheckedRun, killed: CheckedRun, rank: int, diverg
     )
 
 
-def _changed_settings(expected: Setting, actual: Setting) -> list[str]:
-    return [name for name in Setting.__struct_fields__ if getattr(expected, name) != getattr(actual, name)]
+def _changed_settings(expected: ProcessSettings, actual: ProcessSettings) -> list[str]:
+    return [name for name in ProcessSettings.__struct_fields__ if getattr(expected, name) != getattr(actual, name)]

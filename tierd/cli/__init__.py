@@ -20,34 +20,26 @@ import typer
 from typer.main import get_command
 
 from tierd import __version__
-from tierd.cli.tables import complain, print_json
+from tierd.cli.output import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
 from tierd.ipc.protocol import PROTOCOL
-from tierd.logs import formatter
+from tierd.logs import make_formatter
 
 MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help shows the modules in this order
-    "acting.act": ("run", "pin", "unpin", "config"),
-    "acting.prune": ("prune",),
-    "reading.read": ("ls", "show", "verify"),
-    "reading.runs": ("runs",),
-    "reading.status": ("status",),
-    "reading.top": ("top",),
-    "reading.doctor": ("doctor",),
-    "acting.pause": ("pause", "resume"),
-    "acting.space": ("rm", "du"),
-    "acting.ending": ("drain", "wait"),
-    "acting.disown": ("disown",),
-    "measuring.advise": ("advise",),
-    "measuring.bench": ("bench",),
-    "measuring.check": ("check-resume",),
-    "reading.inspect": ("inspect",),
-    "reading.follow": ("follow",),
-    "reading.export": ("export",),
-    "acting.watch": ("watch",),
-    "reading.restore": ("restore",),
-    "acting.prepare": ("prepare",),
-    "acting.move": ("copy", "import"),
+    "commands.daemon_commands": ("run", "pin", "unpin", "config"),
+    "commands.prune_commands": ("prune", "disown"),
+    "commands.checkpoint_commands": ("ls", "show", "verify"),
+    "commands.run_commands": ("runs", "rm", "du"),
+    "commands.status_commands": ("status", "pause", "resume"),
+    "commands.top_command": ("top",),
+    "commands.trial_commands": ("doctor", "check-resume", "bench"),
+    "commands.flush_waits": ("drain", "wait"),
+    "commands.advise_command": ("advise",),
+    "commands.inspect_command": ("inspect",),
+    "commands.retrieval_commands": ("follow", "export", "restore"),
+    "commands.watch_commands": ("watch", "prepare"),
+    "commands.copy_commands": ("copy", "import"),
 }
 _EXIT_CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,
@@ -117,7 +109,7 @@ def _grammar(module: str | None) -> Callable[[list[str] | None], Any]:
 def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter())
+    handler.setFormatter(make_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         _grammar(_module_of(sys.argv[1:] if arguments is None else arguments))(arguments)

@@ -1,11 +1,13 @@
-"""The options that commands share, and the places that they name: a spool, tiers, a configuration.
+"""The options that commands share, the values with units that they take, and the places that they name.
 
-Invariant: commands that only read accept a place by its URL and need neither a daemon nor a configuration.
+Invariant: commands that only read accept a place by its URL and need neither a daemon nor a configuration. A value
+without its unit is an error that names its option.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,14 +16,73 @@ from typing import Annotated, Literal
 
 import typer
 
-from tierd.core.config import LONGEST, Config, from_toml, from_urls
+from tierd.core.config import MAX_CONFIG_CHARS, Config, from_toml, from_urls
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.save_policy import Goal, check_goal
+from tierd.core.save_policy import MetricGoal, check_goal
 from tierd.core.store_schemes import PLACES
-from tierd.spool.permissions import as_account, whose
 from tierd.spool.spool import Spool
+from tierd.spool.spool_access import command_as_account, describe_owner
+
+_BYTES: dict[str, int] = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+_SIZE = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,9}})?)({'|'.join(_BYTES)})")
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,9}})?)({'|'.join(_SECONDS)})")
+SHORTEST_S, LONGEST_S = 1e-6, 1e12  # seconds; beyond these, counts of steps would not fit JSON's integers
+_MAX_COUNT = 10**9
+
+
+def parse_time(option: str, text: str, *, zero: bool = False) -> float:
+    """Parse a time, in seconds; raises `ConfigError`."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{option}: {text!r} is no duration: write 50ms, 90s, 10m, 12h or 7d")
+    value = float(match[1]) * _SECONDS[match[2]]
+    if not (SHORTEST_S <= value <= LONGEST_S or (zero and value == 0)):
+        raise ConfigError(
+            f"{option} {text}: out of range; at least {'nothing' if zero else '1 µs'}, at most 30000 years"
+        )
+    return value
+
+
+def parse_size(option: str, text: str) -> float:
+    """Parse a size, in bytes; raises `ConfigError`."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{option}: {text!r} is no size: write 800MB, 96GB or 90GiB")
+    value = float(match[1]) * _BYTES[match[2]]
+    if value < 1:
+        raise ConfigError(f"{option} {text}: less than a byte")
+    return value
+
+
+def parse_bandwidth(option: str, text: str) -> float:
+    """Parse a bandwidth, in bytes a second; raises `ConfigError`."""
+    if not text.endswith("/s"):
+        raise ConfigError(f"{option}: {text!r} is no bandwidth: write 800MB/s or 4GB/s")
+    return parse_size(option, text.removesuffix("/s"))
+
+
+def parse_count(option: str, value: int) -> int:
+    """Parse a count; raises `ConfigError`."""
+    if not 1 <= value <= _MAX_COUNT:
+        raise ConfigError(f"{option} {value}: at least 1, at most {_MAX_COUNT}")
+    return value
+
+
+def format_duration(time: float) -> str:
+    """Format a time for people: three digits and the unit that suits it."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if time >= length:
+            digits = f"{time / length:#.3g}" if time < 1000 * length else f"{time / length:.0f}"
+            return f"{digits.rstrip('.')} {unit}"
+    return f"{1000 * time:.3g} ms" if 0 < time < 0.1 else f"{time:.3g} s"
+
 
 SpoolOption = Annotated[
     Path | None,
@@ -64,21 +125,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places that a command was given. `policy` says whether retention was configured, not defaulted."""
+    """The places that a command was given. `has_policy` says whether retention was configured, not defaulted."""
 
     spool: Spool | None
     config: Config | None
-    policy: bool
+    has_policy: bool
 
 
-def best_goal(best: str | None, mode: Literal["min", "max"], step: int | None) -> Goal | None:
+def best_goal(best: str | None, mode: Literal["min", "max"], step: int | None) -> MetricGoal | None:
     """Return what --best asks for; None without it. Raises `ConfigError` for it beside --step, or an unknown form."""
     if best is not None and step is not None:
         raise ConfigError("--best and --step: one of the two")
-    return None if best is None else check_goal(Goal(best, mode))
+    return None if best is None else check_goal(MetricGoal(best, mode))
 
 
-def places(
+def resolve_places(
     spool: Path | None,
     urls: list[str] | None,
     config: Path | None,
@@ -99,8 +160,8 @@ def places(
             )
         loaded_config = load_config(config)
         home = Path(loaded_config.spool)
-        check_whose(home)
-        return Places(_spool(home) if home.exists() else None, loaded_config, policy=True)
+        check_account_access(home)
+        return Places(_spool(home) if home.exists() else None, loaded_config, has_policy=True)
     if spool is None and not urls:
         raise ConfigError("nothing to look at: give --spool DIR, a tier's URL, or --config FILE")
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
@@ -111,7 +172,7 @@ def places(
         tiers = from_urls(str(spool.absolute()) if spool else "/", urls, retention, key) if urls else None
     except ConfigError as error:
         raise ConfigError(f"{error}{_run_meant(urls or ()) if run_option else ''}") from None
-    return Places(_spool(spool) if spool else None, tiers, policy=keep_last is not None)
+    return Places(_spool(spool) if spool else None, tiers, has_policy=keep_last is not None)
 
 
 def _run_meant(urls: Sequence[str]) -> str:
@@ -126,16 +187,18 @@ def _is_run(text: str) -> bool:
     return False
 
 
-def check_whose(path: Path) -> None:
+def check_account_access(path: Path) -> None:
     """Raise `ConfigError`, which says whose it is, if a directory on a spool's path is closed to this account."""
     for directory in (*reversed(path.absolute().parents), path):
         if directory.is_dir() and not os.access(directory, os.X_OK):
             owner = directory.stat().st_uid
-            raise ConfigError(f"{directory}: {whose(owner)}; run as its owner: {as_account(owner)} tierd ...")
+            raise ConfigError(
+                f"{directory}: {describe_owner(owner)}; run as its owner: {command_as_account(owner)} tierd ..."
+            )
 
 
 def _spool(path: Path) -> Spool:
-    check_whose(path)
+    check_account_access(path)
     if not (path / ".tierd").is_dir():  # because opening any directory would make it a spool
         raise ConfigError(f"{path}: not a spool; a Checkpointer or `tierd run` makes one")
     return Spool(path, write=False)
@@ -145,6 +208,6 @@ def load_config(path: Path) -> Config:
     """Read a configuration file; raises `ConfigError`."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return from_toml(file.read(LONGEST + 1), str(path))
+            return from_toml(file.read(MAX_CONFIG_CHARS + 1), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error

@@ -1,7 +1,7 @@
 """`Checkpointer`: save and restore the checkpoints of one run from inside the training process.
 
-Each method checks that the `Checkpointer` is open, and calls the part of `client/composition.py` that does the work.
-The module is longer than 300 lines because its docstrings are the public reference; they are most of it.
+Each method checks that the `Checkpointer` is open, and calls the part of `client/checkpointer_parts.py` that does the
+work. The module is longer than 300 lines because its docstrings are the public reference; they are most of it.
 
 Invariant: training never waits for the daemon and never fails because of it. A failure after `save` has returned is
 recorded in the `Save`, in the log and in `Stats`, and `close` raises if the last state was lost by it. Before that only
@@ -17,15 +17,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tierd.client.composition import CheckpointerParts
-from tierd.client.ranks.launch import Source
+from tierd.client.checkpointer_parts import CheckpointerParts, Shutdown
+from tierd.client.ranks.launch import ResumeSource
 from tierd.client.ranks.ranks import SILENT_S, START_S
 from tierd.client.restoring.restorer import Restored
-from tierd.client.saving.save import Save, Stats
-from tierd.client.shutdown import Shutdown
+from tierd.client.saving.save_jobs import Save, Stats
 from tierd.core.ids import CheckpointId, PartId, check_step
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.save_policy import Goal, When, check_epoch
+from tierd.core.save_policy import MetricGoal, When, check_epoch
 from tierd.ipc.messages import MAX_REASON, DataLeakNotice, PreemptionNotice
 
 if TYPE_CHECKING:
@@ -308,14 +307,14 @@ class Checkpointer:
                 for different checkpoints; or `state` lacks an entry that `only` names.
         """
         self._inner.check_open()
-        goal = None if best is None else Goal(best, mode)
+        goal = None if best is None else MetricGoal(best, mode)
         names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
         with self._inner.launch.restoring():
             return self._inner.state_restorer.restore(
                 state, step, attempt, goal, names, at_least, ignore_prefixes=ignore_prefixes
             )
 
-    def start_from(self, source: Source) -> None:
+    def start_from(self, source: ResumeSource) -> None:
         """Record that this run starts from a checkpoint of another run, as a fine-tune does.
 
         Call it on every rank, after `restore` found nothing of this run and before the first save. Each checkpoint of
@@ -381,6 +380,6 @@ class Checkpointer:
             raised.add_note(f"closing the Checkpointer failed, too: {error}")
 
 
-def made_of(checkpointer: Checkpointer) -> CheckpointerParts:
+def internals(checkpointer: Checkpointer) -> CheckpointerParts:
     """Return what a `Checkpointer` is made of, for packages of tierd that save and restore through it."""
     return checkpointer._inner

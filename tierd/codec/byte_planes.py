@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from tierd.codec.detect import WIDTHS, Bytes, NumberLayout, detect, neighbours
-from tierd.codec.frames import expand
+from tierd.codec.number_layout import WIDTHS, Bytes, NumberLayout, detect_layout, neighbour_base
+from tierd.codec.zstd_frames import expand_frame
 from tierd.spool.direct_io import memory_for
 
 log = logging.getLogger("tierd.daemon")
@@ -90,12 +90,12 @@ def pack(raw: Buffer) -> memoryview | None:
         block, at = data[start : start + size], out.at
         fresh = layout.width == 1 or age == _STRETCH
         if fresh:
-            layout = detect(block)
+            layout = detect_layout(block)
         top = _write_block(out, block, layout)
         # The numbers differ from those in the block from which the layout was detected.
         if not fresh and abs(top - expected) * 8 > expected:
             fresh = True
-            detected = detect(block)
+            detected = detect_layout(block)
             if detected != layout:
                 layout, out.at = detected, at
                 top = _write_block(out, block, layout)
@@ -211,7 +211,7 @@ def _write_plane(out: _Writer, plane: Bytes, compressor: zstandard.ZstdCompresso
 def _write_pairs(out: _Writer, plane: Bytes) -> int:
     if len(plane) < _MIN_PAIRS_BYTES:
         return _write_plane(out, plane, _tools.entropy)
-    base = neighbours(plane)
+    base = neighbour_base(plane)
     spare = _tools.scratch
     codes = spare[2][: len(plane) + len(plane) % 2]
     codes[-1] = 0  # fills up the last pair if the number of codes is odd
@@ -306,7 +306,7 @@ class _Reader:
 
 def _expand(body: memoryview, size: int) -> Bytes:
     try:
-        return np.frombuffer(expand(body, size, _tools.expander), np.uint8)
+        return np.frombuffer(expand_frame(body, size, _tools.expander), np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"a plane is no zstd frame: {error}") from error
 

@@ -1,4 +1,5 @@
-"""Chunking: a file is cut into chunks at its tensors, so that unchanged tensors give unchanged chunks.
+"""Chunking: a file is cut into chunks at its tensors, so that unchanged tensors give unchanged chunks; and whether a
+flush compresses them.
 
 Invariant: the cuts are a pure function of a file's bytes. Whatever the bytes are, the chunks add up to the file's size,
 and none is empty or larger than the limit. A wrong cut only shares fewer bytes, so no file is ever refused.
@@ -13,6 +14,10 @@ or before a record that is chosen by a hash of its key. So packs after an insert
 again. Records known to change at every step are packed into full chunks, because full chunks are fewest.
 
 There are at most 2 * size / grain + 3 chunks for a limit of two grains or more.
+
+In a flush, reading, encoding and putting overlap, so the slowest of them sets the throughput. Let E be the encoder's
+rate and L the link's rate in bytes per second, and r the stored bytes per raw byte. A raw byte then takes max(1/E, r/L)
+seconds compressed and 1/L uncompressed. So for r < 1 compressing is faster exactly if E > L, whatever r is.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
 from typing import Annotated, NamedTuple, TypeAlias
@@ -38,7 +44,7 @@ _MAX_MARKS = 200_000  # the most records that are read from the archives of one 
 MOVING = "tierd.moving"  # in a safetensors file's metadata: the range that changes at every step, "begin:end"
 
 # (offset, length) -> those bytes of a file; fewer if fewer are available
-Read: TypeAlias = Callable[[int, int], bytes | bytearray | memoryview]
+ReadRange: TypeAlias = Callable[[int, int], bytes | bytearray | memoryview]
 
 
 class FileRecord(NamedTuple):
@@ -57,7 +63,7 @@ class FileRecord(NamedTuple):
     moving: bool = False
 
 
-def cut(read: Read, size: int, limit: int = CHUNK_SIZE) -> list[int]:
+def content_chunk_sizes(read: ReadRange, size: int, limit: int = CHUNK_SIZE) -> list[int]:
     """The sizes of a file's chunks in bytes.
 
     Args:
@@ -125,7 +131,7 @@ class _Described(msgspec.Struct):
 _header = msgspec.json.Decoder(dict[str, _Described])
 
 
-def safetensors_records(read: Read, size: int) -> list[FileRecord] | None:
+def safetensors_records(read: ReadRange, size: int) -> list[FileRecord] | None:
     """The header and the tensors of a safetensors file; None for another file, or one with a gap between tensors.
 
     Raises:
@@ -171,7 +177,7 @@ _LOCAL = Struct("<4s5H3I2H")
 _TAIL = _END64.size + _LOCATOR.size + _END.size
 
 
-def zip_records(read: Read, size: int) -> list[FileRecord] | None:
+def zip_records(read: ReadRange, size: int) -> list[FileRecord] | None:
     """The records of the zip archives at the end of a file; None if the file does not end in an archive.
 
     An entry's header and its content are separate records. The header contains the file's own name and the entry's
@@ -194,7 +200,7 @@ def zip_records(read: Read, size: int) -> list[FileRecord] | None:
     return [FileRecord(after - start, marks.get(start, b"")) for start, after in pairwise(places)]
 
 
-def _archive_marks(read: Read, end: int) -> Iterator[tuple[int, bytes]]:
+def _archive_marks(read: ReadRange, end: int) -> Iterator[tuple[int, bytes]]:
     """The offset and key of each record of the archive that ends at `end`; none if no archive ends there."""
     tail = bytes(read(max(0, end - _TAIL), min(end, _TAIL)))
     if len(tail) < _END.size:
@@ -240,3 +246,43 @@ def _long_offset(extra: bytes, short: tuple[int, int, int]) -> int:
             return int.from_bytes(extra[at : at + 8], "little")
         at += 4 + length
     return short[2]
+
+
+_MARGIN = 1.2  # the factor by which a rate has to exceed the other to change the choice, so that it does not oscillate
+_GAIN, _GAIN_AGAIN = 0.98, 0.96  # above these ratios, the time to encode and to decode again is not worth the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionChoice:
+    """Whether to compress (`pack`) the next chunks for a tier, and why, in one line for people."""
+
+    pack: bool
+    why: str
+
+
+def compression_choice(
+    link: float | None, encoder: float | None, ratio: float | None, before: bool = True
+) -> CompressionChoice:
+    """Whether to compress.
+
+    An unknown rate leads to compressing, because its time is spent once, and an object's size remains.
+
+    Args:
+        link: stored bytes per second that the tier takes from all workers together. None or 0: not measured yet.
+        encoder: raw bytes per second of all encoding threads together. None or 0: not measured yet.
+        ratio: the recent number of stored bytes per raw byte of compressed chunks. None: not measured yet. A caller
+            that stopped compressing still has to compress a chunk now and then, to notice when the ratio changes.
+        before: the last choice, which stands until the other choice is better by a fifth.
+    """
+    if ratio is not None and ratio > (_GAIN if before else _GAIN_AGAIN):
+        return CompressionChoice(False, f"not compressing: {ratio:.0%} would be left")
+    if not link or not encoder:
+        return CompressionChoice(True, "compressing: the rates are not known yet")
+    pack = encoder * _MARGIN >= link if before else encoder > link * _MARGIN
+    word = "compressing" if pack else "not compressing"
+    return CompressionChoice(pack, f"{word}: the link takes {_rate(link)}, the encoder makes {_rate(encoder)}")
+
+
+def _rate(rate: float) -> str:
+    # 180 MB/s, 1.2 GB/s
+    return f"{rate / 1e9:.1f} GB/s" if rate >= 999.5e6 else f"{rate / 1e6:.0f} MB/s"

@@ -18,14 +18,20 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import ConfigError
-from tierd.core.event_kinds import CHOICES
+from tierd.core.event_kinds import SELECTABLE_KINDS, check_webhook, is_reference, redacted_url
 from tierd.core.ids import check_run
-from tierd.core.rate import RATE_PATTERN, Rate, rate
-from tierd.core.retention.policy import DURATION_PATTERN, Duration, RetentionPolicy, seconds
+from tierd.core.retention.policy import (
+    DURATION_PATTERN,
+    RATE_PATTERN,
+    Duration,
+    Rate,
+    RetentionPolicy,
+    parse_duration,
+    parse_rate,
+)
 from tierd.core.urls import StoreUrl, parse_url
-from tierd.core.webhook import check_webhook, is_reference, shown
 
-LONGEST = 64 << 10  # characters in a file
+MAX_CONFIG_CHARS = 64 << 10  # characters in a file
 _DEEP = re.compile(r"^(?:[^.#\n]*\.){65}", re.MULTILINE)  # tomllib takes quadratic time or more for a dotted key
 _TIER_NAME, _ABSOLUTE, _DIRECTORY = r"^[a-z][a-z0-9-]{0,31}\Z", "^/", r"^/[^\x00]*\Z"
 _FORMS = {  # what to write where a pattern does not match, for messages
@@ -181,7 +187,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return the URL of each tier by its name."""
         return {tier.name: parse_url(tier.url) for tier in self.tier}
 
-    def named(self, name: str) -> TierConfig:
+    def tier_named(self, name: str) -> TierConfig:
         """The tier called `name`."""
         return next(tier for tier in self.tier if tier.name == name)
 
@@ -190,7 +196,7 @@ def without_addresses(config: Config) -> Config:
     """The configuration with each webhook's address shortened to its origin and each command's arguments hidden."""
     receivers = []
     for receiver in config.notify:
-        url = receiver.url if receiver.url is None or is_reference(receiver.url) else shown(receiver.url)
+        url = receiver.url if receiver.url is None or is_reference(receiver.url) else redacted_url(receiver.url)
         words = receiver.command and tuple(word if not number else "…" for number, word in enumerate(receiver.command))
         receivers.append(msgspec.structs.replace(receiver, url=url, command=words))
     return msgspec.structs.replace(config, notify=tuple(receivers))
@@ -206,8 +212,8 @@ def from_toml(text: str, where: str) -> Config:
     Raises:
         ConfigError: the text cannot be used; the message names `where`, the key's path and the reason.
     """
-    if len(text) > LONGEST:
-        raise ConfigError(f"{where}: it has more than {LONGEST} characters; is it the right file?")
+    if len(text) > MAX_CONFIG_CHARS:
+        raise ConfigError(f"{where}: it has more than {MAX_CONFIG_CHARS} characters; is it the right file?")
     if _DEEP.search(text):
         raise ConfigError(f"{where}: a line with more than 64 dots; is it the right file?")
     try:
@@ -279,7 +285,7 @@ def with_urls(config: Config, urls: Sequence[str], *, first: bool) -> Config:
 
 
 def _checked(config: Config, where: str) -> Config:
-    if not seconds(config.rescan):
+    if not parse_duration(config.rescan):
         raise ConfigError(f"{where}: rescan: {config.rescan!r} would look without a pause")
     _check_rate(config.scrub_rate, f"{where}: scrub_rate")
     names: set[str] = set()
@@ -309,7 +315,7 @@ def _checked(config: Config, where: str) -> Config:
             check_run(watch.run)
         except ConfigError as error:
             raise ConfigError(f"{where}: watch[{index}].run: {error}") from error
-        check_own_layout(watch, f"{where}: watch[{index}]")
+        check_user_layout(watch, f"{where}: watch[{index}]")
         if watch.run in watched:
             raise ConfigError(
                 f"{where}: watch[{index}].run: {watch.run!r} is the run of {watched[watch.run]}; "
@@ -319,7 +325,7 @@ def _checked(config: Config, where: str) -> Config:
     return config
 
 
-def check_own_layout(watch: WatchConfig, where: str) -> None:
+def check_user_layout(watch: WatchConfig, where: str) -> None:
     """Check the rules of a watch about which paths are checkpoints.
 
     Raises:
@@ -392,14 +398,14 @@ def _check_receiver(receiver: NotifyConfig, where: str) -> None:
     if any("\0" in word for word in receiver.command or ()):
         raise ConfigError(f"{where}.command: it holds a NUL")
     for name in receiver.events or ():
-        if name not in CHOICES:
-            raise ConfigError(f"{where}.events: unknown event {name!r}: there are {', '.join(CHOICES)}")
+        if name not in SELECTABLE_KINDS:
+            raise ConfigError(f"{where}.events: unknown event {name!r}: there are {', '.join(SELECTABLE_KINDS)}")
 
 
 def _check_rate(text: str | None, where: str) -> None:
     try:
         if text is not None:
-            rate(text)
+            parse_rate(text)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 

@@ -1,15 +1,55 @@
-"""Every error that tierd raises, named after the condition that it reports.
+"""Every error that tierd raises, named after the condition that it reports; and the escaping of text of unknown origin.
 
 Invariant: an error is not corruption. Only `CorruptChunk` and `ManifestError` prove that bytes are wrong; no other
 error may lead to a quarantine, a fallback or a prune. An exception of another library is converted into one of these
 once, where it first appears.
+
+Names in a bucket and answers of a server may contain characters that control a terminal, reverse the order of a line,
+or end it. Everything that tierd prints passes through `printable` or one of its kin. Their results contain no character
+of the categories Cc, Cf, Cs, Co, Cn, Zl or Zp, and escaping a result again does not change it.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unicodedata import category
 
-from tierd.core.printable import printable_lines
+
+def printable(text: object) -> str:
+    """`text` as one line, with each unprintable character escaped, as in ``\\x9b`` or ``\\u202e``."""
+    line = str(text)
+    if line.isprintable():
+        return line
+    return "".join([char if _is_visible(char) else _escaped(char) for char in line])
+
+
+def printable_lines(text: object) -> str:
+    """Escape like `printable`, but keep lines. Lines after the first are indented if they are not yet, so that no line
+    can be mistaken for one of tierd's own."""
+    first, *following = map(printable, str(text).split("\n"))
+    return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in following)])
+
+
+def printable_json(text: str) -> str:
+    """JSON of the same value, with each unprintable character escaped except line feeds between tokens."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join([char if char == "\n" or _is_visible(char) else _json_escaped(char) for char in text])
+
+
+def _is_visible(char: str) -> bool:
+    return char.isprintable() or category(char) == "Zs"
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode()
+
+
+def _json_escaped(char: str) -> str:
+    units = char.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
 
 class TierdError(Exception):
@@ -171,3 +211,24 @@ def as_both(kind: type[Exception]) -> type[StateMismatch]:
         return type(StateMismatch.__name__, (StateMismatch, kind), plain)
     except TypeError:  # their memory layouts cannot be combined in one class
         return StateMismatch
+
+
+@contextmanager
+def importing_extras(feature: str, extras: str) -> Iterator[None]:
+    """Run imports of which some are of optional packages.
+
+    Args:
+        feature: the part of tierd that needs them.
+        extras: tierd's extras that install them.
+
+    Raises:
+        ImportError: a package is not installed; the message names it and the command that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("tierd"):
+            raise
+        raise ImportError(
+            f"{feature} needs the package {error.name}: pip install 'tierd[{extras}]'", name=error.name
+        ) from error

@@ -1,44 +1,50 @@
-"""Every kind of event, and the form of an event.
+"""Every kind of event, the form of an event, and the checks of a webhook that receives events.
 
 Invariant: an event records one occurrence in one place. Facts that a program needs have members of their own; `why` is
-for people.
+for people. No message repeats more of a webhook's address than scheme, host and port, because anybody who knows the
+address may post there. The address may come from a file or the environment. The values of headers must come from there.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from tierd.core.errors import ConfigError
+
 _METRICS = 50  # the most metrics in an event
-MORE = "more"  # the kind that stands for events that a receiver did not get
+MORE_EVENTS = "more"  # the kind that stands for events that a receiver did not get
 
 
 class EventKind(NamedTuple):
     """The meaning of a kind of event.
 
     Attributes:
-        means: the meaning, for the reference.
+        meaning: the meaning, for the reference.
         level: how serious an event of this kind is.
-        usual: whether receivers get it that choose no kinds.
-        urgent: whether it is sent even if a receiver got too many events in this minute.
-        stays: whether the status counts it as a problem until the daemon starts again, because nothing that can be
+        is_usual: whether receivers get it that choose no kinds.
+        is_urgent: whether it is sent even if a receiver got too many events in this minute.
+        persists: whether the status counts it as a problem until the daemon starts again, because nothing that can be
             observed later shows that it happened.
     """
 
-    means: str
+    meaning: str
     level: Literal["info", "error", "alert"] = "info"
-    usual: bool = True
-    urgent: bool = False
-    stays: bool = False
+    is_usual: bool = True
+    is_urgent: bool = False
+    persists: bool = False
 
 
-KINDS: dict[str, EventKind] = {
+EVENT_KINDS: dict[str, EventKind] = {
     "persisted": EventKind("a part is durable in the spool, written by a trainer or the daemon"),
     "persist failed": EventKind("the trainer or the daemon could not make a save durable, and gave it up", "error"),
-    "flushed": EventKind("a part is on a tier, and each of its bytes was verified there", usual=False),
+    "flushed": EventKind("a part is on a tier, and each of its bytes was verified there", is_usual=False),
     "durable": EventKind("a tier now holds every rank's part of a checkpoint, verified"),
     "not taken": EventKind(
         "a checkpoint in a watched directory is damaged, has no format that can be checked, or changed each time while "
@@ -58,9 +64,9 @@ KINDS: dict[str, EventKind] = {
         "different wrong bytes, or the backlog of prunes grew for ten minutes; repeated at growing intervals while "
         "that lasts",
         "alert",
-        urgent=True,
+        is_urgent=True,
     ),
-    "works again": EventKind("the action of an earlier `failing` succeeded", urgent=True),
+    "works again": EventKind("the action of an earlier `failing` succeeded", is_urgent=True),
     "corrupt": EventKind("a copy is proven corrupt", "error"),
     "repaired": EventKind("chunks of a copy were repaired from another place; in the spool, also fetched anew"),
     "quarantined": EventKind("a corrupt copy was quarantined, because no place had the right bytes", "error"),
@@ -69,7 +75,7 @@ KINDS: dict[str, EventKind] = {
         "or the network gave wrong bytes before"
     ),
     "fell back": EventKind("a restore returned an older checkpoint, because the newest could not be used", "error"),
-    "restored": EventKind("a rank read and verified its part of the checkpoint that every rank loads", usual=False),
+    "restored": EventKind("a rank read and verified its part of the checkpoint that every rank loads", is_usual=False),
     "pruned": EventKind("retention deleted a copy of a checkpoint"),
     "append only": EventKind(
         "a tier refuses deletions, so the daemon prunes nothing there; sent once, until the tier deletes"
@@ -77,14 +83,14 @@ KINDS: dict[str, EventKind] = {
     "two launches": EventKind(
         "several launches of one run save the same rank at the same time; sent again when another one joins",
         "alert",
-        urgent=True,
+        is_urgent=True,
     ),
     "rolled back": EventKind(
         "a run's history on a tier is older than this node saw it there, because somebody deleted objects or put an "
         "older copy of the tier in its place; or its head there cannot be read, for example with another key_file",
         "alert",
-        urgent=True,
-        stays=True,
+        is_urgent=True,
+        persists=True,
     ),
     "samples leaked": EventKind(
         "a trainer's `SampleWatch` saw samples twice in an epoch, or of the validation split; sent once an epoch",
@@ -93,20 +99,20 @@ KINDS: dict[str, EventKind] = {
     "preempted": EventKind(
         "a trainer got notice that its node or job ends, and saves at this step; the daemon sends the newest "
         "checkpoint first; sent once in ten minutes by each node",
-        urgent=True,
+        is_urgent=True,
     ),
     "given up": EventKind(
         "the daemon deleted the last copy of a checkpoint although a tier still wanted it",
         "alert",
-        urgent=True,
-        stays=True,
+        is_urgent=True,
+        persists=True,
     ),
-    MORE: EventKind(
+    MORE_EVENTS: EventKind(
         "the number of events that this receiver did not get: too many a minute, no room in the queue, or given up"
     ),
 }
-CHOICES = tuple(name for name in KINDS if name != MORE)
-USUAL = tuple(name for name in CHOICES if KINDS[name].usual)
+SELECTABLE_KINDS = tuple(name for name in EVENT_KINDS if name != MORE_EVENTS)
+USUAL_KINDS = tuple(name for name in SELECTABLE_KINDS if EVENT_KINDS[name].is_usual)
 
 
 def metrics_of(numbers: Mapping[str, float]) -> dict[str, float | None] | None:
@@ -120,7 +126,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         at: the time of the event, RFC 3339 in UTC.
-        what: the kind of event, one of `KINDS`.
+        what: the kind of event, one of `EVENT_KINDS`.
         place: `local`, a tier's name, or the name of a `[[notify]]`.
         subject: the part or checkpoint, in words; the action, if the event concerns neither.
         why: the reason, for people; may be empty.
@@ -162,4 +168,71 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def level(self) -> str:
-        return KINDS[self.what].level
+        return EVENT_KINDS[self.what].level
+
+
+_HOST = re.compile(r"([A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+_TARGET = re.compile(r"[!-~]*")  # printable ASCII without spaces
+_REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]{0,127}|file:/[^\0]{0,4000}")
+_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
+_OWN_HEADERS = frozenset({"content-length", "content-type", "host", "connection", "transfer-encoding", "user-agent"})
+_WAY_OUT = "write env:NAME or file:/path, which the daemon reads at its start"
+
+
+def is_reference(text: str) -> bool:
+    """Whether a value is ``env:NAME`` or ``file:/path``, which refer to a value stored elsewhere."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def check_webhook(url: str, headers: Mapping[str, str]) -> None:
+    """Check an address and its headers, as far as they are given directly and not by reference.
+
+    Raises:
+        ConfigError: one cannot be used; the message begins with the key.
+    """
+    if not is_reference(url):
+        redacted_url(url)
+    for name, value in headers.items():
+        if not _NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
+            raise ConfigError(f"headers: {name[:64]!r} is no header's name, or one that tierd sets")
+        if not is_reference(value):
+            raise ConfigError(f"headers.{name}: what it says does not belong in this file: {_WAY_OUT}")
+
+
+def redacted_url(url: str) -> str:
+    """The part of a webhook's address that messages may show: ``https://host:port/…``.
+
+    Raises:
+        ConfigError: it is no address, contains a user name or password, or would cross a network unencrypted.
+    """
+    if url.startswith(("env:", "file:")):
+        _refuse(_WAY_OUT)
+    if not _TARGET.fullmatch(url) or "#" in url:
+        _refuse("it holds a space, a control character, '#', or something that is not ASCII")
+    try:
+        split = urlsplit(url)
+        port = split.port
+    except ValueError:
+        _refuse("its host or port is not well formed")
+    if split.scheme not in ("https", "http"):
+        _refuse(f"it begins with https://, or {_WAY_OUT}")
+    if "@" in split.netloc:
+        _refuse(f"credentials do not belong into it: use headers.Authorization; there, {_WAY_OUT}")
+    if not _HOST.fullmatch(split.netloc) or port == 0:
+        _refuse("a host's name or address, and perhaps a port, follow https://")
+    if split.scheme == "http" and not is_loopback(split):
+        _refuse("http:// goes to this machine alone (127.0.0.1, localhost); over a network it is https://")
+    return f"{split.scheme}://{split.netloc.lower()}/…"
+
+
+def is_loopback(split: SplitResult) -> bool:
+    """Whether a URL's host is this machine."""
+    host = split.hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ConfigError(f"url: {reason}") from None

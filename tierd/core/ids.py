@@ -144,7 +144,7 @@ class CheckpointId(_Hashed):
         return CheckpointId(run, match[2], int(match[1]))
 
 
-in_order = operator.attrgetter("attempt", "step")  # sorts the ids of one run, and faster than by comparing them
+checkpoint_order = operator.attrgetter("attempt", "step")  # sorts the ids of one run, and faster than by comparing them
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -224,7 +224,7 @@ def check_rank(rank: object, world: object) -> tuple[int, int]:
 
 
 # The kinds of objects below a run.
-KINDS = (
+KEY_KINDS = (
     "manifests",
     "chunks",
     "pins",
@@ -245,7 +245,9 @@ def is_of_run(run: str, key: str) -> bool:
     if a run of that tier is called like a kind.
     """
     pieces = key.split("/")
-    return len(pieces) > 2 and pieces[0] == run and pieces[1] in KINDS and not set(KINDS).intersection(pieces[2:])
+    return (
+        len(pieces) > 2 and pieces[0] == run and pieces[1] in KEY_KINDS and not set(KEY_KINDS).intersection(pieces[2:])
+    )
 
 
 def manifests_prefix(run: str) -> str:

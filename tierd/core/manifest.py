@@ -31,8 +31,10 @@ MAX_FILES = 100_000
 MAX_METRICS = 1_000
 MAX_COPIES = 16  # the most runs that a manifest remembers as those from which its checkpoint was copied
 
-Where: TypeAlias = tuple[int, int]  # a chunk's place in a manifest: the file's number, the chunk's index in the file
-Content: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's raw bytes
+ChunkPlace: TypeAlias = tuple[
+    int, int
+]  # a chunk's place in a manifest: the file's number, the chunk's index in the file
+ContentId: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's raw bytes
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
@@ -41,7 +43,7 @@ MetricName = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]+\Z
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StoredChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A chunk's encoded form on a tier, which is byte-identical on every tier.
 
     `checked` names the checksum by which the tier itself verified the put; if it is empty, the object was read back and
@@ -66,10 +68,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     size: Annotated[int, Meta(ge=1, le=MAX_CHUNK_SIZE)]
     xxh3_128: Digest
-    stored: Stored | None = None
+    stored: StoredChunk | None = None
 
     @property
-    def content(self) -> Content:
+    def content(self) -> ContentId:
         """The identity of the raw bytes, independently of the part and of how they are stored."""
         return self.xxh3_128, self.size
 
@@ -80,7 +82,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             yield chunk
             chunk = chunk.stored.base if chunk.stored else None
 
-    def objects(self) -> Iterator[Stored]:
+    def objects(self) -> Iterator[StoredChunk]:
         """Yield all objects that are needed to read the chunk from a tier: its own, and those of its bases."""
         return (chunk.stored for chunk in self.chain() if chunk.stored)
 
@@ -206,17 +208,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for file in self.files:
             yield from file.chunks
 
-    def chunk(self, where: Where) -> Chunk:
+    def chunk(self, where: ChunkPlace) -> Chunk:
         number, index = where
         return self.files[number].chunks[index]
 
-    def places(self) -> Iterator[tuple[Where, Chunk]]:
+    def places(self) -> Iterator[tuple[ChunkPlace, Chunk]]:
         """Yield every chunk with its place."""
         for number, file in enumerate(self.files):
             for index, chunk in enumerate(file.chunks):
                 yield (number, index), chunk
 
-    def objects(self) -> Iterator[Stored]:
+    def objects(self) -> Iterator[StoredChunk]:
         """Yield every object on a tier that the manifest names, also those of bases; one that it names twice, twice."""
         for chunk in self.chunks():
             yield from chunk.objects()
@@ -226,7 +228,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         patched = any(chunk.stored and chunk.stored.base for file in files for chunk in file.chunks)
         return msgspec.structs.replace(self, files=files, version=PATCHED if patched else VERSION)
 
-    def with_chunks(self, chunks: Mapping[Where, Chunk]) -> Manifest:
+    def with_chunks(self, chunks: Mapping[ChunkPlace, Chunk]) -> Manifest:
         """The same part with other entries for these chunks."""
         files = (
             msgspec.structs.replace(
@@ -246,7 +248,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def same_content(self, manifest: Manifest) -> bool:
         """Whether both describe the same raw bytes at the same paths, however they are stored."""
 
-        def raw(manifest: Manifest) -> list[tuple[str, list[Content]]]:
+        def raw(manifest: Manifest) -> list[tuple[str, list[ContentId]]]:
             return [(file.path, [chunk.content for chunk in file.chunks]) for file in manifest.files]
 
         return self.part == manifest.part and self.resumed_from == manifest.resumed_from and raw(self) == raw(manifest)

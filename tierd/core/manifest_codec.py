@@ -1,7 +1,9 @@
-"""A manifest's coding: bytes <-> `Manifest`, and the object that an encrypted tier has in its place.
+"""A manifest's coding: bytes <-> `Manifest`, the object that an encrypted tier has in its place, and the seal of both.
 
 Invariant: metadata is never executable and never trusted. Bytes become a `Manifest` only through `decode`, which checks
-the self-digest, the schema, every bound and every path; `encode` is its inverse.
+the self-digest, the schema, every bound and every path; `encode` is its inverse. The seal is a JSON object's last
+member, the digest of the bytes before it. Every version of the format keeps the seal and the member `version`. So a
+newer object is never mistaken for a corrupt one.
 """
 
 from __future__ import annotations
@@ -11,12 +13,57 @@ from datetime import UTC
 from typing import Annotated, Literal
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import PartId
 from tierd.core.manifest import MAX_PATCHES, PATCHED, VERSION, Chunk, Manifest, check_path, is_patch
-from tierd.core.seal import seal, unsealed, version_of
+
+MAX_MANIFEST_SIZE = 32 << 20
+_SEAL = b',"digest":"'
+_SEAL_SIZE = len(_SEAL) + 32 + len('"}\n')
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+# Made once, on import, because msgspec inspects a type on first use, and crashes if two threads do so at once.
+_version = msgspec.json.Decoder(_Version)
+
+
+def seal(members: msgspec.Struct) -> bytes:
+    """One JSON object whose last member, `digest`, is the xxh3-128 of every byte before its comma."""
+    body = msgspec.json.encode(members)[:-1]
+    return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+
+def unseal(data: bytes, where: str, limit: int = MAX_MANIFEST_SIZE) -> bytes:
+    """Verify the seal and return the JSON object without it.
+
+    Raises:
+        ManifestError: the data is longer than `limit` bytes, truncated, or altered.
+    """
+    if len(data) > limit:
+        raise ManifestError(f"{where}: {len(data)} bytes; at most {limit} are read")
+    body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
+    if not seal.startswith(_SEAL) or not seal.endswith(b'"}\n'):
+        raise ManifestError(f"{where}: truncated, or not a manifest: it does not end in its digest")
+    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():
+        raise ManifestError(f"{where}: its bytes differ from its own digest")
+    return body + b"}"
+
+
+def digest_of(data: bytes) -> str:
+    """The digest at the end of an intact object, 32 hex digits."""
+    return data[-_SEAL_SIZE + len(_SEAL) : -3].decode()
+
+
+def version_of(body: bytes) -> int:
+    """The version of an object returned by `unseal`. Raises `msgspec.DecodeError`, ValueError or RecursionError."""
+    return _version.decode(body).version
+
 
 ENCRYPTED = 2  # the version of the object that an encrypted tier has in place of a manifest
 _CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
@@ -55,7 +102,7 @@ def unwrap(data: bytes, where: str) -> EncryptedManifest | None:
     Raises:
         ManifestError, FormatTooNew: in the same cases as `decode`.
     """
-    body = unsealed(data, where)
+    body = unseal(data, where)
     try:
         version = version_of(body)
         if version in (VERSION, PATCHED):
@@ -80,7 +127,7 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         WrongKey: the manifest is intact and encrypted.
     """
     where = f"manifest of {expected}" if expected else "manifest"
-    body = unsealed(data, where)
+    body = unseal(data, where)
     try:
         version = version_of(body)
         if version == ENCRYPTED and (key_id := _key_id(body)):
@@ -116,7 +163,7 @@ def key_missing(where: str, key_id: str) -> WrongKey:
 def encrypted_with(data: bytes) -> str:
     """The id of the key that encrypted an object; empty if the object is not encrypted or not intact."""
     try:
-        return _key_id(unsealed(data, ""))
+        return _key_id(unseal(data, ""))
     except ManifestError:
         return ""
 

@@ -8,7 +8,7 @@ def pci_address(domain: int, bus: int, device: int) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
-def node_beside(node: str, with_memory: str, with_cpu: str) -> int | None:
+def node_near_device(node: str, with_memory: str, with_cpu: str) -> int | None:
     """The NUMA node to prefer for memory that a device copies to; None if none is known or there is only one.
 
     Args:

@@ -1,4 +1,4 @@
-"""The save policy: when a checkpoint is due, and which checkpoint is the best.
+"""The save policy: when a checkpoint is due, which checkpoint is the best, and when training may stop.
 
 Invariant: asking whether a checkpoint is due has no side effect. The last save, the time and the metric's value are
 arguments. NaN is never better than another value, and never better than having no value.
@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, StateMismatch
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import is_metric_name
-from tierd.core.retention.policy import seconds
-from tierd.core.timeline.chain import way
+from tierd.core.retention.policy import parse_duration
+from tierd.core.timeline.launch_chain import ancestor_chain
 
 CLOUDS = ("ec2", "gce", "azure")
 _MODES = ("min", "max")
 _NAMES = 10  # the most names of metrics that an error lists
 
 
-class Goal(msgspec.Struct, frozen=True):
+class MetricGoal(msgspec.Struct, frozen=True):
     """The criterion by which a checkpoint is better: a smaller (``min``) or larger (``max``) value of `metric`."""
 
     metric: str
@@ -40,7 +40,7 @@ class Goal(msgspec.Struct, frozen=True):
         return value if self.mode == "max" else -value
 
 
-def check_goal(goal: Goal) -> Goal:
+def check_goal(goal: MetricGoal) -> MetricGoal:
     """Return `goal`.
 
     Raises:
@@ -87,14 +87,16 @@ class When:
     threshold: float | None = None
     preemption: bool | Literal["ec2", "gce", "azure"] = False
     every_s: float = field(init=False, repr=False)  # infinity where `every` is not given
-    goal: Goal | None = field(init=False, repr=False)
+    goal: MetricGoal | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, count in (("steps", self.steps), ("epochs", self.epochs)):
             if count is not None and (type(count) is not int or count < 1):
                 raise ConfigError(f"When({name}={count!r}): a number from 1 on")
-        goal = check_goal(Goal("-" if self.best is None else self.best, self.mode))
-        object.__setattr__(self, "every_s", math.inf if self.every is None else length("When(every=", self.every))
+        goal = check_goal(MetricGoal("-" if self.best is None else self.best, self.mode))
+        object.__setattr__(
+            self, "every_s", math.inf if self.every is None else positive_seconds("When(every=", self.every)
+        )
         object.__setattr__(self, "goal", None if self.best is None else goal)
         if self.best_only and self.best is None:
             raise ConfigError("When(best_only=True): by which metric? best='val_loss', say")
@@ -111,7 +113,7 @@ class When:
         return (self.steps, self.epochs, self.every) != (None, None, None)
 
 
-def length(argument: str, value: object) -> float:
+def positive_seconds(argument: str, value: object) -> float:
     """Return a time given as seconds or as a text such as `90s`, in seconds.
 
     Args:
@@ -124,7 +126,7 @@ def length(argument: str, value: object) -> float:
     try:
         if isinstance(value, bool):
             raise TypeError(value)
-        length_s = seconds(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+        length_s = parse_duration(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{argument_text}: seconds, or 90s, 10m, 12h, 7d") from error
     if not 0 < length_s < math.inf:
@@ -209,10 +211,10 @@ def best_so_far(
     values: Mapping[CheckpointId, float],
     checkpoint: CheckpointId,
     origins: Mapping[str, CheckpointId | None],
-    goal: Goal,
+    goal: MetricGoal,
 ) -> float | None:
     """The best value on the timeline down from `checkpoint`, which counts too; None if no checkpoint has a value."""
-    limits = {**way(checkpoint.attempt, origins), checkpoint.attempt: checkpoint.step}
+    limits = {**ancestor_chain(checkpoint.attempt, origins), checkpoint.attempt: checkpoint.step}
     best: float | None = None
     for candidate, value in values.items():
         limit = limits.get(candidate.attempt, -1)
@@ -228,7 +230,7 @@ def value_of(metrics: Mapping[str, float], metric: str) -> float:
         ConfigError: the metric is missing, and the message names the existing ones; or its value is not a number.
     """
     if metric not in metrics:
-        raise ConfigError(f"no metric {metric!r} was given; {listed(metrics)}")
+        raise ConfigError(f"no metric {metric!r} was given; {list_metrics(metrics)}")
     value: Any = metrics[metric]
     try:
         return float(value.item() if hasattr(value, "item") else value)
@@ -236,8 +238,83 @@ def value_of(metrics: Mapping[str, float], metric: str) -> float:
         raise ConfigError(f"metrics[{metric!r}]: {type(value).__name__} is not a number") from error
 
 
-def listed(metrics: Iterable[str]) -> str:
+def list_metrics(metrics: Iterable[str]) -> str:
     """The names of metrics as a list in an error message."""
     names = sorted(metrics)
     suffix = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     return f"there are: {', '.join(names[:_NAMES])}{suffix}" if names else "there is none at all"
+
+
+class EarlyStopping:
+    """Decide to stop when a metric has not improved for `patience` calls of `stop` in a row. Save it in `state`.
+
+    Give every rank the same values, because otherwise ranks stop at different steps. To end with the best checkpoint,
+    call `ckpt.restore(state, best=metric)`; with `only="model"` this restores the weights alone.
+
+    Args:
+        metric: the name of the metric among those passed to `stop`.
+        patience: the number of calls without a better value after which to stop; 0 stops at the first such call.
+        min_delta: by how much a value has to be better than the best one to count.
+        mode: whether a smaller (``min``) or a larger (``max``) value is better.
+        baseline: a value better than the best one also has to be better than this, or the call counts as one without a
+            better value.
+
+    Attributes:
+        best: the best value that counted; None before the first.
+        waited: the number of calls since then.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+        baseline: float | None = None,
+    ) -> None:
+        self._goal = check_goal(MetricGoal(metric, mode))
+        if type(patience) is not int or patience < 0:
+            raise ConfigError(f"patience={patience!r}: a number of calls, from 0 on")
+        if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+            raise ConfigError(f"min_delta={min_delta!r}: a number from 0 on")
+        if baseline is not None and not math.isfinite(baseline):
+            raise ConfigError(f"baseline={baseline!r}: a finite number")
+        self._patience, self._min_delta, self._baseline = patience, float(min_delta), baseline
+        self.best: float | None = None
+        self.waited = 0
+
+    def stop(self, metrics: Mapping[str, float]) -> bool:
+        """Take the next values; return whether to stop. NaN is never better.
+
+        Raises:
+            ConfigError: `metrics` lacks the metric, and the message names those that it has; or the value is no number.
+        """
+        value = value_of(metrics, self._goal.metric)
+        if self._goal.better(value, self.best, self._min_delta):
+            self.best = value
+            if self._baseline is None or self._goal.better(value, self._baseline, self._min_delta):
+                self.waited = 0
+                return False
+        self.waited += 1
+        return self.waited >= self._patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The metric, its mode, the best value and the saves without a better one; all JSON."""
+        return {"metric": self._goal.metric, "mode": self._goal.mode, "best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state.
+
+        Raises:
+            StateMismatch: the state is of another metric or mode.
+        """
+        saved = state["metric"], state["mode"]
+        if saved != (self._goal.metric, self._goal.mode):
+            raise StateMismatch(
+                f"EarlyStopping watched {saved[0]!r} ({saved[1]}), and watches {self._goal.metric!r} "
+                f"({self._goal.mode}) now"
+            )
+        self.best, self.waited = state["best"], state["waited"]

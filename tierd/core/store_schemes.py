@@ -27,7 +27,7 @@ class StoreScheme:
         credentials: from where tierd takes credentials, for messages.
         parameters: the form of each parameter after '?', which is a field of `StoreUrl`.
         required: the parameters that a URL must have.
-        checks: the groups of `tierd doctor`'s checks, in their order; see `doctor.examine`.
+        checks: the groups of `tierd doctor`'s checks, in their order; see `doctor.examination`.
     """
 
     example: str

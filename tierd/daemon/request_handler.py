@@ -22,26 +22,25 @@ import msgspec
 
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.inventory import Inventory, policy_for
 from tierd.core.planning.place import SPOOL
-from tierd.core.report import report
-from tierd.core.retention.policies import policy_for
-from tierd.core.timeline.head import newest
-from tierd.core.timeline.launches import beside
+from tierd.core.run_report import make_report
+from tierd.core.timeline.concurrent_launches import concurrent_launches
+from tierd.core.timeline.launch_chain import newest_recorded
 from tierd.core.timeline.run_view import run_view_of
 from tierd.core.urls import parse_url
-from tierd.daemon.handoff import HandoffServer
-from tierd.daemon.rank_notes import RankNotes
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.remove import remove_from_spool
-from tierd.daemon.reports.runs import runs
-from tierd.daemon.status import Status
-from tierd.daemon.tier_worker import TierWorker
-from tierd.daemon.tiers.awake import awake_timeout
-from tierd.daemon.tiers.pins import pin, unpin
+from tierd.daemon.concurrency import suspend_aware_timeout
+from tierd.daemon.daemon_status import Status
+from tierd.daemon.handoff_socket import HandoffServer
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.reconciling.tier_worker import TierWorker
+from tierd.daemon.runs_report import report_runs
+from tierd.daemon.tiers.intents import pin, unpin
+from tierd.daemon.tiers.node_records import RankNotes
+from tierd.daemon.tiers.run_removal import remove_from_spool
 from tierd.ipc import messages
-from tierd.priority import hasten
-from tierd.spool.records import policies
+from tierd.spool.run_records import recorded_policies
+from tierd.threads import mark_foreground
 
 log = logging.getLogger("tierd.daemon")
 
@@ -70,7 +69,7 @@ class RequestHandler:
         Args:
             held_parts: the parts that the connection holds; a `Fetch` adds its part.
         """
-        hasten()  # this task's threads do not yield to training, because a peer waits
+        mark_foreground()  # this task's threads do not yield to training, because a peer waits
         match request:
             case messages.Attach(run=run, to=to):
                 refused = await self._take_tiers(to)
@@ -82,10 +81,10 @@ class RequestHandler:
                 return {"status": self._status()}
             case messages.ReportRequest(run=run):
                 await self._observe(run)
-                return {"report": report(self._reconciler.reported(), self._reconciler.config, run)}
+                return {"report": make_report(self._reconciler.report_inventory(), self._reconciler.config, run)}
             case messages.RunsRequest():
-                return {"runs": await runs(self._reconciler)}
-            case messages.Candidates(run=run, metrics=metrics):
+                return {"runs": await report_runs(self._reconciler)}
+            case messages.CandidatesRequest(run=run, metrics=metrics):
                 await self._handoff.settled()  # to include snapshots that a dead trainer handed over
                 slow, silent = await self._observe(run, patient=False)
                 inventory = self._reconciler.inventory()
@@ -98,11 +97,11 @@ class RequestHandler:
                     self._reconciler.repairs.hold(part)
                     held_parts.add(part)
                 try:
-                    return {"tiers": await self._reconciler.repairs.fetch(part, wanted=wanted)}
+                    return {"tiers": await self._reconciler.repairs.fetch(part, chunk_runs=wanted)}
                 except (StoreUnavailable, StoreRefused) as error:
                     raise type(error)(f"node {socket.gethostname()}: {error}") from error
             case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
-                with self._reconciler.requests.waiting(part, needed=needed):
+                with self._reconciler.requests.awaiting_flush(part, needed=needed):
                     return await self._wait(part, tier, timeout)
             case messages.BacklogRequest(hurry=hurry, run=run, newest=newest):
                 if newest:
@@ -115,7 +114,7 @@ class RequestHandler:
             case messages.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
             case messages.SaveGivenUp(part=part, why=why):
-                self._reconciler.save_events.given_up(part, why)
+                self._reconciler.save_events.record_given_up(part, why)
                 return {}
             case messages.DataLeakNotice(part=part, why=why):
                 self._reconciler.journal.record("samples leaked", SPOOL, part, why)
@@ -124,20 +123,20 @@ class RequestHandler:
                 if self._reconciler.send_newest_first():  # the node's other ranks say the same
                     self._reconciler.journal.record("preempted", SPOOL, part, why)
                 return {}
-            case messages.FellBack(checkpoint=checkpoint, skipped=skipped):
-                self._reconciler.save_events.fell_back(checkpoint, skipped)
+            case messages.FallbackNotice(checkpoint=checkpoint, skipped=skipped):
+                self._reconciler.save_events.record_fallback(checkpoint, skipped)
                 return {}
             case messages.RestoreFinished(part=part, place=place, seconds=took):
                 source = place if place in self._reconciler.stores else SPOOL
-                self._reconciler.save_events.restored(part, source, took)
+                self._reconciler.save_events.record_restore(part, source, took)
                 return {}
-            case messages.Launches(run=run):
-                return {"launches": beside(self._reconciler.inventory(), run, time.time())}
+            case messages.LaunchesRequest(run=run):
+                return {"launches": concurrent_launches(self._reconciler.inventory(), run, time.time())}
             case messages.NotesRequest():
                 return await self._rank_notes.handle(request, self._reconciler.stores)
             case messages.MakeRoom(run=run, size_bytes=size, quota=quota):
                 return asdict(await self._reconciler.room.make(run, size, quota=quota))
-            case messages.Remove(run=run):
+            case messages.RemoveRun(run=run):
                 return await self._remove(run)
             case messages.Pause(for_s=for_s):
                 return await self._pause(self._reconciler.pause.begin(for_s))
@@ -146,13 +145,13 @@ class RequestHandler:
 
     def progress(self, request: messages.AnyRequest) -> dict[str, Any]:
         """Return the members of a `working` line: how far the request is."""
-        if isinstance(request, messages.Fetch) and (at := self._reconciler.repairs.under_way.get(request.part)):
+        if isinstance(request, messages.Fetch) and (at := self._reconciler.repairs.running_fetches.get(request.part)):
             return {"done": at.done, "total": at.total, "tiers": at.tiers}
         if isinstance(request, messages.Wait):
             waited_for = (request.tier, request.part)
             moving = (
                 flush_progress
-                for tier, part, flush_progress in self._reconciler.tiers.flushes.moving()
+                for tier, part, flush_progress in self._reconciler.tiers.flushes.running_flushes()
                 if (tier, part) == waited_for
             )
             return next(({"done": flush_progress.done, "total": flush_progress.total} for flush_progress in moving), {})
@@ -187,7 +186,7 @@ class RequestHandler:
         """
         inventory, config = self._reconciler.inventory(), self._reconciler.config
         with suppress(OSError):
-            requested = await asyncio.to_thread(policies, self._reconciler.spool.control, [run] if run else [])
+            requested = await asyncio.to_thread(recorded_policies, self._reconciler.spool.control, [run] if run else [])
             inventory = replace(
                 inventory, spool=replace(inventory.spool, policies={**inventory.spool.policies, **requested})
             )
@@ -218,7 +217,7 @@ class RequestHandler:
         """
         reconciler = self._reconciler
         patience_s = reconciler.timings.restore_s
-        with reconciler.requests.asking(run):
+        with reconciler.requests.request_context(run):
             observations = {name: asyncio.ensure_future(reconciler.observe(name)) for name in reconciler.workers}
             try:
                 await asyncio.wait([observations[SPOOL]])
@@ -227,7 +226,7 @@ class RequestHandler:
                     await asyncio.wait(observations.values())
                 else:
                     with suppress(TimeoutError):
-                        async with awake_timeout(patience_s):
+                        async with suspend_aware_timeout(patience_s):
                             await asyncio.wait(observations.values())
             finally:
                 # Only this wait ends: other callers share the observation.
@@ -282,10 +281,10 @@ class RequestHandler:
         reconciler = self._reconciler
         if reconciler.requests.is_trained(run):
             raise ConfigError(f"run {run!r}: a trainer that saves it, or may, is attached to the daemon; end it first")
-        if any(part.run == run for part in reconciler.requests.held):
+        if any(part.run == run for part in reconciler.requests.held_checkpoints):
             raise ConfigError(f"run {run!r}: somebody is restoring it; try again when that has ended")
         existed = await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
-        reconciler.requests.interest.discard(run)
+        reconciler.requests.requested_runs.discard(run)
         await reconciler.observe(SPOOL)
         if existed:
             log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
@@ -318,7 +317,7 @@ class RequestHandler:
 
 def _has_newest_in_spool(inventory: Inventory, run: str) -> bool:
     """Whether the spool has all of the newest checkpoint of a run that any place has, or remembers in a head."""
-    remembered = newest(inventory.remembered(run), run)
+    remembered = newest_recorded(inventory.remembered(run), run)
     last = max((*inventory.copies(run), *([remembered] if remembered else ())), default=None)
     copy = inventory.spool.checkpoints.get(last) if last else None
     return copy is not None and copy.usable

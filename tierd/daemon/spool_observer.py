@@ -15,25 +15,25 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, TierdError
-from tierd.core.ids import CheckpointId, PartId, in_order
+from tierd.core.ids import CheckpointId, PartId, checkpoint_order
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
 from tierd.core.planning.place import Place
-from tierd.daemon.timings import USUAL, DaemonTimings
-from tierd.spool.conditions import condition
-from tierd.spool.leases import ended, trainers
-from tierd.spool.records import (
+from tierd.daemon.daemon_timings import USUAL, DaemonTimings
+from tierd.spool.leases import ended_launches, living_trainers
+from tierd.spool.run_records import (
     NEAR_NS,
-    Known,
-    KnownHeads,
+    CommittedCache,
+    HeadCache,
     KnownPolicies,
-    committed,
-    heads,
-    launches,
-    local_only,
-    policies,
-    saved,
+    committed_parts,
+    local_only_launches,
+    newest_launches,
+    recorded_heads,
+    recorded_policies,
+    saved_attempts,
 )
 from tierd.spool.spool import Spool
+from tierd.spool.spool_access import spool_error
 
 
 @dataclass(slots=True)
@@ -93,17 +93,17 @@ class SpoolObserver:
         touched: run -> when its newest part was committed, by the spool's disk, seconds since 1970. If no copy is left
             of the checkpoints saved here, when one was last saved.
         childless: the checkpoints whose directories are empty.
-        odd: as `Spool.odd_places`, at the last full observation.
+        odd_places: as `Spool.odd_places`, at the last full observation.
     """
 
     def __init__(self, spool: Spool, timings: DaemonTimings = USUAL) -> None:
         self._spool, self._full_s = spool, timings.full_observation_s
         self.touched: dict[str, float] = {}
         self.childless: list[CheckpointId] = []
-        self.odd: dict[CheckpointId, str] = {}
+        self.odd_places: dict[CheckpointId, str] = {}
         self._homes: dict[str, _RunDirectory] = {}
-        self._records: Known = {}  # of committed parts
-        self._heads: KnownHeads = {}
+        self._records: CommittedCache = {}  # of committed parts
+        self._heads: HeadCache = {}
         self._policies: KnownPolicies = {}
         self._doubted: set[CheckpointId] = set()
         self._removals = 0  # of the spool, at the last observation
@@ -111,7 +111,7 @@ class SpoolObserver:
         self._is_stale = True  # whether `_homes` changed since `_place` was made of it
         self._place = Place()
 
-    def doubt(self, checkpoint: CheckpointId) -> None:
+    def invalidate(self, checkpoint: CheckpointId) -> None:
         """Have a checkpoint read again, because one of its files may be replaced, which its directory does not show."""
         self._doubted.add(checkpoint)
 
@@ -125,7 +125,7 @@ class SpoolObserver:
         started_s = time.monotonic()
         if full:
             self._records.clear()
-        before = committed(self._spool.control, self._records)
+        before = committed_parts(self._spool.control, self._records)
         doubted, self._doubted = self._doubted, set()
         removals = self._spool.removals
         sparing = sparing and not doubted and not full and removals == self._removals
@@ -136,7 +136,9 @@ class SpoolObserver:
             for home in self._homes.values():
                 self._observe_below(home, doubted, full=full, sparing=sparing)
             if full:
-                self.odd = {odd_place: why for run in runs for odd_place, why in self._spool.odd_places(run).items()}
+                self.odd_places = {
+                    odd_place: why for run in runs for odd_place, why in self._spool.odd_places(run).items()
+                }
             self._spool.check_mounted()
         except OSError:
             self._doubted |= doubted
@@ -149,7 +151,7 @@ class SpoolObserver:
 
     def _observe_run(self, run: str, *, full: bool) -> _RunDirectory:
         home, now_ns = self._homes.get(run) or _RunDirectory(0, {}, []), time.time_ns()
-        stamp_ns = self._spool.stamp(self._spool.where(run))
+        stamp_ns = self._spool.stamp(self._spool.directory_path(run))
         if stamp_ns and home.stamp_ns == stamp_ns and not full:
             return home
         names = self._spool.names(run, () if full else home.names)
@@ -160,9 +162,9 @@ class SpoolObserver:
         self._is_stale = True
         ids = {name: home.names[name] if name in home.names else CheckpointId.parse(run, name) for name in names}
         same = {entry.id: entry for entry in home.observed}
-        checkpoints = sorted((checkpoint for checkpoint in ids.values() if checkpoint), key=in_order)
+        checkpoints = sorted((checkpoint for checkpoint in ids.values() if checkpoint), key=checkpoint_order)
         observed = [
-            same.get(checkpoint) or _CheckpointDirectory(checkpoint, self._spool.where(run, checkpoint.name))
+            same.get(checkpoint) or _CheckpointDirectory(checkpoint, self._spool.directory_path(run, checkpoint.name))
             for checkpoint in checkpoints
         ]
         return _RunDirectory(settled_ns, ids, observed, max((entry.newest_ns for entry in observed), default=0))
@@ -234,7 +236,7 @@ class SpoolObserver:
         except (ManifestError, FormatTooNew) as error:
             return error
         except OSError as error:  # concerns this file only, and says nothing about its bytes
-            return condition(error, f"manifest of {part}")
+            return spool_error(error, f"manifest of {part}")
         return cache[key]
 
     def _build_place(self, before: frozenset[PartId]) -> Place:
@@ -245,9 +247,9 @@ class SpoolObserver:
             self.childless = [entry.id for entry in observed if entry.childless]
             bare = Place({entry.id: entry.copy for entry in observed if entry.copy})
         else:
-            bare = Place(self._place.checkpoints).like(self._place)
+            bare = Place(self._place.checkpoints).with_values_of(self._place)
         touched = {run: home.newest_ns / 1e9 for run, home in self._homes.items() if home.newest_ns}
-        own_launches = launches(control)
+        own_launches = newest_launches(control)
         for run in own_launches.keys() - touched.keys():
             touched[run] = spool.saved_stamp(run, own_launches[run].attempt) / 1e9
         self.touched = touched
@@ -255,9 +257,12 @@ class SpoolObserver:
             part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
         }
         newest = {run: max(copies.attempts) for run, copies in bare.runs.items()}
-        marks, run_policies = saved(control, newest), policies(control, newest | own_launches, self._policies)
+        marks, run_policies = (
+            saved_attempts(control, newest),
+            recorded_policies(control, newest | own_launches, self._policies),
+        )
         restored = frozenset(run for run, attempt in newest.items() if attempt not in marks.get(run, ()))
-        alive = trainers(control, newest)
+        alive = living_trainers(control, newest)
         return replace(
             bare,
             pins=frozenset(spool.pins()),
@@ -266,8 +271,8 @@ class SpoolObserver:
             restored=restored,
             launches=own_launches,
             alive=alive,
-            ended=ended(control, alive, alive),
+            ended_launches=ended_launches(control, alive, alive),
             committed=before,
-            heads=heads(control, self._heads),
-            local_only=local_only(control),
-        ).like(bare)
+            heads=recorded_heads(control, self._heads),
+            local_only=local_only_launches(control),
+        ).with_values_of(bare)

@@ -8,8 +8,8 @@ Invariant: this module only re-exports names. Importing it loads torch; importin
 
 from __future__ import annotations
 
-from tierd.dcp.loading import load
-from tierd.dcp.reader import StorageReader
-from tierd.dcp.writer import StorageWriter
+from tierd.dcp.dcp_loading import load
+from tierd.dcp.storage_reader import StorageReader
+from tierd.dcp.storage_writer import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter", "load"]

@@ -1,8 +1,8 @@
 """DCP's `.metadata`: a pickle, read as data, from which DCP's objects are made.
 
-Invariant: metadata is never executed. `core/pickled` interprets the pickle without any class of this process. Each
-member of the result is checked before the constructors of DCP's own classes receive it. A key is hashed only after its
-type and size were checked.
+Invariant: metadata is never executed. `core/dcp_pickle` interprets the pickle without any class of this process, and
+names are resolved only through tables that are built before any pickle is read. Each member of the result is checked
+before the constructors of DCP's own classes receive it. A key is hashed only after its type and size were checked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import pickle
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,9 +25,59 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tierd.core.dcp_pickle import DCP_GLOBALS, PickledDict, PickledGlobal, PickledInstance, interpret
 from tierd.core.errors import ManifestError, StateRefused
-from tierd.core.pickled import Pairs, PickledGlobal, PickledInstance, interpret
-from tierd.dcp.names import NAMES, dtype, layout, memory_format, wrong
+
+_FORMATS = {
+    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+    "TORCH_CHANNELS_LAST": torch.channels_last,
+    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+}
+_LAYOUTS = {str(member): member for member in vars(torch).values() if isinstance(member, torch.layout)}
+_DTYPES = {name: member for name, member in vars(torch).items() if isinstance(member, torch.dtype)}
+NAMES = {(module, name): PickledGlobal(kind, f"{module}.{name}") for module, name, kind in DCP_GLOBALS}
+NAMES |= {("torch", name): PickledGlobal("dtype", name) for name in _DTYPES}
+
+
+def raise_misplaced(pickled: Any, place: str) -> NoReturn:
+    """Raise, because the pickle describes something other than a `place`."""
+    actual = (
+        pickled.of.name
+        if type(pickled) is PickledInstance
+        else pickled.name
+        if type(pickled) is PickledGlobal
+        else type(pickled).__name__
+    )
+    raise ManifestError(f"{actual} where {place} belongs")
+
+
+def dtype(pickled: Any) -> torch.dtype:
+    if type(pickled) is not PickledGlobal or pickled.kind != "dtype":
+        raise_misplaced(pickled, "a dtype")
+    return _DTYPES[pickled.name]
+
+
+def layout(pickled: Any) -> torch.layout:
+    if type(pickled) is PickledInstance and pickled.of.kind == "layout" and len(pickled.arguments) == 1:
+        [name] = pickled.arguments
+        if type(name) is str and name in _LAYOUTS:
+            return _LAYOUTS[name]
+    raise_misplaced(pickled, "a layout")
+
+
+def memory_format(pickled: Any) -> torch.memory_format:
+    """Return the memory format that an enumeration member names, by value or by name."""
+    arguments = pickled.arguments if type(pickled) is PickledInstance else ()
+    if type(pickled) is PickledInstance and pickled.of.kind == "memory format" and len(arguments) == 1:
+        [value] = arguments
+        if type(value) is int and 0 <= value < len(_FORMATS):
+            return list(_FORMATS.values())[value]
+    elif type(pickled) is PickledInstance and pickled.of.kind == "getattr" and len(arguments) == 2:
+        of, name = arguments
+        if type(of) is PickledGlobal and of.kind == "memory format" and type(name) is str and name in _FORMATS:
+            return _FORMATS[name]
+    raise_misplaced(pickled, "a memory format")
+
 
 NAME = ".metadata"  # in the coordinator's part; without collectives each part has its own `__<rank>.metadata`
 MAX_SIZE = 1 << 30  # bytes; larger metadata is not read
@@ -118,9 +168,9 @@ class _Builder:
             type(pickled) is not PickledInstance
             or pickled.of.kind != kind
             or pickled.arguments
-            or type(pickled.state) is not Pairs
+            or type(pickled.state) is not PickledDict
         ):
-            wrong(pickled, f"{kind} with its members")
+            raise_misplaced(pickled, f"{kind} with its members")
         state = pickled.state
         self._spend(len(state))
         names = state[::2]
@@ -142,11 +192,11 @@ class _Builder:
         )
         states, storage = members["state_dict_metadata"], members["storage_data"]
         for name in ("state_dict_metadata", "storage_data"):
-            if type(members[name]) is not Pairs:
-                wrong(members[name], f"the dict {name}")
+            if type(members[name]) is not PickledDict:
+                raise_misplaced(members[name], f"the dict {name}")
             self._spend(len(members[name]))
         if type(members["version"]) not in (str, type(None)):
-            wrong(members["version"], "version")
+            raise_misplaced(members["version"], "version")
         members["state_dict_metadata"] = self._dict(states[::2], [self._stored(state) for state in states[1::2]])
         members["storage_data"] = self._dict(storage[::2], [self._info(entry) for entry in storage[1::2]])
         members["planner_data"] = self._plain(members["planner_data"], _DEPTH)
@@ -168,7 +218,7 @@ class _Builder:
         members = self._members(pickled, "TensorStorageMetadata", ["properties", "size", "chunks"])
         chunks = members["chunks"]
         if type(chunks) is not list:
-            wrong(chunks, "a list of chunks")
+            raise_misplaced(chunks, "a list of chunks")
         self._spend(len(chunks))
         properties, size = self._properties(members["properties"]), self._size(members["size"])
         return TensorStorageMetadata(properties, size, [self._chunk(chunk) for chunk in chunks])
@@ -180,10 +230,10 @@ class _Builder:
     def _properties(self, pickled: Any) -> TensorProperties:
         state = pickled.state if type(pickled) is PickledInstance and pickled.of.kind == "TensorProperties" else None
         if type(state) is not tuple or len(state) != 5 or pickled.arguments:
-            wrong(pickled, "TensorProperties with its five members")
+            raise_misplaced(pickled, "TensorProperties with its five members")
         of_dtype, of_layout, requires_grad, of_format, pin_memory = state
         if type(requires_grad) is not bool or type(pin_memory) is not bool:
-            wrong(requires_grad, "requires_grad or pin_memory")
+            raise_misplaced(requires_grad, "requires_grad or pin_memory")
         return TensorProperties(
             dtype=dtype(of_dtype),
             layout=layout(of_layout),
@@ -200,9 +250,9 @@ class _Builder:
         if type(pickled) is PickledInstance and pickled.of.kind == "Size" and len(pickled.arguments) == 1:
             [numbers] = pickled.arguments
         if type(numbers) not in (tuple, list) or len(numbers) > _DIMENSIONS:
-            wrong(pickled, f"a size of at most {_DIMENSIONS} dimensions")
+            raise_misplaced(pickled, f"a size of at most {_DIMENSIONS} dimensions")
         if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-            wrong(pickled, "a size of integers of 63 bits")
+            raise_misplaced(pickled, "a size of integers of 63 bits")
         self._spend(len(numbers))
         size = self._sizes[id(pickled)] = torch.Size(numbers)
         return size
@@ -213,20 +263,20 @@ class _Builder:
         members = self._members(pickled, "MetadataIndex", ["fqn", "index"], ("offset",))
         fqn, offset, index = members["fqn"], members.get("offset"), members["index"]
         if type(index) not in (int, type(None)):
-            wrong(index, "an index")
+            raise_misplaced(index, "an index")
         # Integers are allowed because a planner that does not flatten the state keeps integer keys.
         if type(fqn) is not str and type(fqn) is not int:
-            wrong(fqn, "a name")
+            raise_misplaced(fqn, "a name")
         return MetadataIndex(fqn, None if offset is None else self._size(offset), index)  # type: ignore[arg-type]
 
     def _info(self, pickled: Any) -> _StorageInfo:
         required = ["relative_path", "offset", "length"]
         members = self._members(pickled, "_StorageInfo", required, ("transform_descriptors",))
         if type(members["relative_path"]) is not str:
-            wrong(members["relative_path"], "a path")
+            raise_misplaced(members["relative_path"], "a path")
         for name in ("offset", "length"):
             if type(members[name]) is not int or not 0 <= members[name] < 1 << 63:
-                wrong(members[name], f"{name}, an integer of 63 bits,")
+                raise_misplaced(members[name], f"{name}, an integer of 63 bits,")
         if "transform_descriptors" in members:
             members["transform_descriptors"] = self._texts(members["transform_descriptors"])
         fitting = _known_members(members, _StorageInfo)
@@ -243,14 +293,14 @@ class _Builder:
         for name in members.keys() - {"modules"}:
             members[name] = self._plain(members[name], 1)
             if type(members[name]) not in (str, type(None), PurePosixPath):
-                wrong(members[name], name)
+                raise_misplaced(members[name], name)
         return StorageMeta(**_known_members(members, StorageMeta))
 
     def _texts(self, pickled: Any) -> list[str] | None:
         if pickled is None:
             return None
         if type(pickled) not in (list, tuple) or any(type(text) is not str for text in pickled):
-            wrong(pickled, "a list of texts")
+            raise_misplaced(pickled, "a list of texts")
         self._spend(len(pickled))
         return list(pickled)
 
@@ -266,7 +316,7 @@ class _Builder:
             self._spend(len(pickled))
             values = [value if type(value) in _LEAVES else self._plain(value, levels - 1) for value in pickled]
             return values if kind is list else tuple(values)
-        if kind is Pairs:
+        if kind is PickledDict:
             self._spend(len(pickled))
             return self._dict(pickled[::2], [self._plain(value, levels - 1) for value in pickled[1::2]])
         if kind is PickledGlobal and pickled.kind == "dtype":

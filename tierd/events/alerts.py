@@ -17,7 +17,7 @@ READ = "read"  # the kind of thing of a place where reads of a copy differ from 
 BACKLOG = "backlog"  # the subject of the alert that work grows faster than it is done, and its kind of thing
 _REPEAT_S, _MAX_REPEAT_S = 600.0, 86_400.0  # seconds until a lasting alert is reported again: at first, and at most
 
-Thing = tuple[str, str]  # (kind of work, owner), for example ("notify", "notify[0]")
+WorkKey = tuple[str, str]  # (kind of work, owner), for example ("notify", "notify[0]")
 S = TypeVar("S", bound=Hashable)
 
 
@@ -93,24 +93,24 @@ class Alerts(Generic[S]):
     """The failures of every thing: a tier worker, a writer's saves, a receiver. A thing has one or more subjects."""
 
     def __init__(self) -> None:
-        self._failing: dict[Thing, _WorkFailures[S]] = {}
+        self._failing: dict[WorkKey, _WorkFailures[S]] = {}
 
-    def lasting(self) -> list[Alert[S]]:
+    def lasting_alerts(self) -> list[Alert[S]]:
         """Return the alerts that have not ended."""
         return [failing.alert() for failing in self._failing.values() if failing.reported]
 
-    def subjects(self, sort: str) -> list[tuple[Thing, S]]:
+    def last_failed_subjects(self, sort: str) -> list[tuple[WorkKey, S]]:
         """Return, for each failing thing of one kind, the subject that failed last, with or without an alert."""
         return [(work, failing.last) for work, failing in self._failing.items() if work[0] == sort]
 
-    def failing(self, work: Thing) -> list[S]:
+    def failing_subjects(self, work: WorkKey) -> list[S]:
         """Return the subjects of a thing that fail, with or without an alert."""
         failing = self._failing.get(work)
         return list(failing.by_subject) if failing else []
 
-    def failed(
+    def record_failure(
         self,
-        work: Thing,
+        work: WorkKey,
         doing: str,
         place: str,
         subject: S,
@@ -146,13 +146,15 @@ class Alerts(Generic[S]):
         failing.next_report_at = now + min(max(_REPEAT_S, now - alert.began), _MAX_REPEAT_S)
         return alert, fresh
 
-    def worked(self, work: Thing, subject: S | None = None, *, others: bool = True) -> Alert[S] | None:
+    def record_success(
+        self, work: WorkKey, subject: S | None = None, *, clears_siblings: bool = True
+    ) -> Alert[S] | None:
         """Record a try that worked.
 
         Args:
             work: the kind of work and its owner.
             subject: the object of the action; None for all subjects of the thing.
-            others: whether this success is evidence that the thing's other subjects would work.
+            clears_siblings: whether this success is evidence that the thing's other subjects would work.
 
         Returns:
             The alert that ended; None if no alert ended.
@@ -161,7 +163,7 @@ class Alerts(Generic[S]):
         if failing is None:
             return None
         alert = failing.alert()
-        if others or failing.last == subject:
+        if clears_siblings or failing.last == subject:
             failing.row = 0
         if subject is None:
             failing.by_subject.clear()

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from tierd.core.event_kinds import KINDS, Event
+from tierd.core.errors import printable
+from tierd.core.event_kinds import EVENT_KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.printable import printable
-from tierd.events.alerts import ANSWER, BACKLOG, READ, Alert, Alerts, Thing
+from tierd.events.alerts import ANSWER, BACKLOG, READ, Alert, Alerts, WorkKey
 
 log = logging.getLogger("tierd.daemon")
 
@@ -58,15 +58,16 @@ class Journal:
     Attributes:
         warnings: what lasts and is no failure, by the thing that it concerns.
         quarantined: copies that were quarantined, by place.
-        stayed: by kind and place, the last event that stays until the daemon starts again, and how many there were.
+        staying_events: by kind and place, the last event that stays until the daemon starts again, and how many there
+            were.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
-        self.warnings: dict[Thing, str] = {}
+        self.warnings: dict[WorkKey, str] = {}
         self.quarantined: Counter[str] = Counter()
-        self.stayed: dict[tuple[str, str], tuple[Event, int]] = {}
+        self.staying_events: dict[tuple[str, str], tuple[Event, int]] = {}
         self._alerts: Alerts[Subject] = Alerts()
         self._on_event = on_event or (lambda event: None)
 
@@ -82,7 +83,7 @@ class Journal:
         """
         why = printable(why)  # here, because receivers show it to people by means of their own
         event = Event(
-            at=now(),
+            at=utc_timestamp(),
             what=kind,
             place=place,
             subject=printable(subject),
@@ -91,13 +92,13 @@ class Journal:
             **members,
         )
         self.events.append(event)
-        if KINDS[kind].stays:
-            _, count = self.stayed.get((kind, place), (event, 0))
-            self.stayed[kind, place] = event, count + 1
+        if EVENT_KINDS[kind].persists:
+            _, count = self.staying_events.get((kind, place), (event, 0))
+            self.staying_events[kind, place] = event, count + 1
         log.log(_LEVELS[event.level], "%s: %s %s: %s", place, kind, subject, why)
         self._on_event(event)
 
-    def released(self, place: str, part: PartId) -> None:
+    def record_release(self, place: str, part: PartId) -> None:
         """Record that a quarantined copy proved right and is used again."""
         self.quarantined[place] = max(self.quarantined[place] - 1, 0)  # it may have been quarantined before the start
         if not self.quarantined[place]:
@@ -106,79 +107,83 @@ class Journal:
 
     # -- tries ------------------------------------------------------------------------------------------------------
 
-    def failed(self, work: Thing, doing: str, place: str, subject: Subject, why: str) -> None:
+    def record_failure(self, work: WorkKey, doing: str, place: str, subject: Subject, why: str) -> None:
         """Record a failed try. The third failure in a row of the same thing is an alert."""
         why = printable(why)
-        if failing := self._alerts.failed(work, doing, place, subject, why, time.monotonic(), now()):
+        if failing := self._alerts.record_failure(work, doing, place, subject, why, time.monotonic(), utc_timestamp()):
             alert, fresh = failing
             self.counters["alerts"] += fresh
             self._record_alert("failing", alert, f"{alert.tries} tries in a row failed; the last: {why}")
 
-    def worked(self, work: Thing, subject: Subject | None = None, *, others: bool = True) -> None:
-        """Record a try that worked, as `Alerts.worked` does."""
-        if over := self._alerts.worked(work, subject, others=others):
+    def record_success(self, work: WorkKey, subject: Subject | None = None, *, clears_siblings: bool = True) -> None:
+        """Record a try that worked, as `Alerts.record_success` does."""
+        if over := self._alerts.record_success(work, subject, clears_siblings=clears_siblings):
             self._record_alert("works again", over, f"{over.tries} tries in a row had failed; the last: {over.why}")
 
-    def waiting(self, tier: str, copies: int, grows: bool) -> None:
+    def record_backlog(self, tier: str, copies: int, grows: bool) -> None:
         """Record how many copies wait to be deleted from a tier. A growing number is an alert at once."""
         work, now_s = (BACKLOG, tier), time.monotonic()
         if grows:
             why = f"{copies} copies that retention gave up are still there, ever more for ten minutes"
-            if failing := self._alerts.failed(work, "prune", tier, BACKLOG, why, now_s, now(), alert_after=1):
+            if failing := self._alerts.record_failure(
+                work, "prune", tier, BACKLOG, why, now_s, utc_timestamp(), alert_after=1
+            ):
                 alert, fresh = failing
                 self.counters["alerts"] += fresh
                 self._record_alert("failing", alert, why)
-        elif over := self._alerts.worked(work):
+        elif over := self._alerts.record_success(work):
             self._record_alert("works again", over, f"{copies} copies that retention gave up are still there")
 
-    def unanswered(self, tier: str, why: str) -> None:
+    def record_silence(self, tier: str, why: str) -> None:
         """Record that requests to a tier wait for an answer, which is an alert at once."""
-        failing = self._alerts.failed((ANSWER, tier), "wait", tier, ANSWER, why, time.monotonic(), now(), alert_after=1)
+        failing = self._alerts.record_failure(
+            (ANSWER, tier), "wait", tier, ANSWER, why, time.monotonic(), utc_timestamp(), alert_after=1
+        )
         if failing:
             alert, fresh = failing
             self.counters["alerts"] += fresh
             self._record_alert("failing", alert, why)
 
-    def answered(self, tier: str) -> None:
+    def record_answer(self, tier: str) -> None:
         """Record a sign of life of a tier."""
-        if over := self._alerts.worked((ANSWER, tier)):
+        if over := self._alerts.record_success((ANSWER, tier)):
             self._record_alert("works again", over, f"it answers again; before: {over.why}")
 
-    def unstable(self, place: str, part: PartId, why: str) -> None:
+    def record_unstable_read(self, place: str, part: PartId, why: str) -> None:
         """Record that reads of a copy differ from each other, which is an alert at once."""
         why = printable(why)
-        if failing := self._alerts.failed(
-            (READ, place), READ, place, part, why, time.monotonic(), now(), alert_after=1
+        if failing := self._alerts.record_failure(
+            (READ, place), READ, place, part, why, time.monotonic(), utc_timestamp(), alert_after=1
         ):
             alert, fresh = failing
             self.counters["alerts"] += fresh
             self._record_alert("failing", alert, why)
 
-    def stable(self, place: str, part: PartId) -> None:
+    def record_stable_read(self, place: str, part: PartId) -> None:
         """Record that a copy could be read, or is gone. The alert ends with the last copy of its place."""
-        if over := self._alerts.worked((READ, place), part, others=False):
+        if over := self._alerts.record_success((READ, place), part, clears_siblings=False):
             why = f"reads agree with each other again, or the copy is gone; before: {over.why}"
             self._record_alert("works again", over, why)
 
     def unstable_parts(self, place: str) -> list[PartId]:
         """Return the copies of a place whose reads differ from each other."""
-        return [part for part in self._alerts.failing((READ, place)) if isinstance(part, PartId)]
+        return [part for part in self._alerts.failing_subjects((READ, place)) if isinstance(part, PartId)]
 
-    def saved(self, part: PartId) -> None:
+    def record_save(self, part: PartId) -> None:
         """Record that a save worked. It ends the failures of its writer and of the run's earlier launches."""
         run, attempt = part.checkpoint.run, part.checkpoint.attempt
-        for work, subject in self._alerts.subjects(SAVES):
+        for work, subject in self._alerts.last_failed_subjects(SAVES):
             failed_checkpoint = subject.checkpoint if isinstance(subject, PartId) else None
             if work[1] == part.writer or (
                 failed_checkpoint and failed_checkpoint.run == run and failed_checkpoint.attempt < attempt
             ):
-                self.worked(work)
+                self.record_success(work)
 
     def alerts(self) -> tuple[AlertStatus, ...]:
         """Return the failures that last now."""
         return tuple(
             AlertStatus(alert.place, alert.doing, str(alert.subject), alert.since, alert.tries, alert.why)
-            for alert in self._alerts.lasting()
+            for alert in self._alerts.lasting_alerts()
         )
 
     def _record_alert(self, kind: str, alert: Alert[Subject], why: str) -> None:
@@ -186,7 +191,7 @@ class Journal:
         self.record(kind, alert.place, alert.subject, why, doing=alert.doing, tries=alert.tries, seconds=seconds)
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     """Return the current time, RFC 3339 in UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 

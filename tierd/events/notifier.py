@@ -1,9 +1,4 @@
-"""Send events to the receivers that the configuration names, each in a thread of its own.
-
-Invariant: notification neither delays nor fails the daemon's work. To offer an event costs no more than to put it into
-a bounded queue. Every dropped event is counted, and a later summary event reports the count. A receiver's failure is
-reported to the other receivers, not to the receiver itself.
-"""
+"""Send events to the receivers that the configuration names, each in a thread and from a bounded queue of its own."""
 
 from __future__ import annotations
 
@@ -13,17 +8,105 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from tierd.core.config import NotifyConfig
-from tierd.core.event_kinds import MORE, USUAL, Event
-from tierd.events.journal import Journal, now
-from tierd.events.outbox import Outbox
+from tierd.core.event_kinds import EVENT_KINDS, MORE_EVENTS, USUAL_KINDS, Event
+from tierd.events.journal import Journal, utc_timestamp
 from tierd.events.receivers import DeliveryFailed, Receiver, open_receiver
-from tierd.priority import lower
+from tierd.threads import lower_priority
+
+ROOM = 1000  # events
+_MINUTE = 60.0  # seconds
+
+
+class Outbox:
+    """Events for one receiver, in order. Times are monotonic seconds.
+
+    A minute begins with the first event after the last minute. After `per_minute` events, the others of that minute are
+    held back. An urgent event counts too, and passes in any case.
+
+    Args:
+        events: the kinds of event that the receiver subscribes to.
+        per_minute: the largest number of events a minute.
+        room: the largest number of queued events.
+
+    Attributes:
+        unreported_drops: by kind, events that were dropped and not reported yet.
+        held_back: events that were held back since the start.
+        overflowed: events for which the queue had no space since the start.
+    """
+
+    def __init__(self, events: Collection[str], per_minute: int, room: int = ROOM) -> None:
+        self._events, self._per_minute, self._room = frozenset(events), per_minute, room
+        self._waiting: deque[Event] = deque()
+        self._end = 0.0  # when the current minute ends
+        self._passed = 0  # events in the current minute
+        self.unreported_drops: Counter[str] = Counter()
+        self.held_back = self.overflowed = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def offer(self, event: Event, now: float) -> bool:
+        """Queue an event. Returns whether the thread now has something to do."""
+        if event.what not in self._events:
+            return False
+        urgent = EVENT_KINDS[event.what].is_urgent
+        self._begin_minute(now)
+        if self._passed >= self._per_minute and not urgent:
+            self.held_back += 1
+            self.count_dropped(event)
+            return True
+        if len(self._waiting) >= self._room:
+            self.overflowed += 1
+            plain = (
+                next(
+                    (waiting_event for waiting_event in self._waiting if not EVENT_KINDS[waiting_event.what].is_urgent),
+                    None,
+                )
+                if urgent
+                else event
+            )
+            self.count_dropped(event if plain is None else plain)
+            if plain is None or plain is event:
+                return True
+            self._waiting.remove(plain)
+        self._passed += 1
+        self._waiting.append(event)
+        return True
+
+    def _begin_minute(self, now: float) -> None:
+        if now >= self._end:
+            self._end, self._passed = now + _MINUTE, 0
+
+    def count_dropped(self, event: Event) -> None:
+        """Count an event that was dropped."""
+        self.unreported_drops[event.what] += 1
+
+    def take(self, now: float, *, last: bool = False) -> Event | Counter[str] | None:
+        """Return the next event to send; else the counts of dropped events, or None.
+
+        Counts are returned once the minute has ended, or if this is the `last` call.
+        """
+        if self._waiting:
+            return self._waiting.popleft()
+        if self.unreported_drops and (last or now >= self._end):
+            self._begin_minute(now)
+            self._passed += 1
+            missed, self.unreported_drops = self.unreported_drops, Counter()
+            return missed
+        return None
+
+    def wait_s(self, now: float) -> float | None:
+        """Return the seconds until `take` returns something without a further offer; None if it never will."""
+        if self._waiting:
+            return 0.0
+        return max(0.0, self._end - now) if self.unreported_drops else None
+
 
 _KILL_GRACE_S = 3.0  # further seconds for the tries that are then cut off
 _MAX_WHY = 4000  # characters of an event's `why` that are sent
@@ -71,7 +154,7 @@ class Channel:
     ) -> None:
         self.name, self._receiver, self._head = name, receiver, head
         self._timeout, self._again_s = config.timeout_s, again_s
-        self._outbox = Outbox(config.events or USUAL, config.per_minute)
+        self._outbox = Outbox(config.events or USUAL_KINDS, config.per_minute)
         self._changed = threading.Condition()
         self._ending = self._stopped = False
         self._delivered = self._failures = self._given_up = 0
@@ -117,9 +200,9 @@ class Channel:
                 to=self._receiver.name,
                 delivered=self._delivered,
                 failures=self._failures,
-                dropped=box.held + box.lost + self._given_up,
-                held=box.held,
-                lost=box.lost,
+                dropped=box.held_back + box.overflowed + self._given_up,
+                held=box.held_back,
+                lost=box.overflowed,
                 queued=len(box),
                 last_error=self._error,
             )
@@ -127,7 +210,7 @@ class Channel:
     # -- its thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        lower()
+        lower_priority()
         while True:
             with self._changed:
                 at = time.monotonic()
@@ -135,16 +218,16 @@ class Channel:
                 if outgoing is None:
                     if self._ending:
                         return
-                    self._changed.wait(self._outbox.wait(at))
+                    self._changed.wait(self._outbox.wait_s(at))
                     continue
             if isinstance(outgoing, Event):
                 if not self._deliver(outgoing):
                     with self._changed:
                         self._given_up += 1
-                        self._outbox.miss(outgoing)
+                        self._outbox.count_dropped(outgoing)
             elif not self._deliver(_summary(outgoing, self.name)):
                 with self._changed:
-                    self._outbox.missed.update(outgoing)
+                    self._outbox.unreported_drops.update(outgoing)
                     if self._ending:
                         return
 
@@ -154,12 +237,12 @@ class Channel:
             if number and (self._error_lasts or self._pause(self._again_s * 2 ** (number - 1))):
                 return False
             try:
-                self._receiver.give(body, self._timeout)
+                self._receiver.deliver(body, self._timeout)
             except DeliveryFailed as error:
                 if self._stopped:
                     return False
                 self._record_try(str(error))
-                if not error.again:
+                if not error.is_retryable:
                     return False
             except Exception as error:  # a bug must not end the thread, and its text may contain secrets
                 self._record_try(f"it failed: {type(error).__name__}")
@@ -193,9 +276,9 @@ class Channel:
         assert self._journal is not None
         work = ("notify", self.name)
         if why is None:
-            self._journal.worked(work)
+            self._journal.record_success(work)
         else:
-            self._journal.failed(work, "notify", self.name, self._receiver.name, why)
+            self._journal.record_failure(work, "notify", self.name, self._receiver.name, why)
 
     def _body(self, event: Event) -> bytes:
         body = msgspec.to_builtins(event) | {"level": event.level, "id": secrets.token_hex(8), **self._head}
@@ -256,4 +339,11 @@ class Notifier:
 
 def _summary(counts: Counter[str], place: str) -> Event:
     why = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
-    return Event(at=now(), what=MORE, place=place, subject=f"{counts.total()} more", why=why, counts=dict(counts))
+    return Event(
+        at=utc_timestamp(),
+        what=MORE_EVENTS,
+        place=place,
+        subject=f"{counts.total()} more",
+        why=why,
+        counts=dict(counts),
+    )

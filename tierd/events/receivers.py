@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 from tierd.core.config import NotifyConfig
 from tierd.core.errors import ConfigError
-from tierd.core.webhook import is_loopback, is_reference, shown
-from tierd.stores.keys import read_private
+from tierd.core.event_kinds import is_loopback, is_reference, redacted_url
+from tierd.stores.encryption_keys import read_private_file
 
 _TICK = 0.02  # seconds between checks of a command
 _REAP_S = 2.0  # seconds to wait for a killed process to end
@@ -37,12 +37,12 @@ class DeliveryFailed(Exception):
     """A try failed.
 
     Attributes:
-        again: whether another try may work.
+        is_retryable: whether another try may work.
     """
 
-    def __init__(self, why: str, *, again: bool) -> None:
+    def __init__(self, why: str, *, is_retryable: bool) -> None:
         super().__init__(why)
-        self.again = again
+        self.is_retryable = is_retryable
 
 
 class Receiver(Protocol):
@@ -56,7 +56,7 @@ class Receiver(Protocol):
     name: str
     tries: int
 
-    def give(self, body: bytes, timeout_s: float) -> None:
+    def deliver(self, body: bytes, timeout_s: float) -> None:
         """Deliver one event; raises `DeliveryFailed`."""
 
     def stop(self) -> None:
@@ -70,7 +70,7 @@ def open_receiver(config: NotifyConfig, where: str) -> Receiver:
     assert config.url is not None
     url = _resolve_reference(config.url, f"{where}.url")
     try:
-        name = shown(url)
+        name = redacted_url(url)
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from None
     headers = {key: _resolve_reference(value, f"{where}.headers.{key}") for key, value in config.headers.items()}
@@ -85,7 +85,7 @@ def _resolve_reference(text: str, where: str) -> str:
         secret = os.environ.get(name, "")
     else:
         try:
-            secret = read_private(Path(name), 4 * _LONGEST).decode().rstrip("\r\n")
+            secret = read_private_file(Path(name), 4 * _LONGEST).decode().rstrip("\r\n")
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         except UnicodeDecodeError:
@@ -113,28 +113,29 @@ class Webhook:
             _Plain(self._watched), _Tls(self._watched), _NoRedirect(), urllib.request.ProxyHandler(proxies)
         )
 
-    def give(self, body: bytes, timeout_s: float) -> None:
+    def deliver(self, body: bytes, timeout_s: float) -> None:
         self._over.clear()
-        request = urllib.request.Request(self._url, body, self._headers, method="POST")  # noqa: S310  # `shown` checks
+        # `redacted_url` has checked the scheme.
+        request = urllib.request.Request(self._url, body, self._headers, method="POST")  # noqa: S310
         watch = threading.Timer(timeout_s, self._end)  # needed, because a socket's own timeout restarts with every byte
         watch.daemon = True
         watch.start()
         try:
             if self._stopped:
-                raise DeliveryFailed("the daemon ends", again=False)
+                raise DeliveryFailed("the daemon ends", is_retryable=False)
             self._opener.open(request, timeout=timeout_s).close()
             if self._over.is_set():  # an answer that was cut off looks complete
-                raise DeliveryFailed(f"no answer within {timeout_s:g} s", again=True)
+                raise DeliveryFailed(f"no answer within {timeout_s:g} s", is_retryable=True)
         except urllib.error.HTTPError as error:
             error.close()
             raise DeliveryFailed(
-                f"it answered {error.code}", again=error.code >= 500 or error.code in _RETRY_STATUSES
+                f"it answered {error.code}", is_retryable=error.code >= 500 or error.code in _RETRY_STATUSES
             ) from None
         except DeliveryFailed:
             raise
         except Exception as error:  # a server's answer may cause any exception
             why = f"no answer within {timeout_s:g} s" if self._over.is_set() else _describe_error(error, timeout_s)
-            raise DeliveryFailed(why, again=True) from None
+            raise DeliveryFailed(why, is_retryable=True) from None
         finally:
             watch.cancel()
             self._connection = None
@@ -209,10 +210,10 @@ class Command:
         self._words = tuple(words)
         self._stopped = False
 
-    def give(self, body: bytes, timeout_s: float) -> None:
+    def deliver(self, body: bytes, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         if self._stopped:
-            raise DeliveryFailed("the daemon ends", again=False)
+            raise DeliveryFailed("the daemon ends", is_retryable=False)
         fd = os.memfd_create("event")  # not a pipe, because the program need not read it
         try:
             os.write(fd, body)
@@ -227,7 +228,7 @@ class Command:
                 start_new_session=True,
             )
         except OSError as error:
-            raise DeliveryFailed(f"it cannot be run: {error.strerror}", again=False) from None
+            raise DeliveryFailed(f"it cannot be run: {error.strerror}", is_retryable=False) from None
         finally:
             os.close(fd)
         has_exited = False
@@ -244,10 +245,10 @@ class Command:
         if not has_exited:
             _reap(process)
             raise DeliveryFailed(
-                "the daemon ends" if self._stopped else f"it ran longer than {timeout_s:g} s", again=False
+                "the daemon ends" if self._stopped else f"it ran longer than {timeout_s:g} s", is_retryable=False
             )
         if code := process.wait():
-            raise DeliveryFailed(f"it ended with {code}", again=False)
+            raise DeliveryFailed(f"it ended with {code}", is_retryable=False)
 
     def stop(self) -> None:
         self._stopped = True

@@ -1,7 +1,4 @@
-"""The contents of a checkpoint of `Checkpointer.save` or of `tierd.dcp`, in one form: tensors and other values.
-
-Invariant: values are typed JSON, or are read by torch's weights-only reader.
-"""
+"""The contents of a checkpoint of `Checkpointer.save` or of `tierd.dcp`, in one form: tensors and other values."""
 
 from __future__ import annotations
 
@@ -9,33 +6,87 @@ import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from tierd.client.restoring.entries import check_written_by_save, read_tensor
 from tierd.client.restoring.ranged_reader import PartFiles, PartRanges
-from tierd.core.errors import ManifestError, StateMismatch, StateRefused
+from tierd.client.restoring.saved_entries import check_written_by_save, read_tensor
+from tierd.core.errors import ManifestError, StateMismatch, StateRefused, printable
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
-from tierd.core.printable import printable
 from tierd.dcp import metadata as dcp_metadata
-from tierd.dcp.entries import position_of
-from tierd.dcp.native_checkpoint import SavedState
-from tierd.dcp.native_leaves import NativeLeaf, SavedArray
-from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
-from tierd.exporting.chunk_reader import ChunkReader, RangeStream
-from tierd.exporting.tensors import Piece, StreamedTensor
-from tierd.state.containers import instances, replaced
-from tierd.state.kinds.generators import SavedGenerator
+from tierd.dcp.load_sources import SavedState, position_of
+from tierd.dcp.rank_contents import NativeLeaf, SavedArray
+from tierd.exporting.streamed_tensors import ChunkReader, RangeStream, StreamedTensor, TensorPiece
+from tierd.state.kinds.random_generators import SavedGenerator
+from tierd.state.state_tree import instances, replace_values
 
-Path = tuple[Any, ...]
+_untyped: Any = torch  # the calls below have no types
+# What the reader and the unpickler raise for a file that is no such archive.
+ARCHIVE_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    _untyped._weights_only_unpickler.UnpicklingError,
+)
+
+
+class TorchArchive:
+    """An open archive.
+
+    Attributes:
+        value: what was saved, with tensors on the meta device.
+
+    Raises:
+        ARCHIVE_ERRORS: the stream is no archive of `torch.save`, is big-endian, or holds what the reader refuses.
+    """
+
+    def __init__(self, stream: IO[bytes] | io.RawIOBase) -> None:
+        self._records = _untyped._C.PyTorchFileReader(stream)
+        if self._records.has_record("byteorder") and self._records.get_record("byteorder") != b"little":
+            raise ValueError("its bytes are big-endian")
+        self._storages: dict[str, Any] = {}  # also keeps them, so that no two have one address
+        self._keys: dict[int, str] = {}  # by address
+        unpickler = _untyped._weights_only_unpickler.Unpickler(io.BytesIO(self._records.get_record("data.pkl")))
+        unpickler.persistent_load = self._storage
+        self.value: Any = unpickler.load()
+
+    def _storage(self, saved: tuple[Any, ...]) -> Any:
+        _, kind, key, _, count = saved
+        of = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        if key not in self._storages:
+            self._storages[key] = _untyped.UntypedStorage(count * of.itemsize, device="meta")
+            self._keys[self._storages[key]._cdata] = str(key)
+        return _untyped.storage.TypedStorage(wrap_storage=self._storages[key], dtype=of, _internal=True)
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Return where the bytes of a tensor of `value` begin in the archive.
+
+        Raises:
+            ValueError: its elements do not lie row-major in one record, or are conjugates or negatives of its bytes.
+        """
+        if tensor.is_conj() or tensor.is_neg():  # torch stores the bytes as they were, and computes when it reads them
+            raise ValueError(
+                "the tensor was saved lazily conjugated or negated, so that it cannot be streamed; `tierd restore` "
+                "copies it, or save x.resolve_conj().resolve_neg()"
+            )
+        key = self._keys.get(tensor.untyped_storage()._cdata)
+        if key is None or not tensor.is_contiguous():
+            raise ValueError("the tensor is not row-major, so that it cannot be streamed; `tierd restore` copies it")
+        begin: int = self._records.get_record_offset(f"data/{key}")
+        return begin + int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+
+EntryPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class NonTensorValue:
     """A value that is not a tensor. `load` returns it, and `archive` its bytes as `torch.save` writes them."""
 
     load: Callable[[], Any]
@@ -55,8 +106,8 @@ class Contents:
     """
 
     tensors: dict[str, StreamedTensor]
-    values: dict[str, Value]
-    paths: dict[str, Path]
+    values: dict[str, NonTensorValue]
+    paths: dict[str, EntryPath]
     tree: Callable[[], tuple[Any, dict[int, str]]]
     metadata: Mapping[str, str] = field(default_factory=dict)
     contradicting: tuple[str, ...] = ()
@@ -80,7 +131,7 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
     manifest = files.manifest(first)
     paths = [file.path for file in manifest.files]
     if dcp_metadata.NAME in paths:
-        return of_dcp(files, first, only)
+        return read_dcp_contents(files, first, only)
     if f"__0{dcp_metadata.NAME}" in paths:
         raise StateMismatch(
             f"{first}: saved through DCP with use_collectives=False, each rank for itself; `tierd restore` copies it"
@@ -89,7 +140,7 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
     return _of_save(files, manifest, only, values)
 
 
-def chosen_names(paths: Mapping[str, Path], only: str | None, where: str) -> dict[str, str]:
+def chosen_names(paths: Mapping[str, EntryPath], only: str | None, where: str) -> dict[str, str]:
     """Return the exported name of each name."""
     if only is None:
         return {name: name for name in paths}
@@ -102,7 +153,7 @@ def chosen_names(paths: Mapping[str, Path], only: str | None, where: str) -> dic
     return exported
 
 
-def nested(stand_ins: Mapping[str, Any], paths: Mapping[str, Path], only: str | None) -> Any:
+def nest_tree(stand_ins: Mapping[str, Any], paths: Mapping[str, EntryPath], only: str | None) -> Any:
     tree = unflatten_state_dict(dict(stand_ins), {name: paths[name] for name in stand_ins})
     return tree if only is None else tree[next(iter(paths[name] for name in stand_ins))[0]]
 
@@ -116,11 +167,11 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     paths = dict(saved.metadata.planner_data)
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, other_values = {}, {}
-    generators = {name for name in names if any(instances(saved.claims.own(name)[1], SavedGenerator))}
+    generators = {name for name in names if any(instances(saved.claims.own_claim(name)[1], SavedGenerator))}
     for name, exported in names.items():
         if name in generators:
             continue
-        rank, value = saved.claims.own(name)
+        rank, value = saved.claims.own_claim(name)
         is_tensor = isinstance(value, NativeLeaf)
         if (is_tensor or values) and (reason := saved.claims.contradiction(name)):
             advice = "export less (only=…, --only)" if only is None else "`tierd restore` copies the files"
@@ -129,7 +180,7 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
             tensors[exported] = _native_tensor(saved, name, exported, value)
         else:
             load = partial(_native_value, files, saved.part(rank), value)
-            other_values[exported] = Value(load, partial(archived, load))
+            other_values[exported] = NonTensorValue(load, partial(archive_bytes, load))
 
     def tree() -> tuple[Any, dict[int, str]]:
         full_state, stand_ins = saved.tree
@@ -141,7 +192,7 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
                 for name in names
                 if name not in generators
             }
-            return nested(flat, paths, only), {id(value): names[name] for name, value in flat.items()}
+            return nest_tree(flat, paths, only), {id(value): names[name] for name, value in flat.items()}
         full_state = _native_value(files, saved.part(0), full_state)
         state = (
             full_state
@@ -150,13 +201,13 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
         )
         return state, {id(stand_ins[name]): names[name] for name in names}
 
-    placed = {names[name]: below(paths[name], only) for name in names if name not in generators}
+    placed = {names[name]: path_below(paths[name], only) for name in names if name not in generators}
     return Contents(
         tensors, other_values, placed, tree, unreadable=tuple(names[name] for name in names if name in generators)
     )
 
 
-def below(path: Path, only: str | None) -> Path:
+def path_below(path: EntryPath, only: str | None) -> EntryPath:
     return path if only is None else path[1:] or path
 
 
@@ -165,19 +216,19 @@ def _native_tensor(saved: SavedState, name: str, exported: str, value: NativeLea
     for part, leaf, box in saved.blocks(name):
         place = part, TENSORS, leaf.entry.offset
         order.append(place)
-        pieces.append(Piece(partial(at_place, place), leaf.shape, box.local, box.offset, box.size))
-    return StreamedTensor(exported, value.dtype, tuple(value.whole), tuple(pieces), min(order, default=()))
+        pieces.append(TensorPiece(partial(fixed_place, place), leaf.shape, box.local, box.offset, box.size))
+    return StreamedTensor(exported, value.dtype, tuple(value.global_shape), tuple(pieces), min(order, default=()))
 
 
-def at_place(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[PartId, str, int]:
+def fixed_place(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[PartId, str, int]:
     return place
 
 
 def _native_value(files: PartRanges, part: PartId, value: Any) -> Any:
-    return replaced(value, SavedArray, lambda array: array.made(read_tensor(files, part, array.entry)))
+    return replace_values(value, SavedArray, lambda array: array.made(read_tensor(files, part, array.entry)))
 
 
-def archived(load: Callable[[], Any]) -> bytes:
+def archive_bytes(load: Callable[[], Any]) -> bytes:
     file = io.BytesIO()
     torch.save(load(), file)
     return file.getvalue()
@@ -186,7 +237,7 @@ def archived(load: Callable[[], Any]) -> bytes:
 # -- DCP --------------------------------------------------------------------------------------------------------------
 
 
-def of_dcp(files: PartRanges, first: PartId, only: str | None, base: str = "") -> Contents:
+def read_dcp_contents(files: PartRanges, first: PartId, only: str | None, base: str = "") -> Contents:
     """Read the contents of a DCP checkpoint. `base` is its directory in rank 0's part, with a slash, if it has one."""
     reader = ChunkReader(files)
     path = base + dcp_metadata.NAME
@@ -195,7 +246,7 @@ def of_dcp(files: PartRanges, first: PartId, only: str | None, base: str = "") -
         raise ManifestError(f"{first}: {path}: {size} bytes; at most {dcp_metadata.MAX_SIZE} are read")
     metadata = dcp_metadata.read_metadata(reader.read(first, path, 0, size), f"{first}: {path}")
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    paths: dict[str, Path] = {}
+    paths: dict[str, EntryPath] = {}
     for name in metadata.state_dict_metadata:
         planned_path = planned.get(name)
         paths[name] = planned_path if type(planned_path) is tuple and planned_path else tuple(str(name).split("."))
@@ -208,7 +259,7 @@ def of_dcp(files: PartRanges, first: PartId, only: str | None, base: str = "") -
         else:
             place = position_of(metadata.storage_data, MetadataIndex(name), first, base)
             data = partial(_bytes, reader, place)
-            other_values[exported] = Value(
+            other_values[exported] = NonTensorValue(
                 partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}"), data
             )
 
@@ -219,9 +270,9 @@ def of_dcp(files: PartRanges, first: PartId, only: str | None, base: str = "") -
             else other_values[exported].load()
             for name, exported in names.items()
         }
-        return nested(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
+        return nest_tree(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
 
-    return Contents(tensors, other_values, {names[name]: below(paths[name], only) for name in names}, tree)
+    return Contents(tensors, other_values, {names[name]: path_below(paths[name], only) for name in names}, tree)
 
 
 _Position = tuple[PartId, str, int, int]
@@ -251,7 +302,7 @@ def _dcp_tensor(
         shape = tuple(chunk.sizes)
         order.append(place)
         locate = partial(_locate, place, dtype, shape, f"{first.checkpoint}: {printable(str(name))!r}")
-        pieces.append(Piece(locate, shape, (0,) * len(shape), tuple(chunk.offsets), shape))
+        pieces.append(TensorPiece(locate, shape, (0,) * len(shape), tuple(chunk.offsets), shape))
     return StreamedTensor(exported, dtype, tuple(stored.size), tuple(pieces), min(order, default=()))
 
 
@@ -265,7 +316,7 @@ def _locate(
     """
     part, path, offset, length = place
     try:
-        archive = Archive(RangeStream(reader, part, path, offset, length))
+        archive = TorchArchive(RangeStream(reader, part, path, offset, length))
         tensor = archive.value
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (tensor.dtype, tuple(tensor.shape)) != (
             dtype,
@@ -275,6 +326,6 @@ def _locate(
         begin = archive.offset(tensor)
         if begin + tensor.numel() * dtype.itemsize > length:
             raise ValueError("the tensor reaches over its end")
-    except NO_ARCHIVE as error:
+    except ARCHIVE_ERRORS as error:
         raise StateMismatch(f"{where}: the entry of {path}: {str(error).splitlines()[0][:200]}") from error
     return part, path, offset + begin

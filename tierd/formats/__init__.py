@@ -8,5 +8,6 @@ reads ranges of a `ByteSource`. It raises `DamagedFile`, with the offset, if no 
 `UncheckedFile` if it cannot decide. Each module bounds the memory of a check independently of the bytes' content, and
 names its bound.
 
-This package performs no I/O of its own, and imports `core` alone. The packages `watching` and `cli` may import it.
+This package performs no I/O of its own, and imports `core` alone. `watching`, `daemon` and `exporting` import
+it.
 """

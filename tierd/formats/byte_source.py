@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import xxhash
 
-PIECE = 1 << 20  # bytes read at a time while content is checked
+PIECE_SIZE = 1 << 20  # bytes read at a time while content is checked
 
 
 class ByteSource(Protocol):
@@ -68,12 +68,12 @@ class UncheckedFile(Exception):
     """The check cannot decide whether the bytes are right. This is no evidence against them."""
 
 
-class NoFormat(UncheckedFile):
+class UnknownFormat(UncheckedFile):
     """Neither the name nor the first bytes indicate a format that can be checked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class SoundFile:
     """The result of a check that found no fault.
 
     Attributes:
@@ -106,23 +106,23 @@ class MemorySource:
 class SubSource:
     """A range of another source, as a source itself.
 
-    Offsets in its errors count from the range's start: see `shifted`.
+    Offsets in its errors count from the range's start: see `with_offset`.
     """
 
-    whole: ByteSource
+    parent: ByteSource
     offset: int
     size: int
 
     def read(self, offset: int, length: int) -> bytes:
-        return self.whole.read(self.offset + offset, length)
+        return self.parent.read(self.offset + offset, length)
 
 
-def shifted(error: DamagedFile, offset: int, label: str) -> DamagedFile:
+def with_offset(error: DamagedFile, offset: int, label: str) -> DamagedFile:
     """Convert the error of a part that begins at `offset` to an error of the whole; `label` names the part."""
     return DamagedFile(error.offset + offset, f"{label}: {error.reason}")
 
 
-def take(source: ByteSource, offset: int, length: int, label: str) -> bytes:
+def read_exactly(source: ByteSource, offset: int, length: int, label: str) -> bytes:
     """Return these bytes.
 
     Raises:
@@ -133,10 +133,10 @@ def take(source: ByteSource, offset: int, length: int, label: str) -> bytes:
     return source.read(offset, length)
 
 
-def pieces(source: ByteSource, offset: int, length: int) -> Iterator[bytes]:
-    """Yield the bytes of a range within the source, in pieces of `PIECE` bytes."""
+def read_pieces(source: ByteSource, offset: int, length: int) -> Iterator[bytes]:
+    """Yield the bytes of a range within the source, in pieces of `PIECE_SIZE` bytes."""
     end = offset + length
     while offset < end:
-        size = min(PIECE, end - offset)
+        size = min(PIECE_SIZE, end - offset)
         yield source.read(offset, size)
         offset += size

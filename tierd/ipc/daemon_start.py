@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable
-from tierd.ipc.client import Link, holder, hung
+from tierd.ipc.daemon_connection import DaemonConnection, describe_hung_daemon, spool_holder_pid
 from tierd.ipc.messages import DAEMON_LOG, EXIT_BAD_INPUT, EXIT_HELD
 from tierd.spool.file_io import open_own
 from tierd.spool.spool import Spool
@@ -73,15 +73,17 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     while time.monotonic() < end:
         status = process.poll()
         try:
-            Link(spool).close()
+            DaemonConnection(spool).close()
             _serving[spool.root] = process
             return
         except DaemonSilent:  # it holds the spool, so another daemon cannot start
             raise
         except DaemonUnavailable:
             if status == EXIT_HELD:
-                if _is_stopped(pid := holder(spool)):
-                    raise DaemonSilent(f"spool {spool.root}: {hung(pid, 'holds it and does not listen')}") from None
+                if _is_stopped(pid := spool_holder_pid(spool)):
+                    raise DaemonSilent(
+                        f"spool {spool.root}: {describe_hung_daemon(pid, 'holds it and does not listen')}"
+                    ) from None
                 time.sleep(_RETRY_S)
                 process = _start(command, log)
             elif status is not None:
@@ -94,7 +96,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")
 
 
-def end_of_daemon(spool: Spool) -> str:
+def describe_daemon_end(spool: Spool) -> str:
     """Describe how the daemon ended that this process started for `spool`, with the end of its log; once.
 
     Returns:

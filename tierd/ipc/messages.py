@@ -1,14 +1,13 @@
 """The requests of the control socket, and the rules of both unix sockets of the spool. All messages are JSON objects.
 
-`ipc/handoff_messages.py` has the messages of the hand-off socket, `ipc/decoding.py` checks both, `ipc/replies.py` has
-the answers.
+`ipc/message_codec.py` has the messages of the hand-off socket, the checks of both, and the answers.
 
 Invariant: no byte of a checkpoint crosses a socket, only names and descriptors.
 
 On the control socket a request is one line. The answer is any number of `{"working": true}` lines, at most `HEARTBEAT`
 seconds apart, then one line with `ok`. On the hand-off socket the daemon greets with `ok`. A message there is one
-packet with its descriptors, and so is an answer. Training may wait for `Persist`, `MakeRoom` and `Candidates`. From
-protocol 1.1 on, the daemon sends a sign of life for these every `BEAT` seconds.
+packet with its descriptors, and so is an answer. Training may wait for `PersistSnapshot`, `MakeRoom` and
+`CandidatesRequest`. From protocol 1.1 on, the daemon sends a sign of life for these every `BEAT` seconds.
 
 Both sockets exchange protocol numbers first (`ipc/protocol`). On the control socket the client begins with `Hello`, and
 the daemon answers with its own number. On the hand-off socket the daemon's greeting has its number, and the client's
@@ -101,7 +100,7 @@ class RunsRequest(Request, frozen=True, kw_only=True, tag="runs"):
     """Every checkpoint that the daemon knows, without a new observation. Answer: `runs`, as HTTP's `/runs` has it."""
 
 
-class Candidates(Request, frozen=True, kw_only=True, tag="candidates"):
+class CandidatesRequest(Request, frozen=True, kw_only=True, tag="candidates"):
     """The checkpoints of a run that a restore can use, from a new listing of every tier.
 
     Answer: `sight`, in the form of `core/timeline/run_view`.
@@ -123,8 +122,8 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     and `total`, in raw bytes, and `tiers` once known.
 
     With `wanted`, only these chunks are fetched. This does not commit a part that the spool lacks. Its chunks are kept
-    in `Spool.fetching`, next to its manifest as `DRAFT_NAME`, until the connection ends. An empty `wanted` fetches the
-    manifest only. Error: `ConfigError` for a chunk that the part does not have.
+    in `Spool.fetch_directory`, next to its manifest as `DRAFT_NAME`, until the connection ends. An empty `wanted`
+    fetches the manifest only. Error: `ConfigError` for a chunk that the part does not have.
 
     Attributes:
         part: the part to fetch.
@@ -157,7 +156,7 @@ class Wait(Request, frozen=True, kw_only=True, tag="wait"):
 class BacklogRequest(Request, frozen=True, kw_only=True, tag="backlog", omit_defaults=True):
     """The parts that some tier still lacks, and whether the tiers accept them.
 
-    Answer: `backlog`, in the form of `core/planning/unflushed.Backlog`.
+    Answer: `backlog`, in the form of `UnflushedParts` (`core/planning/unflushed_parts`).
 
     Attributes:
         hurry: first wait for the snapshots that dead trainers had handed over, observe every place again, and end every
@@ -205,7 +204,7 @@ class PreemptionNotice(Request, frozen=True, kw_only=True, tag="preempted"):
     why: Reason
 
 
-class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
+class FallbackNotice(Request, frozen=True, kw_only=True, tag="fell-back"):
     """A restore loads `checkpoint` and skipped newer ones. Answer: `ok` only.
 
     Attributes:
@@ -237,8 +236,8 @@ class Pause(Request, frozen=True, kw_only=True, tag="pause"):
     for_s: Annotated[float, Meta(gt=0, le=MAX_PAUSE)] | None = None
 
 
-class Launches(Request, frozen=True, kw_only=True, tag="launches"):
-    """The launches of `run` that save at the same time. Answer: `launches`, each a `core/timeline/launches.Rival`."""
+class LaunchesRequest(Request, frozen=True, kw_only=True, tag="launches"):
+    """The launches of `run` that save at the same time. Answer: `launches`, each a `concurrent_launches.Rival`."""
 
     run: str
 
@@ -276,7 +275,7 @@ class MakeRoom(Request, frozen=True, kw_only=True, tag="make-room"):
     quota: bool = False
 
 
-class Remove(Request, frozen=True, kw_only=True, tag="remove"):
+class RemoveRun(Request, frozen=True, kw_only=True, tag="remove"):
     """Delete a whole run from the spool, at a person's request. Answer: `ok` only.
 
     Error: `ConfigError` while a trainer of that run is attached, or a process restores it.
@@ -299,20 +298,20 @@ AnyRequest = (
     | StatusRequest
     | ReportRequest
     | RunsRequest
-    | Candidates
+    | CandidatesRequest
     | Fetch
     | Wait
     | BacklogRequest
     | Pin
     | SaveGivenUp
-    | FellBack
+    | FallbackNotice
     | RestoreFinished
     | DataLeakNotice
     | PreemptionNotice
-    | Launches
+    | LaunchesRequest
     | NotesRequest
     | Pause
     | Resume
     | MakeRoom
-    | Remove
+    | RemoveRun
 )

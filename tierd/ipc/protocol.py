@@ -63,7 +63,7 @@ class Peer(NamedTuple):
         return f"tierd {self.version}, protocol {self.protocol}"
 
 
-def outdated(client: Protocol | None, daemon: Protocol | None) -> Side | None:
+def outdated_side(client: Protocol | None, daemon: Protocol | None) -> Side | None:
     """Return the side that must be upgraded before the two work together; None if they do.
 
     Two protocols work together if their major numbers are equal and their minor numbers are at most one apart.
@@ -74,10 +74,10 @@ def outdated(client: Protocol | None, daemon: Protocol | None) -> Side | None:
     return "client" if client_protocol < daemon_protocol else "daemon"
 
 
-def explain(client: Peer, daemon: Peer) -> str:
+def explain_outdated(client: Peer, daemon: Peer) -> str:
     """Name both versions and the side to upgrade, in one line; empty if the two work together."""
     versions = f"(daemon: {daemon}; client: {client})"
-    match outdated(client.protocol, daemon.protocol):
+    match outdated_side(client.protocol, daemon.protocol):
         case "daemon":
             return (
                 f"the daemon speaks too old a protocol for the client {versions}: upgrade the daemon to the client's "

@@ -5,8 +5,8 @@ Invariant: this package never puts or deletes an object. Every byte that it load
 
 from __future__ import annotations
 
-from tierd.reading.listing import Listed
-from tierd.reading.reader import Reader, open
-from tierd.reading.restoring import Loaded
+from tierd.reading.checkpoint_deliveries import ListedCheckpoint
+from tierd.reading.restore_from_tiers import Loaded
+from tierd.reading.run_reader import Reader, open
 
-__all__ = ["Listed", "Loaded", "Reader", "open"]
+__all__ = ["ListedCheckpoint", "Loaded", "Reader", "open"]

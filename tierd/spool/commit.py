@@ -20,10 +20,10 @@ import msgspec
 from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import CHUNK_SIZE, File, Manifest
-from tierd.spool.conditions import is_full
 from tierd.spool.direct_io import LARGE
-from tierd.spool.file_io import Buffer, FileWriter, flat
+from tierd.spool.file_io import Buffer, FileWriter, flat_bytes
 from tierd.spool.spool import Spool
+from tierd.spool.spool_access import is_disk_full
 
 log = logging.getLogger("tierd")
 
@@ -40,11 +40,11 @@ class Pieces(Protocol):
     def __iter__(self) -> Iterator[memoryview]: ...
 
 
-Source: TypeAlias = Buffer | Pieces
+FileSource: TypeAlias = Buffer | Pieces
 
 # Called with the part, its size in bytes, and whether a quota is used up (otherwise the disk is full). It may take
 # seconds. It returns whether there is room now, so that a second try can succeed.
-Room: TypeAlias = Callable[[PartId, int, bool], bool]
+SpaceMaker: TypeAlias = Callable[[PartId, int, bool], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class CommittedPart:
 
 
 def write_part(
-    spool: Spool, manifest: Manifest, files: Mapping[str, Source], chunk_size: int = CHUNK_SIZE
+    spool: Spool, manifest: Manifest, files: Mapping[str, FileSource], chunk_size: int = CHUNK_SIZE
 ) -> CommittedPart:
     """Write `files` and commit them as the part of `manifest`.
 
@@ -96,8 +96,8 @@ def write_part(
             raise error from None
 
 
-def write_with_room(
-    write: Callable[[], CommittedPart], part: PartId, files: Mapping[str, Source], room: Room | None
+def write_making_room(
+    write: Callable[[], CommittedPart], part: PartId, files: Mapping[str, FileSource], room: SpaceMaker | None
 ) -> CommittedPart:
     """Call `write`, which is `write_part` of these `files`; call it again if the disk is full and `room` frees space.
 
@@ -108,7 +108,7 @@ def write_with_room(
         return write()
     except OSError as error:
         size = sum(map(len, files.values()))
-        if not is_full(error) or room is None or not room(part, size, error.errno == errno.EDQUOT):
+        if not is_disk_full(error) or room is None or not room(part, size, error.errno == errno.EDQUOT):
             raise
         log.warning("%s: %s; room was made, and it is written anew", part, error)
     return write()
@@ -145,8 +145,10 @@ def _take(spool: Spool, part: PartId, path: Path) -> bool:
     return False
 
 
-def _pieces(source: Source) -> Pieces:
-    return _SinglePiece(flat(source)) if isinstance(source, bytes | bytearray | memoryview | mmap.mmap) else source
+def _pieces(source: FileSource) -> Pieces:
+    return (
+        _SinglePiece(flat_bytes(source)) if isinstance(source, bytes | bytearray | memoryview | mmap.mmap) else source
+    )
 
 
 @dataclass(frozen=True, slots=True)

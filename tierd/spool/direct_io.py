@@ -51,7 +51,7 @@ def reserve(fd: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def is_spare(fd: int) -> bool:
+def is_overwritable(fd: int) -> bool:
     """Whether a file that is not needed may be overwritten: plain, ours, with one name, and open nowhere else.
 
     The kernel grants a write lease only in that case (a mapping counts as open). The lease is released at once.
@@ -180,8 +180,8 @@ def memory_for(size: int) -> memoryview:
 
     From `LARGE` bytes on, the memory consists of whole pages of its own, for O_DIRECT. Huge pages are requested,
     because the first touch of small pages costs twenty times a copy. Forked children do not inherit
-    the memory until `settle`. On older kernels a fork during a direct read into private memory could leave the parent
-    with other pages.
+    the memory until `finish_read`. On older kernels a fork during a direct read into private memory could leave the
+    parent with other pages.
     """
     if size < LARGE:
         return memoryview(bytearray(size))
@@ -203,7 +203,7 @@ def populate(memory: mmap.mmap, begin: int, length: int) -> int:
     return ctypes.get_errno()
 
 
-def settle(memory: memoryview, size: int) -> memoryview:
+def finish_read(memory: memoryview, size: int) -> memoryview:
     """Return the `size` bytes that were read into `memory`, and let forked children inherit that memory again."""
     if isinstance(memory.obj, mmap.mmap):
         memory.obj.madvise(mmap.MADV_DOFORK)

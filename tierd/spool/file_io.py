@@ -21,10 +21,10 @@ from typing import TypeAlias
 
 import xxhash
 
-from tierd.core.chunking import cut
+from tierd.core.chunking import content_chunk_sizes
 from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
-from tierd.spool.direct_io import LARGE, PIECE, ahead, is_spare, reserve, set_direct, write_all
+from tierd.spool.direct_io import LARGE, PIECE, ahead, is_overwritable, reserve, set_direct, write_all
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
@@ -81,7 +81,9 @@ class FileWriter:
         if self._written_bytes + len(piece) > self._size:
             raise ValueError(f"{self._name}: more than the {self._size} bytes that were announced")
         if self._cuts is None:
-            self._cuts = cut(lambda offset, size: piece[offset : offset + size], self._size, self._chunk_size)[::-1]
+            self._cuts = content_chunk_sizes(
+                lambda offset, size: piece[offset : offset + size], self._size, self._chunk_size
+            )[::-1]
         with ahead(self._digested(piece), worth=len(piece) > PIECE) as digested:
             for offset, data in digested:
                 self.direct &= write_all(self._fd, data, offset)
@@ -130,13 +132,13 @@ class FileWriter:
 
 def write_file(path: Path, name: str, data: Buffer, chunk_size: int = CHUNK_SIZE) -> File:
     """Write `data` to a new file as `FileWriter` does, and make it durable. The caller syncs the directories."""
-    view = flat(data)
+    view = flat_bytes(data)
     with FileWriter(path, name, len(view), chunk_size) as writer:
         writer.write(view)
         return writer.finish()
 
 
-def flat(data: Buffer) -> memoryview:
+def flat_bytes(data: Buffer) -> memoryview:
     """Return any buffer as a memoryview of bytes."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
@@ -147,7 +149,7 @@ def _open_spare(path: Path) -> int | None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            if is_spare(fd):
+            if is_overwritable(fd):
                 return fd
         except OSError:
             os.close(fd)
@@ -203,7 +205,7 @@ def make_private(directory: Path) -> None:
             raise
 
 
-def private(path: str, flags: int) -> int:
+def private_opener(path: str, flags: int) -> int:
     """An `opener` for `open` that creates files for this user only, regardless of the umask.
 
     A link in the file's place is not followed, and a FIFO does not block: both raise `OSError`.

@@ -22,7 +22,7 @@ from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.ids import PartId
 from tierd.core.planning.place import Trainer
 from tierd.spool.file_io import open_plain
-from tierd.spool.permissions import check_room
+from tierd.spool.spool_access import check_own_directory
 
 ALIVE = "alive"  # a subdirectory of `.tierd/`
 _TRIES, _PAUSE_S = 20, 0.005  # a process that checks a lock holds it for an instant only
@@ -50,8 +50,8 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def hold(control: Path, part: PartId, owner: _Owner = None, *, among: bool = False) -> bool:
-    """Hold, until `release` or the end of this process, the lease of the launch of `part`.
+def acquire_lease(control: Path, part: PartId, owner: _Owner = None, *, among: bool = False) -> bool:
+    """Hold, until `release_lease` or the end of this process, the lease of the launch of `part`.
 
     Args:
         control: the spool's `.tierd/`.
@@ -61,7 +61,7 @@ def hold(control: Path, part: PartId, owner: _Owner = None, *, among: bool = Fal
 
     Returns:
         True if `among`, and another writer of this process holds a lease of the same launch. In a signal handler that
-        interrupted `hold`, False without a lease: the interrupted call takes its own, and the next save this one.
+        interrupted `acquire_lease`, False without a lease: that call takes its own, and the next save this one.
 
     Raises:
         ConfigError: another process saves the same rank of the same launch; the message names that process.
@@ -91,7 +91,7 @@ def _take(control: Path, part: PartId, owner: _Owner, marks: Path, among: bool) 
     # Even if no lock can be taken, the previous launch has ended.
     former = [owners.pop(former_owner) for former_owner in list(owners) if former_owner == owner or not among]
     try:
-        check_room(control / ALIVE)
+        check_own_directory(control / ALIVE)
         with suppress(FileExistsError):
             marks.mkdir(mode=0o700)
         # A lock belongs to the open file, which a duplicate shares, so it lasts until both descriptors are closed.
@@ -102,26 +102,26 @@ def _take(control: Path, part: PartId, owner: _Owner, marks: Path, among: bool) 
     return among and bool(twins)
 
 
-def holds(control: Path, part: PartId, owner: _Owner = None) -> bool:
+def holds_lease(control: Path, part: PartId, owner: _Owner = None) -> bool:
     """Whether `owner` holds the lease of the launch of `part`."""
     lease = _held_leases.get((control, part.writer), {}).get(owner)
     return lease is not None and lease[0] == part.checkpoint.attempt
 
 
-def release(control: Path, part: PartId, owner: _Owner = None) -> None:
+def release_lease(control: Path, part: PartId, owner: _Owner = None) -> None:
     """Release the lease of `owner`, unless the lease is of another launch of that rank by now."""
     with _guard:
-        if holds(control, part, owner):
+        if holds_lease(control, part, owner):
             os.close(_held_leases[control, part.writer].pop(owner)[1])
 
 
-def trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Trainer, ...]]:
+def living_trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Trainer, ...]]:
     """Return, by run, the trainers that live on this node, in the order of their launches. Raises OSError."""
     by_run = {run: tuple(sorted(_list_trainers(control / ALIVE / run, run))) for run in runs}
     return {run: run_trainers for run, run_trainers in by_run.items() if run_trainers}
 
 
-def on_this_machine(run: str, attempt: str) -> dict[int, str]:
+def trainers_on_this_machine(run: str, attempt: str) -> dict[int, str]:
     """Find every trainer of a launch on this machine, in any spool, from the descriptors that /proc lists.
 
     /proc shows only descriptors of this user's processes, or all of them to root, and only in this PID namespace.
@@ -138,7 +138,9 @@ def on_this_machine(run: str, attempt: str) -> dict[int, str]:
     return spool_by_pid
 
 
-def ended(control: Path, alive: Mapping[str, Collection[Trainer]], runs: Iterable[str]) -> dict[str, frozenset[str]]:
+def ended_launches(
+    control: Path, alive: Mapping[str, Collection[Trainer]], runs: Iterable[str]
+) -> dict[str, frozenset[str]]:
     """Return, by run, the launches that saved on this node recently and have no trainer in `alive`."""
     by_run = {}
     for run in runs:
@@ -147,7 +149,7 @@ def ended(control: Path, alive: Mapping[str, Collection[Trainer]], runs: Iterabl
     return by_run
 
 
-def forget(control: Path, run: str) -> None:
+def forget_dead_trainers(control: Path, run: str) -> None:
     """Remove the locks of dead trainers of a run that has no checkpoint left in the spool."""
     marks = control / ALIVE / run
     _sweep(marks, 0)

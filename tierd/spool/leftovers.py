@@ -1,24 +1,72 @@
-"""A spool's leftovers and pins: list and remove what lies beside its parts."""
+"""What lies beside a spool's parts: list and remove leftovers and pins. A path disappears by one rename to the trash.
+
+Nothing in a path changes before that rename.
+"""
 
 from __future__ import annotations
 
 import errno
 import itertools
 import os
+import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId, check_run
-from tierd.spool.directories import childless_below, directories_in, names_in
-from tierd.spool.file_io import exists, make_private, sync_directory
-from tierd.spool.leases import forget as forget_trainers
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.spool.file_io import exists, make_private, remove, sync_directory
+from tierd.spool.leases import forget_dead_trainers as forget_trainers
 from tierd.spool.local_parts import LocalParts
-from tierd.spool.permissions import check_owner
-from tierd.spool.records import SAVED, forget, forget_launch, launches
-from tierd.spool.stage import try_lock
-from tierd.spool.trash import bury, delete
+from tierd.spool.run_records import SAVED, forget_launch, forget_run, newest_launches
+from tierd.spool.spool_access import check_owner
+from tierd.spool.spool_directory import directories_in, empty_checkpoints_below, names_in
+from tierd.spool.stage import try_lock_stage
+
+
+def move_to_trash(path: Path, trash: Path) -> Path | None:
+    """Make a path invisible for good by moving it to the trash; None if the path does not exist."""
+    grave = trash / secrets.token_hex(8)
+    try:
+        path.rename(grave)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _take_apart(path, grave)
+    sync_removal(path.parent)
+    return grave
+
+
+def _take_apart(path: Path, grave: Path) -> None:
+    """Remove a directory that cannot be renamed, because overlayfs cannot rename a lower layer's directory.
+
+    The manifest is moved to `grave` first, so that no reader takes the half-removed part for a whole one.
+    """
+    grave.mkdir(mode=0o700)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        (path / MANIFEST_NAME).rename(grave / MANIFEST_NAME)
+        sync_directory(path)
+    remove(path)
+
+
+def delete_trashed(grave: Path) -> None:
+    """Delete a directory or file in the trash, as far as the file system permits."""
+    with suppress(OSError):
+        remove(grave, best_effort=True)
+
+
+def sync_removal(directory: Path) -> None:
+    """Make a removal from `directory` durable. If `directory` was removed too, sync its nearest existing parent."""
+    while True:
+        try:
+            sync_directory(directory)
+            return
+        except FileNotFoundError:
+            directory = directory.parent
+
 
 _LOCKED = ("stage", "fetch")  # subdirectories of `.tierd/` where a directory's lock shows that its writer lives
 # The prefix that `leftovers` gives an empty directory of a checkpoint or run; no directory has this name.
@@ -41,13 +89,15 @@ class Leftovers(LocalParts):
         """
         names = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
         if childless is None:
-            childless = [checkpoint for pair in childless_below(self.root) if (checkpoint := CheckpointId.parse(*pair))]
+            childless = [
+                checkpoint for pair in empty_checkpoints_below(self.root) if (checkpoint := CheckpointId.parse(*pair))
+            ]
         empty = [f"{bare.run}/{bare.name}" for bare in childless]
         empty += self._list_vacant_runs()
         alive: list[str] = []  # their commits may have made an empty directory and wait for a slow disk to sync it
         for room in _LOCKED:
             for path in self._room(room).iterdir():
-                fd = try_lock(path)
+                fd = try_lock_stage(path)
                 if fd is not None:
                     os.close(fd)
                     names.append(f"{room}/{path.name}")
@@ -98,8 +148,8 @@ class Leftovers(LocalParts):
             if "/" in subpath:
                 self._drop_if_empty(home)
             # The records of a saved launch are kept, because it may have work left.
-            elif not exists(home) and subpath not in launches(self.control, [subpath]):
-                forget(self.control, subpath, left_ns if before_ns is None else before_ns)
+            elif not exists(home) and subpath not in newest_launches(self.control, [subpath]):
+                forget_run(self.control, subpath, left_ns if before_ns is None else before_ns)
                 forget_trainers(self.control, subpath)
             return
         if room == SAVED:
@@ -113,7 +163,7 @@ class Leftovers(LocalParts):
         if room not in _LOCKED:
             self._trash(path)
             return
-        fd = try_lock(path)  # held during the removal, so that no writer takes a stage that is being removed
+        fd = try_lock_stage(path)  # held during the removal, so that no writer takes a stage that is being removed
         if fd is not None:
             try:
                 self._trash(path)
@@ -123,10 +173,10 @@ class Leftovers(LocalParts):
     def _trash(self, path: Path) -> None:
         grave = self._bury(path)
         if grave is not None:
-            delete(grave)
+            delete_trashed(grave)
 
     def _bury(self, path: Path) -> Path | None:
-        return bury(path, self._room("trash"))
+        return move_to_trash(path, self._room("trash"))
 
     def _drop_if_empty(self, checkpoint: Path) -> None:
         for directory in (checkpoint, checkpoint.parent / _PINS, checkpoint.parent):
@@ -144,7 +194,7 @@ class Leftovers(LocalParts):
     def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
         """Pin a checkpoint, so that retention keeps it, or remove the pin."""
         check_owner(self.root)
-        self.check_way(checkpoint.run)
+        self.check_run_directory(checkpoint.run)
         path = self.root / checkpoint.run / _PINS / checkpoint.name
         while pinned:
             make_private(path.parent)

@@ -11,13 +11,15 @@ import stat
 from collections.abc import Callable, Collection, Container
 from pathlib import Path
 
-from tierd.core.corruption import proven
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolUnusable, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest
-from tierd.core.manifest_codec import decode
-from tierd.core.seal import MAX_MANIFEST_SIZE
-from tierd.spool.directories import (
+from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode
+from tierd.core.storage_faults import read_until_proven
+from tierd.spool.file_io import digest, exists, open_plain
+from tierd.spool.run_records import saved_at
+from tierd.spool.spool_access import check_own_directory, check_run_link
+from tierd.spool.spool_directory import (
     directories_in,
     is_plain_directory,
     links_in,
@@ -26,9 +28,6 @@ from tierd.spool.directories import (
     parts_below,
     parts_of_run,
 )
-from tierd.spool.file_io import digest, exists, open_plain
-from tierd.spool.permissions import check_link, check_room
-from tierd.spool.records import saved_at
 from tierd.spool.verified_reads import read_file
 
 log = logging.getLogger("tierd")
@@ -52,13 +51,13 @@ class LocalParts:
     def _room(self, name: str) -> Path:
         """Return a subdirectory of `.tierd/`. Raises `SpoolUnusable` if a symbolic link has replaced it."""
         path = self.control / name
-        check_room(path)
+        check_own_directory(path)
         return path
 
     def parts(self, run: str | None = None) -> list[PartId]:
         """List every committed part, of one run or of all runs, in order.
 
-        A symbolic link in place of a run's directory is followed if `check_link` allows it. No other link is followed.
+        A symbolic link in place of a run's directory is followed if `check_run_link` allows it, and no other link.
 
         Raises:
             OSError: the spool cannot be listed.
@@ -121,12 +120,12 @@ class LocalParts:
         pairs = (PartId.parse_name(f"{entry.name}.json") for entry in inside if entry.is_dir(follow_symlinks=False))
         return sorted(PartId(checkpoint, *pair) for pair in pairs if pair), not inside
 
-    def where(self, run: str, name: str = "") -> str:
+    def directory_path(self, run: str, name: str = "") -> str:
         """Return the path of a run's directory, or of the checkpoint `name` in it."""
         return f"{self.root}/{run}/{name}"
 
     def stamp(self, path: str) -> int:
-        """Return when an entry was last added to, or removed from, a directory that `where` names.
+        """Return when an entry was last added to, or removed from, a directory that `directory_path` names.
 
         Returns:
             Nanoseconds since 1970 by the file system's clock; 0 if the directory does not exist.
@@ -183,7 +182,7 @@ class LocalParts:
         names = directories_in(self.root)
         for name in links_in(self.root):
             try:
-                check_link(self.root / name)
+                check_run_link(self.root / name)
                 names.append(name)
             except SpoolUnusable as error:
                 if str(error) not in self._ignored:
@@ -191,10 +190,10 @@ class LocalParts:
                     log.warning("%s", error)
         return names
 
-    def check_way(self, run: str) -> None:
+    def check_run_directory(self, run: str) -> None:
         """Raise `SpoolUnusable` if a run's directory is a symbolic link that tierd does not follow."""
         if (home := self.root / run).is_symlink():
-            check_link(home)
+            check_run_link(home)
 
     def has(self, part: PartId) -> bool:
         """Whether the part was committed. Also False if the disk gives an error, because `stage` checks again."""
@@ -268,7 +267,7 @@ class LocalParts:
 
     def _read_manifest(self, home: Path, part: PartId) -> Manifest:
         path = home / MANIFEST_NAME
-        return proven(lambda: self._read_manifest_once(home, part), str(path))
+        return read_until_proven(lambda: self._read_manifest_once(home, part), str(path))
 
     def _read_manifest_once(self, home: Path, part: PartId) -> Manifest:
         try:

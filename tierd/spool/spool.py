@@ -10,9 +10,9 @@ rename its directory.
     <spool>/<run>/pins/<step:012>.<attempt>
     <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<writer>, quarantine/<run>/<checkpoint>/<part>/}
     <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/    a fetch in progress, or an interrupted one
-    <spool>/.tierd/{saved, retention, timeline}/       records of runs (`records`)
+    <spool>/.tierd/{saved, retention, timeline}/       records of runs (`run_records`)
     <spool>/.tierd/alive/                              locks of living trainers (`leases`)
-    <spool>/.tierd/watched/<run>.json                  units taken from a watched directory (daemon/intake/taken.py)
+    <spool>/.tierd/watched/<run>.json                  taken from a watched directory (daemon/intake/taken_units.py)
     <spool>/.tierd/meetings/<launch>/                  rank notes of a launch (client/ranks/note_exchange.py)
 """
 
@@ -40,18 +40,28 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import PartId
-from tierd.spool.conditions import translated
 from tierd.spool.direct_io import LARGE
-from tierd.spool.directories import is_plain_directory
 from tierd.spool.file_io import exists, make_private, open_own, sync_directory
 from tierd.spool.leases import ALIVE
-from tierd.spool.leftovers import Leftovers
-from tierd.spool.node_id import node_id
-from tierd.spool.permissions import check_owner, check_room, keep_private
-from tierd.spool.records import LOCAL_ONLY, RETENTION, SAVED, TIMELINE, forget_committed, mark_saved, note_committed
-from tierd.spool.root import check_name, make_durably, sync_entry
+from tierd.spool.leftovers import Leftovers, delete_trashed, sync_removal
+from tierd.spool.run_records import (
+    LOCAL_ONLY,
+    RETENTION,
+    SAVED,
+    TIMELINE,
+    forget_committed,
+    mark_saved,
+    record_committed,
+)
+from tierd.spool.spool_access import check_own_directory, check_owner, keep_private, spool_errors
+from tierd.spool.spool_directory import (
+    check_spool_path,
+    is_plain_directory,
+    make_directory_durably,
+    node_id,
+    sync_entry,
+)
 from tierd.spool.stage import Stage
-from tierd.spool.trash import delete, sync_left
 from tierd.spool.verified_reads import bad_chunks
 
 log = logging.getLogger("tierd")
@@ -73,19 +83,19 @@ class Spool(Leftovers):
         if not os.fspath(root):
             raise SpoolUnusable("spool '': name a directory")
         super().__init__(Path(root).absolute(), made=write)
-        check_name(self.root)
-        with translated(f"spool {self.root}", self.root):
+        check_spool_path(self.root)
+        with spool_errors(f"spool {self.root}", self.root):
             if self.root.exists() and not self.root.is_dir():
                 raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
             if not write:
                 return
-            make_durably(self.root.parent)
+            make_directory_durably(self.root.parent)
             self.root.mkdir(mode=0o700, exist_ok=True)  # private, because the files hold model weights
             keep_private(self.root)
             sync_entry(self.root)  # also if it existed, because its creator may have been killed before syncing
             for directory in (self.control, *(self.control / name for name in _ROOMS)):
                 directory.mkdir(mode=0o700, exist_ok=True)
-                check_room(directory)
+                check_own_directory(directory)
             node_id(self.root)  # before the first save, because a spool with saves and no id is an earlier version's
             if not os.access(self.root, os.W_OK | os.X_OK):
                 why = (
@@ -104,11 +114,11 @@ class Spool(Leftovers):
             StepRefused: the part was committed before.
             SpoolUnusable: the run's directory is a symbolic link that tierd does not follow.
         """
-        self.check_way(part.checkpoint.run)
+        self.check_run_directory(part.checkpoint.run)
         if self.path(part).exists():
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
         mark_saved(self.control, part)
-        note = functools.partial(note_committed, self.control, part)
+        note = functools.partial(record_committed, self.control, part)
         return Stage(self.control / "stage", part, self.path(part), note)
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
@@ -130,7 +140,7 @@ class Spool(Leftovers):
             self._drop_if_empty(self.path(part).parent)
             if part.writer in reuse:
                 self._recycle(grave, part.writer)
-            delete(grave)
+            delete_trashed(grave)
 
     def recycled(self, part: PartId) -> Path | None:
         """Return a file that the writer of `part` may overwrite; None if there is none.
@@ -184,10 +194,10 @@ class Spool(Leftovers):
             shutil.copytree(home, target, symlinks=True)  # overlayfs, as in `trash`
             self._trash(home)
         sync_directory(target.parent)
-        sync_left(home.parent)
+        sync_removal(home.parent)
         self._drop_if_empty(home.parent)
 
-    def clear_way(self, part: PartId) -> None:
+    def remove_obstacles(self, part: PartId) -> None:
         """Remove whatever lies in the place of a part's directory, or of its checkpoint's, and is no directory.
 
         The caller has the whole part, to put it there. Of a link, only the link is removed.
@@ -232,14 +242,14 @@ class Spool(Leftovers):
                 return False
         if defects:
             raise defects[0]
-        self.check_way(part.checkpoint.run)
+        self.check_run_directory(part.checkpoint.run)
         make_private(home.parent)
         source.rename(home)  # fails if the part was saved again meanwhile
         sync_directory(home.parent)
-        sync_left(source.parent)
+        sync_removal(source.parent)
         return True
 
-    def fetching(self, part: PartId) -> Path:
+    def fetch_directory(self, part: PartId) -> Path:
         """Return the directory in which a fetch assembles a part.
 
         The path is the same every time, so that the next fetch finds the chunks of an interrupted one.
@@ -294,7 +304,7 @@ class Spool(Leftovers):
         return self.control / "handoff.sock"
 
 
-def is_held(root: Path, lock: tuple[int, int]) -> bool | None:
+def is_spool_held(root: Path, lock: tuple[int, int]) -> bool | None:
     """Whether a daemon holds a spool on this machine; None if that cannot be told, as of a spool on another one.
 
     Args:

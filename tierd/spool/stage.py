@@ -22,8 +22,8 @@ from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path
 from tierd.core.manifest_codec import encode
-from tierd.spool.describe import describe_file
 from tierd.spool.file_io import open_directory, sync_directory, write_file
+from tierd.spool.foreign_files import describe_file
 
 _POLL_S = 0.02  # between two looks at a lock
 _KEEP = "a library that saves into a stage must keep the directory, and write its files into it"
@@ -47,7 +47,7 @@ class Stage:
         checkpoint = part.checkpoint
         name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
         self.path = room / name
-        self._fd = make_locked(self.path)
+        self._fd = make_locked_directory(self.path)
 
     def commit(self, manifest: Manifest) -> None:
         """Make the staged files visible as `part`.
@@ -176,7 +176,7 @@ def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None
     return tuple(sorted(files, key=lambda file: file.path))
 
 
-def make_locked(path: Path) -> int:
+def make_locked_directory(path: Path) -> int:
     """Create a directory, lock it, and return the lock's descriptor.
 
     A sweep may remove the directory between the two steps, so its inode is compared after the lock is taken.
@@ -199,7 +199,7 @@ def make_locked(path: Path) -> int:
         os.close(fd)
 
 
-def try_lock(path: Path) -> int | None:
+def try_lock_stage(path: Path) -> int | None:
     """Lock a stage whose writer has died, and return a descriptor to close; None while a writer holds the lock."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -213,7 +213,7 @@ def try_lock(path: Path) -> int | None:
     return fd
 
 
-def is_settled(target: Path, wait_s: float) -> bool:
+def wait_for_writer(target: Path, wait_s: float) -> bool:
     """Wait until the writer of a renamed stage has ended, and make the part durable; False if the part is gone.
 
     Invariant: a writer keeps its lock through the rename and until it can no longer take the rename back.
@@ -228,7 +228,7 @@ def is_settled(target: Path, wait_s: float) -> bool:
     """
     end = time.monotonic() + wait_s
     while target.exists():
-        fd = try_lock(target)
+        fd = try_lock_stage(target)
         if fd is not None:
             try:
                 if not target.exists() or os.fstat(fd).st_ino != target.stat().st_ino:

@@ -2,7 +2,7 @@
 
 Invariant: bytes are returned only if they equal the digest that was taken before the first write (`spool.file_io`). The
 disk is read in whole pages regardless of chunks. A chunk counts as corrupt only if the same wrong bytes were read past
-the page cache and through it (`core.corruption`).
+the page cache and through it (`core.storage_faults`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import xxhash
 
-from tierd.core.corruption import Reading, ReadVerdict, judge, unstable
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import Chunk, File
-from tierd.spool.direct_io import LARGE, PAGE, PIECE, ahead, memory_for, read_cached, read_into, set_direct, settle
+from tierd.core.storage_faults import Reading, ReadVerdict, judge_readings, unstable_error
+from tierd.spool.direct_io import LARGE, PAGE, PIECE, ahead, finish_read, memory_for, read_cached, read_into, set_direct
 from tierd.spool.file_io import digest, open_plain
 
 PIECE_IN_CACHE = 512 << 10  # bytes; a piece of this size is still in a core's own cache when it is digested
@@ -51,7 +51,7 @@ def read_file(
             for offset, chunk in chunks:
                 _check_or_reread(into[offset : offset + chunk.size], chunk, path, file, offset)
                 verified(offset + chunk.size)
-        return settle(into, file.size) if memory is None else into[: file.size]
+        return finish_read(into, file.size) if memory is None else into[: file.size]
     finally:
         os.close(fd)
 
@@ -80,9 +80,9 @@ def check_bytes(data: memoryview, file: File, verified: Callable[[int], None] = 
 
 def read_chunk(path: Path, file: File, index: int) -> memoryview:
     """Read and verify one chunk of a file; raises as `read_file` does."""
-    memory = memory_for(room_for_chunk(file, index))
+    memory = memory_for(chunk_buffer_size(file, index))
     data = read_chunks(path, file, index, index + 1, memory)
-    settle(memory, len(memory))
+    finish_read(memory, len(memory))
     return data
 
 
@@ -101,7 +101,7 @@ def digest_cached(fd: int, memory: memoryview, size: int, offset: int, *, keep: 
     return hasher.hexdigest()
 
 
-def room_for_chunk(file: File, index: int) -> int:
+def chunk_buffer_size(file: File, index: int) -> int:
     """Return the bytes of memory into which `read_chunks` reads one chunk."""
     return _buffer_bytes(file, file.chunks[index].size)
 
@@ -115,7 +115,7 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
         path: the file.
         file: the file's description in the manifest.
         index: the chunk's index.
-        memory: `room_for_chunk` bytes of `memory_for`; the result is a part of it.
+        memory: `chunk_buffer_size` bytes of `memory_for`; the result is a part of it.
 
     Raises:
         CorruptChunk, OSError: as `read_file` raises them.
@@ -223,13 +223,13 @@ def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, off
     readings = [Reading(read_digest, access, is_right=read_digest == chunk.xxh3_128)]
     memory = memory_for(max(LARGE, chunk.size + 2 * PAGE))  # `data` may be the cause, and is not aligned
     while True:
-        verdict = judge(readings, paths=2)
+        verdict = judge_readings(readings, paths=2)
         if verdict is ReadVerdict.RIGHT:
             return None
         if verdict is ReadVerdict.CORRUPT:
             raise wrong
         if verdict is ReadVerdict.UNSTABLE:
-            raise unstable(str(wrong)) from wrong
+            raise unstable_error(str(wrong)) from wrong
         access = "cached" if access == "direct" else "direct"
         fd = open_plain(path)
         try:

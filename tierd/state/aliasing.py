@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tierd.state.containers import Path
-from tierd.state.kinds import numpy_arrays
-from tierd.state.values import form_of, show, show_part
+from tierd.state.kinds import stored_arrays
+from tierd.state.single_values import form_of, path_part_text, path_text
+from tierd.state.state_tree import Path
 
 _CPU = torch.device("cpu")
 StatePlace = tuple[Path, str | None]  # a path, and the name of a tensor within the module at that path
@@ -22,7 +22,7 @@ StatePlace = tuple[Path, str | None]  # a path, and the name of a tensor within 
 _WAY_OUT = "give each its own memory, for example by .clone(), or untie them"
 
 
-class Write:
+class TargetWrite:
     """A tensor or array that a load fills in place: its memory range and the values that it will receive.
 
     Attributes:
@@ -46,7 +46,7 @@ class Write:
         if self._contiguous():
             self.end = self.start + target.nbytes
             return
-        strides = target.strides if numpy_arrays.is_array(target) else [n * target.itemsize for n in target.stride()]
+        strides = target.strides if stored_arrays.is_array(target) else [n * target.itemsize for n in target.stride()]
         self.dims = [(n, step) for n, step in zip(target.shape, strides, strict=True) if n != 1]
         self.end = self.start + sum((n - 1) * step for n, step in self.dims if step > 0) + target.itemsize
         self.start += sum((n - 1) * step for n, step in self.dims if step < 0)
@@ -62,7 +62,7 @@ class Write:
         return self.start, self.target.dtype, self.target.shape, self.target.strides
 
     @property
-    def folded(self) -> bool:
+    def is_self_overlapping(self) -> bool:
         """Whether two elements of the target may share memory."""
         extent = self.target.itemsize
         for step, n in sorted((abs(step), n) for n, step in self.dims or ()):
@@ -88,7 +88,7 @@ class Write:
         view.copy_(image)
         return torch.equal(view, image)
 
-    def stands(self, canvas: torch.Tensor, low: int) -> bool:
+    def holds_image(self, canvas: torch.Tensor, low: int) -> bool:
         return torch.equal(*self._views_on(canvas, low))
 
     def _views_on(self, canvas: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,30 +106,31 @@ class AliasedTargets:
     """Collects the targets that a load would fill, and reports those that cannot all receive their saved values."""
 
     def __init__(self) -> None:
-        self._writes: dict[torch.device, list[Write]] = {}
+        self._writes: dict[torch.device, list[TargetWrite]] = {}
         self._containers: dict[int, tuple[Path, Any]] = {}
 
     def add(self, place: StatePlace, target: Any, saved: Any) -> None:
         """Add a plain tensor or array, and its saved values of the same dtype and shape."""
         if target.nbytes:
-            write = Write(place, target, saved)
+            write = TargetWrite(place, target, saved)
             if write.start:  # 0 on a device that has no addresses
                 device = target.device if isinstance(target, torch.Tensor) else _CPU
                 self._writes.setdefault(device, []).append(write)
 
-    def differing(self, path: Path, target: object, saved: Any) -> Iterator[str]:
+    def add_container(self, path: Path, target: object, saved: Any) -> Iterator[str]:
         """Add a list or dict that is filled in place.
 
         Yields a message if the same object was added under an earlier path with other saved content.
         """
         before, first = self._containers.setdefault(id(target), (path, saved))
-        if first is not saved and not alike(first, saved):
-            yield f"{show(before)} and {show(path)} are one {type(target).__name__} here, and differ in the checkpoint"
+        if first is not saved and not is_same_content(first, saved):
+            pair = f"{path_text(before)} and {path_text(path)}"
+            yield f"{pair} are one {type(target).__name__} here, and differ in the checkpoint"
 
     def conflicts(self) -> Iterator[str]:
         """Yield a message for each conflict between targets that share memory. One sweep by address finds them all."""
         for writes in self._writes.values():
-            near: list[Write] = []
+            near: list[TargetWrite] = []
             end = 0
             for write in sorted(writes, key=attrgetter("start")):
                 if near and write.start >= end:
@@ -140,11 +141,11 @@ class AliasedTargets:
             yield from _conflicts(near)
 
 
-def _conflicts(near: list[Write]) -> Iterator[str]:
+def _conflicts(near: list[TargetWrite]) -> Iterator[str]:
     """Yield the conflicts of writes whose ranges overlap; `near` is in the order of their addresses."""
     if len(near) == 1 and near[0].dims is None:
         return
-    distinct: dict[object, Write] = {}
+    distinct: dict[object, TargetWrite] = {}
     for write in near:
         first = distinct.setdefault(write.form, write)
         if not _same(first.saved, write.saved):
@@ -160,11 +161,11 @@ def _conflicts(near: list[Write]) -> Iterator[str]:
                 yield _conflict_text(farthest, write)
             if write.end > farthest.end:
                 farthest = write
-    elif len(remaining) > 1 or remaining[0].folded:
+    elif len(remaining) > 1 or remaining[0].is_self_overlapping:
         yield from _paint_conflicts(remaining)
 
 
-def _paint_conflicts(writes: list[Write]) -> Iterator[str]:
+def _paint_conflicts(writes: list[TargetWrite]) -> Iterator[str]:
     """Yield conflicts as `_conflicts` does, for any strides.
 
     All writes are made on a canvas as large as their joint range, and then compared with their images.
@@ -177,22 +178,22 @@ def _paint_conflicts(writes: list[Write]) -> Iterator[str]:
             yield f"{place}: its own elements share memory, and differ in the checkpoint; pass a contiguous one"
             return
     for write in writes:
-        if not write.stands(canvas, low):
+        if not write.holds_image(canvas, low):
             for second in writes:
                 write.paint(canvas, low)
                 second.paint(canvas, low)
-                if not write.stands(canvas, low):
+                if not write.holds_image(canvas, low):
                     yield _conflict_text(write, second)
                     return
 
 
-def _conflict_text(first: Write, second: Write) -> str:
+def _conflict_text(first: TargetWrite, second: TargetWrite) -> str:
     return f"{_show_write(first)} and {_show_write(second)} share memory here, and differ in the checkpoint; {_WAY_OUT}"
 
 
-def _show_write(write: Write) -> str:
+def _show_write(write: TargetWrite) -> str:
     path, name = write.place
-    return show(path) if name is None else f"{show_part(name)} of {show(path)}"
+    return path_text(path) if name is None else f"{path_part_text(name)} of {path_text(path)}"
 
 
 def _as_bytes(value: Any) -> torch.Tensor:
@@ -208,19 +209,21 @@ def _same(first: Any, second: Any) -> bool:
     return first is second or torch.equal(_as_bytes(first), _as_bytes(second))
 
 
-def alike(first: Any, second: Any) -> bool:
+def is_same_content(first: Any, second: Any) -> bool:
     """Return whether two restored values are the same; tensors are compared bitwise."""
     if first is second:
         return True
     if type(first) is not type(second):
         return False
-    if isinstance(first, torch.Tensor) or numpy_arrays.is_array(first):
+    if isinstance(first, torch.Tensor) or stored_arrays.is_array(first):
         same_form = first.shape == second.shape and first.dtype == second.dtype
         return same_form and (not first.nbytes or _same(first, second))
     if isinstance(first, dict):
-        return alike(list(first), list(second)) and alike(list(first.values()), list(second.values()))
+        return is_same_content(list(first), list(second)) and is_same_content(
+            list(first.values()), list(second.values())
+        )
     if isinstance(first, list | tuple | deque):
-        return len(first) == len(second) and all(map(alike, first, second))
+        return len(first) == len(second) and all(map(is_same_content, first, second))
     return first == second or repr(first) == repr(second)
 
 

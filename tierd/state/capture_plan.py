@@ -20,16 +20,13 @@ from typing import Any
 
 import torch
 
-from tierd.state.capture import Capture
-from tierd.state.decodable import Skeleton
-from tierd.state.encode import Answers, Encoder
-from tierd.state.json_tree import MAX_DEPTH
-from tierd.state.nodes import Form, Node, name_of, pieces
-from tierd.state.stored_dtypes import STORED_AS
-from tierd.state.structure import MOST_ADDED, Level, StructureInDoubt, picker
+from tierd.state.capture import Capture, DecodableText, TensorExtents, TensorForms
+from tierd.state.encoder import Answers, Encoder
+from tierd.state.kinds.stored_arrays import STORED_AS
+from tierd.state.single_values import TensorForm, form_of, is_name, is_storable, storable_tensor
+from tierd.state.state_tree import MAX_DEPTH, Node, NodeForm, tensor_name_of, text_pieces
+from tierd.state.structure import MOST_ADDED, StructureInDoubt, StructureLevel, picker
 from tierd.state.tensor_file import METADATA, TensorFileLayout
-from tierd.state.tensor_forms import Extents, Forms
-from tierd.state.values import TensorForm, form_of, is_name, is_storable, plain
 
 
 class CapturePlan:
@@ -37,19 +34,19 @@ class CapturePlan:
 
     def __init__(self, walk: Encoder, root: Node, layout: TensorFileLayout) -> None:
         self._text = walk.text
-        self._levels: list[Level] = []
+        self._levels: list[StructureLevel] = []
         self._nodes: list[list[Node]] = []
         shards: list[Node] = []
         nodes = [root]
         while nodes:
-            level = Level(nodes, len(self._levels))
+            level = StructureLevel(nodes, len(self._levels))
             self._levels.append(level)
             self._nodes.append(nodes)
             shards += [nodes[index] for index in level.shards_at]
-            nodes = [child for index in (*level.dicts_at, *level.others_at) for child in nodes[index].children]
+            nodes = [child for index in (*level.dicts_at, *level.opened_at) for child in nodes[index].children]
         tensors = self._tensor_nodes()
-        self._forms = Forms([node.detail for node in tensors])
-        self._extents = Extents([node.detail[0] for node in tensors])
+        self._forms = TensorForms([node.detail for node in tensors])
+        self._extents = TensorExtents([node.detail[0] for node in tensors])
         self._addresses = [node.detail[0].data_ptr() for node in tensors]
         self._devices = tuple(
             {form[1]: None for _, form in (node.detail for node in tensors) if form[1].type == "cuda"}
@@ -71,7 +68,7 @@ class CapturePlan:
 
     def lay_out(self, layout: TensorFileLayout) -> None:
         """Use `layout`, which contains all tensors, from now on."""
-        self._layout, self._skeleton = layout, Skeleton(pieces(self._text), layout)
+        self._layout, self._skeleton = layout, DecodableText(text_pieces(self._text), layout)
 
     def _number(self) -> None:
         """Recompute everything that depends on the nodes and their indices."""
@@ -146,7 +143,7 @@ class CapturePlan:
         self._check_tensors(tensors)
         captured = [*tensors, *stored]
         for index in self._odd:
-            captured[index] = plain(captured[index])
+            captured[index] = storable_tensor(captured[index])
         by_name = dict(zip(self._names, self._stored(captured), strict=True))
         if added:
             by_name = self._add(by_name, added)
@@ -166,14 +163,14 @@ class CapturePlan:
             if not simple or not tensor.nbytes or len(added) > MOST_ADDED or len(path) >= MAX_DEPTH:
                 raise StructureInDoubt
             is_plain = tensor.dtype not in STORED_AS and not tensor.is_conj() and not tensor.is_neg()
-            if not is_plain or name_of(path) in names or tensor.data_ptr() in addresses:
+            if not is_plain or tensor_name_of(path) in names or tensor.data_ptr() in addresses:
                 raise StructureInDoubt
             addresses.add(tensor.data_ptr())
-            names.add(name_of(path))
+            names.add(tensor_name_of(path))
         items = list(by_name.items())
         for parent, key, tensor in added:
-            name = name_of((*parent.path, key))
-            self.added[name] = plain(tensor)
+            name = tensor_name_of((*parent.path, key))
+            self.added[name] = storable_tensor(tensor)
             items.insert(self._insert(parent, depths[id(parent)], key, name, tensor), (name, self.added[name]))
         self._pick_firsts, self._stored = picker(self._first_indices), picker(self._stored_at)
         self._places, self._steady = object(), object()
@@ -182,7 +179,7 @@ class CapturePlan:
     def _insert(self, parent: Node, depth: int, key: str, name: str, tensor: torch.Tensor) -> int:
         """Append a tensor node to the children of `parent`. Returns the number of names before its name."""
         form = form_of(tensor)
-        node = Node(Form.TENSOR, type(tensor), -1, _tensor_detail(tensor, form))
+        node = Node(NodeForm.TENSOR, type(tensor), -1, _tensor_detail(tensor, form))
         if form[1].type == "cuda":
             self._devices = tuple(dict.fromkeys((*self._devices, form[1])))
         dicts = [self._nodes[depth][at] for at in self._levels[depth].dicts_at]
@@ -192,7 +189,7 @@ class CapturePlan:
         parent.detail = (*parent.detail[0], key), parent.detail[1]
         number, end = self._names_before(parent, node), parent.end
         for other_node in chain.from_iterable(self._nodes):
-            if other_node.index >= number and (other_node.form is Form.TENSOR or other_node.form is Form.ARRAY):
+            if other_node.index >= number and (other_node.form is NodeForm.TENSOR or other_node.form is NodeForm.ARRAY):
                 other_node.index += 1
             if other_node.end >= end:
                 other_node.end += 1
@@ -200,7 +197,7 @@ class CapturePlan:
         self._names.insert(number, name)
         self._text.insert(end, f',{quoted(key)}:{{"$tensor":{quoted(name)}}}')
         for level in (depth, depth + 1):
-            self._levels[level] = Level(self._nodes[level], level)
+            self._levels[level] = StructureLevel(self._nodes[level], level)
         at = self._tensor_nodes().index(node)
         self._forms.insert(at, tensor)
         self._extents.insert(at, tensor)
@@ -221,13 +218,13 @@ class CapturePlan:
     def _names_before(self, parent: Node, node: Node) -> int:
         """Return how many names a walk has given when it reaches the node."""
         *_, sibling, _ = parent.children
-        if sibling.form is Form.TENSOR and not self._tied:
+        if sibling.form is NodeForm.TENSOR and not self._tied:
             return sibling.index + 1  # the sibling got its name at its own position, because no tensor is tied
         number, todo = 0, [self._nodes[0][0]]
         while (current := todo.pop()) is not node:
             if current.children:
                 todo += current.children[::-1]
-            elif current.index >= number and (current.form is Form.TENSOR or current.form is Form.ARRAY):
+            elif current.index >= number and (current.form is NodeForm.TENSOR or current.form is NodeForm.ARRAY):
                 number = current.index + 1
         return number
 
@@ -237,16 +234,16 @@ class CapturePlan:
         Raises:
             StructureInDoubt: they differ from the structure.
         """
-        if not self._forms.fit(tensors):
+        if not self._forms.matches(tensors):
             raise StructureInDoubt
         # Both lists have the same length, because the forms fit.
         if all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses)):
-            if not self._extents.fit(tensors):
+            if not self._extents.matches(tensors):
                 raise StructureInDoubt
             return
         addresses = list(map(torch.Tensor.data_ptr, tensors))
         changed = list(compress(count(), map(operator.ne, addresses, self._addresses)))
-        if not self._extents.fit(tensors, changed):
+        if not self._extents.matches(tensors, changed):
             raise StructureInDoubt
         for index in self._restless_at:
             self._addresses[index] = addresses[index]

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from tierd.state.capture import Capture
 from tierd.state.capture_plan import CapturePlan
-from tierd.state.encode import Answers, Encoder
-from tierd.state.kinds.optimizers import moving, optimizers_in, trained
+from tierd.state.encoder import Answers, Encoder
+from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in, trained_parameters
+from tierd.state.state_tree import pause_collection
 from tierd.state.tensor_file import TensorFileLayout, TensorFilePlanner
-from tierd.state.uncollected import uncollected
 
 
 class Capturer:
@@ -45,7 +45,7 @@ class Capturer:
         Raises:
             StateRefused: as `flatten` or `plan_layout`, except that only `tree()` checks the size of the tree.
         """
-        with uncollected():
+        with pause_collection():
             return self._capture(state)
 
     def _capture(self, state: Mapping[str, object]) -> Capture:
@@ -76,7 +76,7 @@ class Capturer:
         assert self._planner is not None
         moved = frozenset[str]()
         with suppress(Exception):  # for the reason given in `_optimizers_of`
-            moved = moving(optimizers, added)
+            moved = names_changed_by_step(optimizers, added)
         self._moving |= moved
         for name, tensor in added.items():
             self._planner.add(name, tensor, moved)
@@ -87,7 +87,7 @@ class Capturer:
     def _laid_out(self, tensors: Mapping[str, torch.Tensor], optimizers: list[Optimizer]) -> TensorFileLayout:
         moved: frozenset[str] = frozenset()
         with suppress(Exception):  # for the reason given in `_optimizers_of`
-            moved = moving(optimizers, tensors)
+            moved = names_changed_by_step(optimizers, tensors)
         entries = self._layout.entries if self._layout else {}
         same = tensors.keys() == entries.keys() and all(
             (tensor.dtype, tensor.shape) == (entries[name].dtype, entries[name].shape)
@@ -124,7 +124,7 @@ def _optimizers_of(state: Mapping[str, object]) -> tuple[list[Optimizer], list[b
     """Return the optimizers in a state, and for their parameters whether each is trained."""
     try:
         optimizers = optimizers_in(state)
-        return optimizers, trained(optimizers)
+        return optimizers, trained_parameters(optimizers)
     # Some objects raise when their attributes are read; only the tensors' order depends on this, so the save continues.
     except Exception:
         return [], []

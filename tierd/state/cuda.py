@@ -25,7 +25,7 @@ _PRIORITIES = (0, -1, -2, -3)
 _POOL = 64  # upper bound for the streams in a pool; torch's pools have 32
 
 
-class OnDevices(Protocol):
+class DeviceTensors(Protocol):
     """Tensors, and the CUDA devices that hold them; a `Capture` is one."""
 
     @property
@@ -49,7 +49,7 @@ class Cuda:
         """Return the CUDA device of a tensor; None if it lies elsewhere."""
         return tensor.device if tensor.is_cuda else None
 
-    def devices_of(self, capture: OnDevices) -> Sequence[torch.device]:
+    def devices_of(self, capture: DeviceTensors) -> Sequence[torch.device]:
         """Return the CUDA devices of a capture's tensors."""
         return capture.devices
 

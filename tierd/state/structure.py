@@ -1,6 +1,6 @@
 """Check level by level, in few calls, whether a state has a known structure.
 
-Invariant: any difference that the JSON or the names could show raises `StructureInDoubt`; `tensor_forms` has those of
+Invariant: any difference that the JSON or the names could show raises `StructureInDoubt`; `capture` has those of
 the layout. Values are compared in lists, by calls that loop in C, because a Python loop would take longer than copying
 a small model.
 """
@@ -15,13 +15,21 @@ from typing import Any
 
 import torch
 
-from tierd.state.classify import IMMUTABLE, is_stateful
-from tierd.state.encode import Answers
-from tierd.state.kinds import loader_fingerprint, numpy_arrays, packed_tensors, wrapper_tensors
+from tierd.state.encoder import Answers
+from tierd.state.kinds import loader_fingerprint, stored_arrays, wrapper_tensors
 from tierd.state.kinds.dtensors import is_placed_alike
-from tierd.state.kinds.packed_tensors import pack, pack_run, run_form
-from tierd.state.nodes import Form, Node
-from tierd.state.values import check_alike, dumps, is_run, is_run_of_members, key_tree, made, why_array_refused
+from tierd.state.kinds.stored_arrays import layout_form, pack, pack_run
+from tierd.state.single_values import (
+    check_alike,
+    dumps,
+    encode_at_once,
+    is_run,
+    is_run_of_members,
+    key_tree,
+    why_array_refused,
+)
+from tierd.state.state_tree import Node, NodeForm
+from tierd.state.value_kinds import IMMUTABLE, is_stateful
 
 Pick = Callable[[Any], Sequence[Any]]
 MOST_ADDED = 8  # tensors in one dict at once; for more, a full walk takes no longer
@@ -33,45 +41,55 @@ class StructureInDoubt(Exception):
     """The state may not have the structure that it had."""
 
 
-class Level:
+class StructureLevel:
     """All values at one depth of the state, in one list.
 
     A few calls in C compare them and return the values one level down.
     """
 
     def __init__(self, nodes: list[Node], depth: int) -> None:
-        at: dict[Form, list[int]] = {form: [] for form in Form}
+        at: dict[NodeForm, list[int]] = {form: [] for form in NodeForm}
         for index, node in enumerate(nodes):
             at[node.form].append(index)
         self._kinds = [node.kind for node in nodes]
-        self._loose = frozenset(at[Form.SCALAR])
-        self._bytes_at = [index for index in at[Form.SCALAR] if self._kinds[index] is bytes]
-        self._scalars = picker(at[Form.SCALAR])
-        self.tensors_at, self.tensors = at[Form.TENSOR], picker(at[Form.TENSOR])
-        self.shards_at = [index for index in at[Form.SHARD] if nodes[index].children[0].form is Form.TENSOR]
+        self._loose = frozenset(at[NodeForm.SCALAR])
+        self._bytes_at = [index for index in at[NodeForm.SCALAR] if self._kinds[index] is bytes]
+        self._scalars = picker(at[NodeForm.SCALAR])
+        self.tensors_at, self.tensors = at[NodeForm.TENSOR], picker(at[NodeForm.TENSOR])
+        self.shards_at = [index for index in at[NodeForm.SHARD] if nodes[index].children[0].form is NodeForm.TENSOR]
         self.dtensors = picker(self.shards_at)
-        self.arrays_at, self._arrays = at[Form.ARRAY], [(index, nodes[index].detail) for index in at[Form.ARRAY]]
-        kept_indices = [*at[Form.MADE], *at[Form.RUN]]
-        self.holes_at = [*at[Form.SCALAR], *kept_indices]
+        self.arrays_at, self._arrays = (
+            at[NodeForm.ARRAY],
+            [(index, nodes[index].detail) for index in at[NodeForm.ARRAY]],
+        )
+        kept_indices = [*at[NodeForm.ENCODED], *at[NodeForm.RUN]]
+        self.holes_at = [*at[NodeForm.SCALAR], *kept_indices]
         self._keep: list[tuple[int, Callable[[Any], object]]] = [
-            (index, _ValueEncoder(depth) if nodes[index].form is Form.MADE else _run_copier(nodes[index]))
+            (index, _ValueEncoder(depth) if nodes[index].form is NodeForm.ENCODED else _run_copier(nodes[index]))
             for index in kept_indices
         ]
-        self.dicts_at = [index for index in at[Form.MAPPING] if _is_simple(nodes[index])]
+        self.dicts_at = [index for index in at[NodeForm.MAPPING] if _is_simple(nodes[index])]
         self._dicts = picker(self.dicts_at)
         self._lengths = [len(nodes[index].detail[0]) for index in self.dicts_at]
         self._keys = [key for index in self.dicts_at for key in nodes[index].detail[0]]
         self._key_kinds = list(map(type, self._keys))
         # Dicts that are long enough to be packed next time. The state itself, at depth 0, is never packed.
-        self._long_dicts = [at for at, length in enumerate(self._lengths) if length >= packed_tensors.FEWEST and depth]
+        self._long_dicts = [at for at, length in enumerate(self._lengths) if length >= stored_arrays.FEWEST and depth]
         simple = set(self.dicts_at)
-        self.others_at = [
+        self.opened_at = [
             index
-            for form in (Form.MAPPING, Form.SEQUENCE, Form.STATEFUL, Form.PACKED, Form.SHARD, Form.WRAPPER)
+            for form in (
+                NodeForm.MAPPING,
+                NodeForm.SEQUENCE,
+                NodeForm.STATEFUL,
+                NodeForm.PACKED,
+                NodeForm.SHARD,
+                NodeForm.WRAPPER,
+            )
             for index in at[form]
             if index not in simple
         ]
-        self._others = [(index, _opener(nodes[index])) for index in self.others_at]
+        self._others = [(index, _opener(nodes[index])) for index in self.opened_at]
 
     def check_kinds(self, values: list[Any]) -> None:
         kinds = list(map(type, values))
@@ -83,7 +101,7 @@ class Level:
             if any(index not in self._loose or kinds[index] not in IMMUTABLE for index in changed):
                 raise StructureInDoubt
         scalars = (*self._bytes_at, *changed)
-        if any(kinds[index] is bytes and len(values[index]) >= packed_tensors.FEWEST_BYTES for index in scalars):
+        if any(kinds[index] is bytes and len(values[index]) >= stored_arrays.FEWEST_BYTES for index in scalars):
             raise StructureInDoubt
 
     def holes(self, values: list[Any]) -> list[object]:
@@ -159,9 +177,9 @@ class _ValueEncoder:
         self._path = (None,) * depth
 
     def __call__(self, value: Any) -> object:
-        if type(value) is bytearray and len(value) >= packed_tensors.FEWEST_BYTES:
+        if type(value) is bytearray and len(value) >= stored_arrays.FEWEST_BYTES:
             raise StructureInDoubt
-        return made(value, self._path)
+        return encode_at_once(value, self._path)
 
 
 def _array(value: Any, form: tuple[str, tuple[int, ...]]) -> torch.Tensor:
@@ -171,12 +189,12 @@ def _array(value: Any, form: tuple[str, tuple[int, ...]]) -> torch.Tensor:
             raise StructureInDoubt
         return state
     if type(value) is torch.Tensor:  # a packed run
-        if run_form(value) != form:
+        if layout_form(value) != form:
             raise StructureInDoubt
         return value
     if (value.dtype.str, value.shape) != form or why_array_refused(value):
         raise StructureInDoubt
-    return numpy_arrays.tensor_of(value)
+    return stored_arrays.tensor_of(value)
 
 
 def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
@@ -184,15 +202,15 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
 
     The function raises `StructureInDoubt` if the value is not built like the node.
     """
-    if node.form is Form.STATEFUL:
+    if node.form is NodeForm.STATEFUL:
         return _ask_state
-    if node.form is Form.PACKED:
+    if node.form is NodeForm.PACKED:
         return _packer(*node.detail)
-    if node.form is Form.SHARD:
+    if node.form is NodeForm.SHARD:
         return _Shard(node.detail)
-    if node.form is Form.WRAPPER:
+    if node.form is NodeForm.WRAPPER:
         return _unwrapper(*node.detail)
-    if node.form is Form.SEQUENCE:
+    if node.form is NodeForm.SEQUENCE:
         length, maxlen = node.detail
 
         def parts(value: Any, answers: Answers) -> Iterable[Any]:
@@ -215,7 +233,7 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
             raise StructureInDoubt
         if type(value) is defaultdict and value.default_factory is not extra:
             raise StructureInDoubt
-        if len(pairs) >= packed_tensors.FEWEST and not attributes and pack(value):
+        if len(pairs) >= stored_arrays.FEWEST and not attributes and pack(value):
             raise StructureInDoubt
         return [*(value for _, value in pairs), *attributes.values()]
 
@@ -231,7 +249,7 @@ def _packer(names: tuple[str, ...], extra: object) -> Callable[[Any, Answers], I
             raise StructureInDoubt
         if len(runs) > 1 and runs[0].kind != "str":
             check_alike(list(value), ())
-        return [part for name, run in zip(names, runs, strict=True) for part in (run.named(name), run.tensor)]
+        return [part for name, run in zip(names, runs, strict=True) for part in (run.json_reference(name), run.tensor)]
 
     return parts
 
@@ -285,7 +303,7 @@ def _ask_state(value: Any, answers: Answers) -> Iterable[Any]:
         raise StructureInDoubt
     recorded = answers.setdefault(id(value), [])
     try:
-        recorded.append((value, loader_fingerprint.ask(value), None))
+        recorded.append((value, loader_fingerprint.state_dict_with_arguments(value), None))
     except Exception as error:
         recorded.append((value, None, error))
         raise

@@ -1,7 +1,7 @@
 """The tensor file: plain safetensors, laid out so that every tensor can be used in place.
 
-Invariant: the layout is a pure function of names, dtypes, shapes, and the set of tensors known to move. Only `copy`,
-`copy_into` and `pieces` read a tensor's values.
+Invariant: the layout is a pure function of names, dtypes, shapes, and the set of tensors known to move. Only
+`copy_tensors`, `copy_into` and `file_pieces` read a tensor's values.
 
 A file has three parts: eight bytes of little-endian header length, a JSON header padded with spaces to a page boundary,
 and the tensors. The tensors are adjacent, without holes. Tensors whose length is a multiple of 64 bytes come first, so
@@ -158,8 +158,8 @@ def _metadata(described: list[_TensorRow], offsets: list[int]) -> str:
     return f'{quoted(METADATA)}:{{"format":"pt"{where}}}'
 
 
-def targets(layout: TensorFileLayout, buffer: Buffer) -> Targets:
-    """Return views into `buffer`, one for each tensor, for `copy` to fill.
+def target_views(layout: TensorFileLayout, buffer: Buffer) -> Targets:
+    """Return views into `buffer`, one for each tensor, for `copy_tensors` to fill.
 
     The views hold the buffer and stay valid until its memory is used for something else.
 
@@ -175,14 +175,14 @@ def targets(layout: TensorFileLayout, buffer: Buffer) -> Targets:
     for dtype, run in groupby(layout.entries.values(), operator.attrgetter("dtype")):
         entries, size = list(run), dtype.itemsize
         counts = [entry.nbytes // size for entry in entries]
-        joint = view(buffer, TensorEntry(entries[0].offset, sum(counts) * size, dtype, (sum(counts),)))
+        joint = tensor_view(buffer, TensorEntry(entries[0].offset, sum(counts) * size, dtype, (sum(counts),)))
         parts = zip(joint.split_with_sizes(counts), [entry.shape for entry in entries], strict=True)
         shaped = [part if len(shape) == 1 else part.view(shape) for part, shape in parts]
         views |= zip(islice(names, len(shaped)), shaped, strict=True)
     return views
 
 
-def copy(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
+def copy_tensors(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
     """Copy the tensors of these names, by default all of `into`, to their targets.
 
     The tensors may be on any device and in any memory format. The call returns after copies from an accelerator have
@@ -202,14 +202,16 @@ def copy(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str
 def copy_into(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer: Buffer) -> None:
     """Write the whole file, header included, into `buffer`: writable and at least `layout.size` bytes long.
 
-    `tensors` are those for which the layout was planned; for devices and formats see `copy`.
+    `tensors` are those for which the layout was planned; for devices and formats see `copy_tensors`.
     """
-    into = targets(layout, buffer)
+    into = target_views(layout, buffer)
     memoryview(buffer).cast("B")[: len(layout.header)] = layout.header
-    copy(into, tensors)
+    copy_tensors(into, tensors)
 
 
-def pieces(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer: memoryview) -> Iterator[memoryview]:
+def file_pieces(
+    layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer: memoryview
+) -> Iterator[memoryview]:
     """Yield the file's bytes in consecutive pieces, each as long as `buffer` except the last.
 
     A piece is a view of `buffer` and is valid until the next piece is requested. A tensor that is not contiguous is
@@ -245,7 +247,7 @@ def _parts(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor]) -> Ite
             yield tensors[name].detach().reshape(-1)
 
 
-def view(file: Buffer, entry: TensorEntry) -> torch.Tensor:
+def tensor_view(file: Buffer, entry: TensorEntry) -> torch.Tensor:
     """Return the tensor at `entry` as a view of `file`.
 
     `file` must outlive the tensor: do not close a memory mapping that a tensor still uses.

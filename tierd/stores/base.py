@@ -21,7 +21,10 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 # No component of a key begins with '.', so no key is '.', '..' or one of a store's own names (FileStore's '.tmp').
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,254})*")
 MAX_KEY = 512
-FIRST_PAGE, PAGE = 16, 1000  # keys per page of an S3 listing: `children` needs one key, and a full page takes 20 ms
+FIRST_PAGE, PAGE = (
+    16,
+    1000,
+)  # keys per page of an S3 listing: `list_children` needs one key, and a full page takes 20 ms
 _SKIP_AT = PAGE - 1  # objects of one name after its first, one page of a listing, after which the rest is skipped
 LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
@@ -137,7 +140,7 @@ class Store(ABC):
     async def directories(self, prefix: str) -> list[str] | None:
         """Return the names directly under `prefix` by one listing of a directory; None if the store has no directories.
 
-        Unlike `listed_names`, the result may contain names under which no object is left.
+        Unlike `list_names`, the result may contain names under which no object is left.
         """
         return None
 
@@ -236,7 +239,7 @@ def octets(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # cast() raises for a view with a 0 in its shape
 
 
-def room(into: memoryview, size: int, doing: str) -> memoryview:
+def destination(into: memoryview, size: int, doing: str) -> memoryview:
     """Return the part of a get's `into` that an object of `size` bytes fills.
 
     Raises:
@@ -253,7 +256,7 @@ def check_size(size: int, doing: str) -> None:
         raise CorruptChunk(f"{doing}: the object has {size} bytes; tierd puts none of more than {LARGEST}")
 
 
-async def clear(store: Store, keys: Sequence[str]) -> None:
+async def delete_if_permitted(store: Store, keys: Sequence[str]) -> None:
     """Delete objects that have no meaning any more.
 
     If the store does not permit deletions, they are kept and do no harm.
@@ -264,7 +267,7 @@ async def clear(store: Store, keys: Sequence[str]) -> None:
         pass
 
 
-async def keys_alone(
+async def scan_keys(
     names: Callable[[str, str], AsyncGenerator[ObjectInfo, None]], prefix: str, after: str
 ) -> AsyncGenerator[ObjectInfo, None]:
     """Scan by a listing of all names, because other programs may put objects below the same prefix.
@@ -279,7 +282,7 @@ async def keys_alone(
                 yield info
 
 
-async def children(store: Store, prefix: str) -> AsyncIterator[str]:
+async def list_children(store: Store, prefix: str) -> AsyncIterator[str]:
     """List the names directly under `prefix` (which is empty or ends in ``/``), with about one listing request each.
 
     The scan skips from name to name, so that a run's manifests are found without listing its chunks.
@@ -298,7 +301,7 @@ async def children(store: Store, prefix: str) -> AsyncIterator[str]:
         after = f"{prefix}{name}/\x7f" if slash else key  # '\x7f' sorts after every character of a key
 
 
-async def listed_names(store: Store, prefix: str, on_answer: Callable[[], None] = lambda: None) -> set[str]:
+async def list_names(store: Store, prefix: str, on_answer: Callable[[], None] = lambda: None) -> set[str]:
     """Return the names directly under `prefix` (which is empty or ends in ``/``).
 
     A name with few objects is passed by reading on in the listing; after `_SKIP_AT` objects of one name a new listing

@@ -19,10 +19,22 @@ from pathlib import Path
 from tierd.core.errors import DeleteRefused, StoreRefused, StoreUnavailable
 from tierd.spool.direct_io import PIECE, write_pages
 from tierd.stores.base import ObjectInfo, check_size
-from tierd.stores.descriptors import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
-from tierd.stores.directory_overlap import spool_around
-from tierd.stores.file_listing import Walk, list_directory, parent, stat_objects
-from tierd.stores.file_reads import DIRECT_PIECE, digest_file
+from tierd.stores.file_descriptors import (
+    DIRECT_PIECE,
+    DIRECTORY,
+    ScanState,
+    closing,
+    descend,
+    digest_file,
+    list_directory,
+    parent,
+    remove_unlocked,
+    stat_objects,
+    sync_directory,
+    take_lock,
+    unlink,
+)
+from tierd.stores.mounted_directories import enclosing_spool
 
 STAT_PAGE = 256
 _TMP = ".tmp"
@@ -60,7 +72,7 @@ class FileTree:
         self.pieces += 1
 
     @property
-    def made_trial(self) -> bool:
+    def is_trial_made(self) -> bool:
         """Whether a put made the trial's own directory for temp files."""
         return self._tmp == self._trial
 
@@ -76,7 +88,7 @@ class FileTree:
         except NotADirectoryError:  # not an absent object, of which it would be the sign further down
             raise StoreRefused(f"{self._path} is not a directory, or lies below a file; remove that file") from None
         with closing(root):
-            if not self._has_existed and (spool := spool_around(self._path)):
+            if not self._has_existed and (spool := enclosing_spool(self._path)):
                 raise StoreRefused(
                     f"{self._path}: a tier must not be the spool {spool} or lie in it, because each would delete what "
                     "is the other's: name a tier's directory, or the spool by --spool"
@@ -92,7 +104,7 @@ class FileTree:
                 )
             yield root
 
-    def open(self, key: str, flags: int) -> int:
+    def open_object(self, key: str, flags: int) -> int:
         """Open an object for aiofiles."""
         *parents, name = key.split("/")
         try:
@@ -110,7 +122,7 @@ class FileTree:
         os.close(fd)
         raise FileNotFoundError(errno.ENOENT, "not a regular file")
 
-    def list(self, directory: str, prefix: str, after: str) -> Sequence[str]:
+    def list_keys(self, directory: str, prefix: str, after: str) -> Sequence[str]:
         """List the entries of `directory` that a scan may show, as `list_directory` does.
 
         Each call checks the root, so that a root that vanished never yields a shorter listing.
@@ -119,7 +131,7 @@ class FileTree:
             listed = list_directory(root, directory, prefix, after)
             return listed.keys if listed else []
 
-    def list_page(self, walk: Walk, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
+    def list_page(self, walk: ScanState, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
         """Describe a scan's next objects in one thread call, because most directories are small.
 
         Where a directory was removed since the one above it was listed, that one is listed again from there. Else a
@@ -137,7 +149,7 @@ class FileTree:
                 if not (first := pending.pop()) or first.endswith("/"):
                     listed = list_directory(root, first, prefix, after, STAT_PAGE)
                     if walk.is_stale(first, listed):
-                        walk.drop(above := parent(first[:-1]))
+                        walk.forget_entries(above := parent(first[:-1]))
                         passed = max(after, f"{first}\x7f")  # '\x7f' sorts after every character of a key
                         listed = list_directory(root, above, prefix, passed, STAT_PAGE)
                     limit -= 1
@@ -155,7 +167,7 @@ class FileTree:
 
     def get_small(self, key: str) -> bytes | None:
         """Read a small object, as most manifests are, in one thread call instead of three; None if it is not small."""
-        with closing(self.open(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        with closing(self.open_object(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
             if (size := os.fstat(fd).st_size) > _SMALL:
                 return None
             check_size(size, f"{self._path}: get {key}")
@@ -164,7 +176,7 @@ class FileTree:
             return data
 
     def digest(self, key: str) -> tuple[int, str]:
-        with closing(self.open(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        with closing(self.open_object(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
             size = os.fstat(fd).st_size
             check_size(size, f"{self._path}: digest {key}")
             digest = digest_file(fd, size, self.count_piece)
@@ -190,7 +202,7 @@ class FileTree:
             closing(os.open(temporary, flags, _mode(root) & 0o666, dir_fd=tmp)) as fd,
         ):
             try:
-                lock(fd)  # held while the descriptor is open, so that a sweep knows that its writer lives
+                take_lock(fd)  # held while the descriptor is open, so that a sweep knows that its writer lives
                 for start in range(0, len(data), PIECE):
                     if not stop.is_set():
                         write_pages(fd, data[start : start + PIECE], start, spare_bytes=DIRECT_PIECE)
@@ -261,7 +273,7 @@ class FileTree:
                 pass
             self._marked = self._tmp == _TMP
             with descend(root, [self._tmp]) as tmp:
-                self._swept = sweep(tmp, _TMP_NAME, _SWEEP)
+                self._swept = remove_unlocked(tmp, _TMP_NAME, _SWEEP)
 
     def end_trial(self) -> None:
         with self._root() as root:

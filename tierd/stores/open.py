@@ -1,24 +1,26 @@
-"""Open a store from its URL. Only the composition roots call this module."""
+"""Open a store from its URL, or every tier's store of a configuration. Only the composition roots call this module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+from tierd.core.config import Config
 from tierd.core.errors import ConfigError
-from tierd.core.urls import StoreUrl
+from tierd.core.retention.policy import parse_rate
+from tierd.core.urls import StoreUrl, parse_url
 from tierd.stores.base import Store
-from tierd.stores.foreign import ForeignStore, RetryingForeignStore
-from tierd.stores.keys import Key
-from tierd.stores.limit import LimitedStore
-from tierd.stores.retry import RetryingStore
+from tierd.stores.encryption_keys import EncryptionKey, read_key
+from tierd.stores.retry import ForeignStore, RetryingForeignStore, RetryingStore
+from tierd.stores.store_wrappers import LimitedStore
 
 
 def open_store(
     url: StoreUrl,
     up: int | None = None,
     down: int | None = None,
-    key: Key | None = None,
+    key: EncryptionKey | None = None,
     *,
     attempts: int = 5,
     trial: bool = False,
@@ -42,7 +44,7 @@ def open_store(
     if key is None:
         return store
     try:
-        from tierd.stores.encrypted import EncryptedStore
+        from tierd.stores.encrypted_store import EncryptedStore
     except ModuleNotFoundError as error:
         raise ConfigError(f"a key_file needs the package {error.name}: pip install 'tierd[crypt]'") from error
     return EncryptedStore(store, key)
@@ -57,7 +59,7 @@ def open_foreign(url: StoreUrl) -> RetryingForeignStore:
 
 
 def _open_file(url: StoreUrl, trial: bool) -> Store:
-    from tierd.stores.file import FileStore
+    from tierd.stores.file_store import FileStore
 
     return FileStore(Path(url.path), trial=trial)
 
@@ -89,3 +91,18 @@ def _open_bare(url: StoreUrl, trial: bool) -> Store:
         return opener(url, trial)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[{extra}]'") from error
+
+
+async def open_tiers(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> dict[str, Store]:
+    """Open every tier's store, in order, perhaps for a `trial` as in `open_store`; `stack` closes them.
+
+    Raises:
+        ConfigError: a key cannot be used.
+    """
+    stores: dict[str, Store] = {}
+    for tier in config.tier:
+        up, down = (parse_rate(limit) if limit else None for limit in (tier.limit_up, tier.limit_down))
+        key = read_key(Path(tier.key_file)) if tier.key_file else None
+        stores[tier.name] = open_store(parse_url(tier.url), up, down, key, trial=trial)
+        stack.push_async_callback(stores[tier.name].aclose)
+    return stores

@@ -1,10 +1,9 @@
-"""Deadlines and retries around any store.
+"""Deadlines, retries and a congestion window around any store, also one of other programs' objects; unconfirmed 404s.
 
 Invariant: every call ends. Each attempt has a deadline. Only `StoreUnavailable` is retried, and the last one is raised.
-An attempt with an unknown outcome is repeated in full, because every method of a `Store` is idempotent.
-
-A store that itself gives up stalled transfers declares the lowest rate that it accepts (`slowest_rate`). A deadline
-must not cut off a transfer that makes progress.
+An attempt with an unknown outcome is repeated in full, because every method of a `Store` is idempotent. A
+`StoreThrottled` narrows the window. `ObjectNotFound` is the store's own word: its error code, or its listing without
+the key, because a prune deletes the chunks of a manifest that is not found, and a restore passes over it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,99 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
-from tierd.core.errors import StoreUnavailable, TierdError
+from tierd.core.errors import ObjectNotFound, StoreUnavailable, TierdError
 from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, StoreWrapper
-from tierd.stores.window import StoreThrottled, Window
+
+_FIRST_REST_S, _LONGEST_REST_S = 0.25, 20.0  # before the jitter; as `RetryingStore` waits for one request
+_MOST_DOUBLINGS = 7  # with them a rest is at its longest
+_MAX_WIDTH = 64.0  # concurrent requests; the window is no limit at this width, because no store of tierd sends as many
+
+
+class StoreThrottled(StoreUnavailable):
+    """The server refuses requests for now because there are too many.
+
+    Attributes:
+        wait_s: the seconds to wait that the server named; 0 if it named none.
+    """
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+class CongestionWindow:
+    """A limit on the requests in flight to one store. Tests replace `clock` (in seconds), `sleep` and `rng`."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        rng: Callable[[], float] = random.random,
+    ) -> None:
+        self._clock, self._sleep, self._rng = clock, sleep, rng
+        self._most = _MAX_WIDTH
+        self._under_way = self._waiting = 0
+        self._closed_until = self._resting_until = self._halved_at = -1.0
+        self._doublings = 0  # of the next rest
+        self._changed = asyncio.Condition()
+
+    @property
+    def closed_s(self) -> float:
+        """For how many more seconds no request begins, because the server asked for that."""
+        return max(0.0, self._closed_until - self._clock())
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Run one request inside the window. Pass on every exception, and narrow the window on `StoreThrottled`."""
+        await self._wait()
+        started_at = self._clock()
+        self._under_way += 1
+        try:
+            yield
+        except StoreThrottled as error:
+            self._refused(started_at, error.wait_s)
+            raise
+        else:
+            self._most = min(_MAX_WIDTH, self._most + 1.0 / self._most)
+            self._doublings = max(0, self._doublings - 1)
+        finally:
+            self._under_way -= 1
+            if self._waiting:
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def _wait(self) -> None:
+        while self._under_way >= self._most or self._clock() < self._opens_at:
+            if (wait_s := self._opens_at - self._clock()) > 0:
+                await self._sleep(wait_s)
+                continue
+            self._waiting += 1
+            try:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._under_way < self._most)
+            finally:
+                self._waiting -= 1
+
+    @property
+    def _opens_at(self) -> float:
+        return max(self._closed_until, self._resting_until)
+
+    def _refused(self, started_at: float, wait_s: float) -> None:
+        now = self._clock()
+        self._closed_until = max(self._closed_until, now + wait_s)
+        # A request that was in flight together with an earlier refused one adds no information.
+        if started_at >= self._halved_at:
+            self._most = max(1.0, min(self._most, self._under_way) / 2)
+            self._halved_at = now
+            rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**self._doublings)
+            self._resting_until = now + self._rng() * rest_s
+            self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
+
 
 T = TypeVar("T")
 
@@ -38,8 +123,8 @@ class RetryingStore(StoreWrapper):
     arrives.
 
     Between attempts the store waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s. The
-    server's Retry-After is added to it. `window` limits the number of concurrent requests by how many the server
-    refuses. Tests replace `rng`, `sleep` and `clock`, the window's.
+    server's Retry-After is added to it. The window limits the number of concurrent requests by how many the server
+    refuses. Tests replace `rng`, `sleep` and `clock`, the window's as well.
     """
 
     def __init__(
@@ -58,7 +143,7 @@ class RetryingStore(StoreWrapper):
         self._slowest = inner.slowest_rate or _SLOWEST
         self._rng = rng
         self._sleep = sleep
-        self._window = Window(clock=clock, sleep=sleep, rng=rng)
+        self._window = CongestionWindow(clock=clock, sleep=sleep, rng=rng)
         self._answers = 0
         self._deadlines: dict[
             object, float
@@ -179,3 +264,70 @@ class RetryingStore(StoreWrapper):
             delay += error.wait_s
         _log.warning("%s: attempt %d of %d failed, again in %.2f s: %s", doing, failed, self._attempts, delay, error)
         await self._sleep(delay)
+
+
+class ForeignStore(Store):
+    """A `Store` that also lists and reads objects whose names are no keys of tierd's."""
+
+    @abstractmethod
+    def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        """List every object whose name begins with `prefix` and sorts after `after`; otherwise as `Store.scan`."""
+
+    @abstractmethod
+    async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
+        """Fill `into`, which is not empty, with the bytes of a listed object from `offset` on.
+
+        Raises:
+            ObjectNotFound: the listed object is not there any more, or another one has its name.
+        """
+
+
+class RetryingForeignStore(RetryingStore, ForeignStore):
+    """The deadlines and retries of `RetryingStore` around a `ForeignStore`."""
+
+    def __init__(self, inner: ForeignStore, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        super().__init__(inner, sleep=sleep)
+        self._foreign = inner
+
+    def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        """List as `inner` does."""
+        return self.resumed(self._foreign.names, prefix, after)
+
+    async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
+        """Read as `inner` does."""
+        allowed_s = into.nbytes / self._slowest
+        await self.call(f"get {info.key!a}", allowed_s, lambda: self._foreign.get_range(info, offset, into))
+
+
+UNNAMED = ": a 404 that names no error of the store: something before it may have answered"
+
+
+class UnnamedNotFound(StoreUnavailable):
+    """A 404 without an error code of the store's."""
+
+
+@asynccontextmanager
+async def confirm_absence(
+    names: Callable[[str], AsyncGenerator[ObjectInfo, None]], key: str
+) -> AsyncGenerator[None, None]:
+    """Confirm an `UnnamedNotFound` of the wrapped request by a listing, because some stores answer so themselves.
+
+    Args:
+        names: lists the store's objects by their prefix.
+        key: the object of the wrapped request.
+
+    Raises:
+        ObjectNotFound: the store's listing does not show the key.
+        UnnamedNotFound: the listing shows it, or failed.
+    """
+    try:
+        yield
+    except UnnamedNotFound as error:
+        try:
+            async with aclosing(names(key)) as listing:
+                first = await anext(listing, None)  # a key sorts before all others that begin with it
+        except TierdError:
+            raise error from None
+        if first is not None and first.key == key:
+            raise
+        raise ObjectNotFound(f"{error}; but the store's listing does not show it either") from None

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from tierd.watching.listing import ListedEntry, Listing, below, gap, joined
 from tierd.watching.step_in_name import is_weights, step_in
+from tierd.watching.unit import ListedEntry, Listing, files_below, first_missing_number, join_path
 
-WEIGHTS = r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)"
+WEIGHTS_PATTERN = r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)"
 # The endings of all names that a pattern of a layout can match. Other files count only by their exact names, so that
 # very many unrelated files beside a checkpoint cost next to nothing.
 _ENDINGS = (".index.json", ".index", ".metadata")
-SHARD = re.compile(r"(.+)-\d{5,}-of-\d{5,}\.(safetensors|bin)")
+SHARD_PATTERN = re.compile(r"(.+)-\d{5,}-of-\d{5,}\.(safetensors|bin)")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Directory:
     def parent(self) -> str:
         return self.path.rpartition("/")[0]
 
-    def files(self, pattern: str) -> list[re.Match[str]]:
+    def matching_files(self, pattern: str) -> list[re.Match[str]]:
         """Match the names of the regular files in this directory against the whole pattern."""
         fullmatch = re.compile(pattern).fullmatch
         return [match for name in self.candidates if (match := fullmatch(name))]
@@ -57,24 +57,24 @@ class Directory:
         """The names of the directories in this directory."""
         return [name for name, entry in self.names.items() if entry.kind == "directory"]
 
-    def has(self, *names: str) -> bool:
+    def has_file(self, *names: str) -> bool:
         """Return whether any of these names is a regular file in this directory."""
         return any(name in self.names and self.names[name].kind == "file" for name in names)
 
-    def at(self, path: str) -> Directory:
+    def directory_at(self, path: str) -> Directory:
         """Return another directory of the listing, by its path."""
         return Directory(path, self.tree[path], self.listing, self.tree)
 
     def child(self, name: str) -> Directory | None:
-        path = joined(self.path, name)
-        return self.at(path) if path in self.tree else None
+        path = join_path(self.path, name)
+        return self.directory_at(path) if path in self.tree else None
 
     def names_below(self) -> Iterator[str]:
         """Yield the names of what is no directory, at any depth."""
-        return (path.rpartition("/")[2] for path, _ in below(self.tree, self.path))
+        return (path.rpartition("/")[2] for path, _ in files_below(self.tree, self.path))
 
 
-def is_begun(directory: Directory) -> bool:
+def has_only_temporary_files(directory: Directory) -> bool:
     """Whether a directory has nothing but temporary files, or not even those.
 
     A program that was killed at the first file of its save left it, and resumes from it by its name alone. safetensors
@@ -85,12 +85,12 @@ def is_begun(directory: Directory) -> bool:
 
 def absent_name(directory: Directory, *names: str) -> str | None:
     """Return a message about the first of these files that is missing; None if no file is."""
-    return next((f"{name} is not there" for name in names if not directory.has(name)), None)
+    return next((f"{name} is not there" for name in names if not directory.has_file(name)), None)
 
 
 def absent_index(directory: Directory) -> str | None:
     """Return the missing index of a sharded model, if any."""
-    shards = {(match[1], match[2]) for match in directory.files(SHARD.pattern)}
+    shards = {(match[1], match[2]) for match in directory.matching_files(SHARD_PATTERN.pattern)}
     index_names = sorted(
         f"{stem}.{ending}.index.json" for stem, ending in shards if needs_index(directory, stem, ending)
     )
@@ -102,7 +102,7 @@ def needs_index(directory: Directory, stem: str, ending: str) -> bool:
 
     Others write one shard for each rank, mostly from 0 on, and no index.
     """
-    return directory.has(f"{stem}.{ending}.index.json") or _is_of_model(directory, stem)
+    return directory.has_file(f"{stem}.{ending}.index.json") or _is_of_model(directory, stem)
 
 
 def _is_of_model(directory: Directory, stem: str) -> bool:
@@ -118,8 +118,8 @@ def absent_rank(directory: Directory, pattern: str, first: int | None = None) ->
     `first` is the lowest rank that must exist. It is None if a marker already proves that this rank saved, because a
     node's own disk holds only the files of its own ranks.
     """
-    matches = directory.files(pattern)
-    missing = gap((int(match[1]) for match in matches), first)
+    matches = directory.matching_files(pattern)
+    missing = first_missing_number((int(match[1]) for match in matches), first)
     return None if missing is None else f"the file of rank {missing} is not there, and {matches[0][0]} is"
 
 
@@ -146,9 +146,9 @@ def _first_missing(
     return next((missing for missing in inner if missing is not None), None)
 
 
-def not_tracked(directory: Directory, tracker: str) -> str | None:
+def tracker_mismatch(directory: Directory, tracker: str) -> str | None:
     """Check that the tracker file next to a directory names this directory or one that was written later."""
-    path = joined(directory.parent, tracker)
+    path = join_path(directory.parent, tracker)
     text, entry = directory.listing.texts.get(path), directory.listing.entries.get(path)
     if text is None or entry is None:  # it may have been deleted since its text was read
         return f"{tracker} is not there"
@@ -159,7 +159,7 @@ def not_tracked(directory: Directory, tracker: str) -> str | None:
     ):
         return None
     if step is None or tracked_step is None:
-        newest = max((entry.mtime_ns for _, entry in below(directory.tree, directory.path)), default=0)
+        newest = max((entry.mtime_ns for _, entry in files_below(directory.tree, directory.path)), default=0)
         if newest <= entry.mtime_ns:
             return None
     return f"{tracker} names {name[:100]!a}"
@@ -183,12 +183,12 @@ def final_name(name: str) -> str:
     return match["after"] or match["before"] if match else name
 
 
-def temporary_name(name: str) -> str | None:
+def temporary_name_reason(name: str) -> str | None:
     """Return a message about a temporary name; None if the name is none."""
     return "its name is a temporary one, which its program had yet to change" if is_temporary(name) else None
 
 
-def absent_goal(files: Sequence[str]) -> str | None:
+def leftover_temporary_file(files: Sequence[str]) -> str | None:
     """Return a message about a file that was not renamed from its temporary name; None if there is none.
 
     A temporary file beside the one whose name it would get is left from an earlier save.
@@ -196,12 +196,12 @@ def absent_goal(files: Sequence[str]) -> str | None:
     existing = set(files)
     for path in files:
         directory, _, name = path.rpartition("/")
-        if is_temporary(name) and joined(directory, final_name(name)) not in existing:
+        if is_temporary(name) and join_path(directory, final_name(name)) not in existing:
             return f"{name} has a temporary name, which its program had yet to change"
     return None
 
 
-def unfinished(siblings: Mapping[str, ListedEntry], name: str) -> str | None:
+def unfinished_reason(siblings: Mapping[str, ListedEntry], name: str) -> str | None:
     """Check for NeMo's marker next to one of its own or Lightning's checkpoints."""
     marker = unfinished_marker(name)
     return f"{marker} is there" if marker in siblings else None

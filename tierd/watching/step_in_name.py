@@ -270,7 +270,7 @@ def are_ends_of_run(names: Iterable[str], number: str) -> bool:
     return bool(ends) and all(ends)
 
 
-def says_of_run(name: str, number: str) -> bool:
+def is_name_of_run(name: str, number: str) -> bool:
     """Return whether a name says that a directory of this number above it is no step, but of a run with saves."""
     if is_place_of_saves(name) or _step_after_word(name) is not None:
         return True

@@ -18,7 +18,7 @@ from check.bed.collecting import COLLECTED
 from check.bed.expected import EXPECTED, IGNORED, RANKED, REAL
 
 import tierd.client.checkpointer  # noqa: F401
-from tierd.check import check_resume, engine
+from tierd.check import check_resume, resume_check
 
 STEPS, KILLS = 14, ("8",)
 
@@ -69,10 +69,10 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     _load_packages(sys.argv[1:])
     _write_collected(folder)
-    whole = engine.CheckedLoop
+    whole = resume_check.CheckedLoop
     for name in sys.argv[1:]:
         if name in REAL or (name in COLLECTED and COLLECTED[name].fresh):
-            engine.CheckedLoop = whole  # type: ignore[misc]
+            resume_check.CheckedLoop = whole  # type: ignore[misc]
         else:
             forked.install()
         print(json.dumps(play(name)), flush=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.check import child, engine
-from tierd.check.history import KillPoint
-from tierd.check.launches import CheckedLoop, Rank, _environment
+from tierd.check import resume_check, witness
+from tierd.check.launch_records import KillPoint
+from tierd.check.loop_launcher import CheckedLoop, LaunchedRank, _environment
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _Process:
 
 
 class Forked(CheckedLoop):
-    def _start(self, name: str, spool: Path, rank: int, kill: KillPoint | None, port: int) -> Rank:
+    def _start(self, name: str, spool: Path, rank: int, kill: KillPoint | None, port: int) -> LaunchedRank:
         files = self.home / f"{name.replace(' ', '-')}-rank-{rank}"
         record, output = files.with_suffix(".jsonl"), files.with_suffix(".out")
         orders = self._orders(spool, record, kill)
@@ -41,7 +41,7 @@ class Forked(CheckedLoop):
         sys.stdout.flush()
         pid = os.fork()
         if pid:
-            return Rank(_Process(pid), record, output)  # type: ignore[arg-type]
+            return LaunchedRank(_Process(pid), record, output)  # type: ignore[arg-type]
         code = 1
         try:
             os.setsid()
@@ -49,7 +49,7 @@ class Forked(CheckedLoop):
             os.dup2(out, 1)
             os.dup2(out, 2)
             os.environ.update(environment)
-            child.main(msgspec.json.encode(orders).decode())
+            witness.main(msgspec.json.encode(orders).decode())
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -68,4 +68,4 @@ def install() -> None:
     """
     gc.collect()
     gc.freeze()
-    engine.CheckedLoop = Forked  # type: ignore[misc]
+    resume_check.CheckedLoop = Forked  # type: ignore[misc]

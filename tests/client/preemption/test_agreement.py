@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 from support.seeds import examples
 
-from tierd.client.preemption.agreement import LATE_S, Notice, StepAgreement
-from tierd.core.advice.notice import KNOWN_S, fit
+from tierd.client.preemption.agreement import NOTES_PATIENCE_S, Notice, StepAgreement
+from tierd.core.advice.run_estimates import KNOWN_S, fit_save
 from tierd.core.ids import CheckpointId
-from tierd.core.planning.inventory import Sent
-from tierd.core.planning.order import FlushCandidate, in_turn
+from tierd.core.planning.flush_order import FlushCandidate, order_flushes
+from tierd.core.planning.inventory import LastSent
 
 POLL_S = 1.0  # as long as a rank over a process group's store pauses between two reads
 
@@ -143,9 +143,9 @@ def sent(noise: random.Random, step: int, size: float, rate: float, begin_s: flo
     """When the tier has which step, sent in the daemon's order, with older checkpoints waiting and one under way."""
     ids = {one: CheckpointId("run", "0" * 12 + "-" + "0" * 8, one) for one in range(max(0, step - 30), step + 1, 10)}
     ids[step] = CheckpointId("run", "0" * 12 + "-" + "0" * 8, step)
-    last = Sent(ids[min(ids)], noise.randrange(3))
+    last = LastSent(ids[min(ids)], noise.randrange(3))
     waiting = [FlushCandidate(one, noise.randrange(2), noise.random() < 0.5, 0, True) for one in ids.values()]
-    order = in_turn(waiting, {}, last, newest_first=True)
+    order = order_flushes(waiting, {}, last, newest_first=True)
     return {one.step: begin_s + (place + 1) * size / rate for place, one in enumerate(order)}
 
 
@@ -169,7 +169,7 @@ def test_of_a_hundred_notices_none_loses_more_than_the_step_in_hand_where_the_st
 
         notice_s, size = noise.choice((30.0, 60.0, 120.0)), noise.choice((1e9, 20e9, 80e9))
         spool, tier = noise.choice((1e9, 4e9)), noise.choice((0.2e9, 1e9, 2e9))
-        before = fit(notice_s, size, 0.5, 0.5 + size / spool, tier, 4 * job.step_s)
+        before = fit_save(notice_s, size, 0.5, 0.5 + size / spool, tier, 4 * job.step_s)
         due_s = max(job.due_s.values()) - given_s
         # A question comes up to 3 steps late here, beside the 2 steps that `fit` adds for ranks in step.
         assert due_s <= before.due_s, f"seed {number}"
@@ -283,7 +283,7 @@ def test_a_rank_that_is_gone_holds_the_others_up_for_seconds_and_is_named(caplog
     ranks = [StepAgreement(number, 3, "m/") for number in range(3)]
     ranks[1].offer(Notice("SIGTERM", "SIGTERM to rank 1", 0.0))
     with caplog.at_level(logging.ERROR, "tierd"):
-        while clock.now < LATE_S + 5:
+        while clock.now < NOTES_PATIENCE_S + 5:
             clock.now += 0.5
             for one in ranks[:2]:  # rank 2 says nothing
                 one.advance(board, clock.now)
@@ -298,7 +298,7 @@ def test_rank_without_rank_0_continues_after_a_while(caplog) -> None:
     board = Board(clock, random.Random(1))
     alone = StepAgreement(1, 2, "m/")
     alone.offer(Notice("SIGTERM", "SIGTERM", 0.0))
-    while clock.now < 2 * LATE_S + 5:
+    while clock.now < 2 * NOTES_PATIENCE_S + 5:
         clock.now += 0.5
         alone.advance(board, clock.now)
     assert alone.frozen_s is None and not alone.due(1)

@@ -9,8 +9,8 @@ import time
 import pytest
 from support.metadata import Metadata, serving
 
-from tierd.client.preemption import clouds
-from tierd.client.preemption.clouds import ADDRESS, Azure, Ec2, Gce, cloud
+from tierd.client.preemption import cloud_notices
+from tierd.client.preemption.cloud_notices import ADDRESS, Azure, Ec2, Gce, cloud
 from tierd.core.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ def test_compute_engine_says_a_preemption_at_once_and_a_termination_for_maintena
     threading.Timer(0.2, preempt).start()
     begun_s = time.monotonic()
     assert [one.key for one in server.read()] == ["gce preempted"], "of a request that waited for it"
-    assert time.monotonic() - begun_s < clouds._CHANGE_S + 60
+    assert time.monotonic() - begun_s < cloud_notices._CHANGE_S + 60
     metadata.preempted, metadata.maintenance = "FALSE", "MIGRATE_ON_HOST_MAINTENANCE"
     assert server.read() == [], "a live migration ends nothing"
     metadata.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"

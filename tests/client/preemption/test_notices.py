@@ -25,12 +25,12 @@ from support.waiting import wait_until
 from support.world import Daemon
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.preemption import preemption
+from tierd.client.checkpointer import internals
+from tierd.client.preemption import notices
 from tierd.client.preemption.agreement import Notice
-from tierd.client.preemption.clouds import ADDRESS
-from tierd.client.preemption.signals import SIGNALS
-from tierd.client.saving import pipeline
+from tierd.client.preemption.cloud_notices import ADDRESS
+from tierd.client.preemption.notices import SIGNALS
+from tierd.client.saving import save_pipeline
 from tierd.core.errors import ConfigError, StoreUnavailable
 from tierd.spool.spool import Spool
 
@@ -67,13 +67,13 @@ def test_without_preemption_a_signal_is_none_of_tierds_business(spool) -> None:
 
 
 def test_notice_overrides_best_only_and_a_busy_save(spool, monkeypatch) -> None:
-    real, go_on = pipeline.write_part, threading.Event()
+    real, go_on = save_pipeline.write_part, threading.Event()
 
     def slow(*arguments, **options):
         assert go_on.wait(60)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(pipeline, "write_part", slow)
+    monkeypatch.setattr(save_pipeline, "write_part", slow)
     when = tierd.When(best="loss", best_only=True, preemption=True)
     with made(spool, when, when_busy="skip") as ckpt:
         assert ckpt.due(1, metrics={"loss": 1.0})
@@ -102,7 +102,7 @@ def test_another_thread_cannot_ask_for_signals_and_nothing_is_left_behind(spool)
 
 
 def test_a_clouds_notice_is_read_where_it_is_asked_for_and_nowhere_else(spool, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(preemption, "CLOUD_S", 0.05)
+    monkeypatch.setattr(notices, "CLOUD_POLL_S", 0.05)
     with serving() as metadata:
         monkeypatch.setenv(ADDRESS, metadata.address)
         with made(spool) as ckpt:  # this is no machine of a cloud
@@ -173,13 +173,13 @@ def test_close_names_at_the_deadline_the_saves_that_no_tier_has(spool, quick, ca
 
 
 def test_close_names_at_the_deadline_the_saves_that_the_spool_lacks(spool, monkeypatch, caplog) -> None:
-    real, go_on = pipeline.write_part, threading.Event()
+    real, go_on = save_pipeline.write_part, threading.Event()
 
     def slow(*arguments, **options):
         assert go_on.wait(60)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(pipeline, "write_part", slow)
+    monkeypatch.setattr(save_pipeline, "write_part", slow)
     ckpt = made(spool)
     ckpt.save(1, tensors(1))
     threading.Timer(1.0, go_on.set).start()
@@ -191,12 +191,12 @@ def test_close_names_at_the_deadline_the_saves_that_the_spool_lacks(spool, monke
 def test_deadline_counts_from_the_notice_and_without_a_notice_from_the_call(spool) -> None:
     with made(spool) as ckpt:
         before_s = time.monotonic()
-        assert made_of(ckpt).schedule.end_s("100s") >= before_s + 100
+        assert internals(ckpt).schedule.end_s("100s") >= before_s + 100
         os.kill(os.getpid(), signal.SIGTERM)
         known_s = time.monotonic()
         time.sleep(0.05)
-        assert ckpt.due(1) and before_s + 100 <= made_of(ckpt).schedule.end_s(100) <= known_s + 100
-        assert made_of(ckpt).schedule.end_s(None) is None
+        assert ckpt.due(1) and before_s + 100 <= internals(ckpt).schedule.end_s(100) <= known_s + 100
+        assert internals(ckpt).schedule.end_s(None) is None
 
 
 @pytest.mark.parametrize("deadline", [0, -1, "soon", True, float("inf")])
@@ -219,7 +219,7 @@ def test_a_notice_to_one_rank_is_due_on_all_at_one_step(spool, monkeypatch) -> N
     """As threads, which take no signals: the notice is queued as its handler does."""
     group = Group(4)
     group.install(monkeypatch)
-    monkeypatch.setattr(preemption, "Signals", lambda heard: type("None", (), {"close": lambda self: None})())
+    monkeypatch.setattr(notices, "PreemptionSignals", lambda heard: type("None", (), {"close": lambda self: None})())
 
     def work(number: int):
         found = []
@@ -227,7 +227,7 @@ def test_a_notice_to_one_rank_is_due_on_all_at_one_step(spool, monkeypatch) -> N
             assert ckpt.restore(tensors(0)) is None
             for step in range(1, 5000):
                 if number == 2 and step == 5:
-                    made_of(ckpt).schedule.preemption._arrived.put(
+                    internals(ckpt).schedule.preemption._arrived.put(
                         Notice("SIGTERM", "SIGTERM to rank 2", time.monotonic())
                     )
                 time.sleep(0.002 * (1 + number))

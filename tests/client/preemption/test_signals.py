@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tierd.client.preemption.signals import SIGNALS, Signals
+from tierd.client.preemption.notices import SIGNALS, PreemptionSignals
 from tierd.core.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def end(number: int) -> None:
 def test_signals_hears_both_signals_and_the_process_continues_until_close() -> None:
     heard: list[str] = []
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signals = Signals(heard.append)
+    signals = PreemptionSignals(heard.append)
     end(signal.SIGTERM), end(signal.SIGUSR1)
     assert heard == ["SIGTERM", "SIGUSR1"]
     signals.close()
@@ -42,7 +42,7 @@ def test_signals_calls_the_previous_handler_too_and_restores_it() -> None:
         calls.append("own")
 
     signal.signal(signal.SIGTERM, own)
-    signals = Signals(calls.append)
+    signals = PreemptionSignals(calls.append)
     end(signal.SIGTERM)
     signals.close()
     assert calls == ["SIGTERM", "own"] and signal.getsignal(signal.SIGTERM) is own
@@ -51,7 +51,7 @@ def test_signals_calls_the_previous_handler_too_and_restores_it() -> None:
 def test_an_ignored_signal_is_a_notice_and_is_ignored_again_after_close() -> None:
     heard: list[str] = []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signals = Signals(heard.append)
+    signals = PreemptionSignals(heard.append)
     end(signal.SIGUSR1)
     signals.close()
     end(signal.SIGUSR1)
@@ -61,7 +61,7 @@ def test_an_ignored_signal_is_a_notice_and_is_ignored_again_after_close() -> Non
 def test_two_that_ask_both_hear_and_may_close_in_any_order() -> None:
     first: list[str] = []
     second: list[str] = []
-    below, above = Signals(first.append), Signals(second.append)
+    below, above = PreemptionSignals(first.append), PreemptionSignals(second.append)
     end(signal.SIGTERM)
     below.close()
     end(signal.SIGTERM)
@@ -85,7 +85,7 @@ def test_a_forked_child_is_ended_by_sigterm() -> None:
     """A data loader ends its workers by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     heard: list[str] = []
-    signals = Signals(heard.append)
+    signals = PreemptionSignals(heard.append)
     assert child(lambda: end(signal.SIGTERM)) == -signal.SIGTERM
     signals.close()
     assert heard == []
@@ -95,7 +95,7 @@ def test_a_forked_child_is_ended_by_sigterm() -> None:
 def test_after_a_close_under_another_handler_a_signal_ends_the_process_as_before() -> None:
     def work() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signals = Signals(lambda name: None)
+        signals = PreemptionSignals(lambda name: None)
         mine = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda number, frame: mine(number, frame))  # type: ignore[operator]
         signals.close()
@@ -109,7 +109,7 @@ def test_signals_in_a_thread_that_is_not_main_names_the_remedy() -> None:
 
     def work() -> None:
         try:
-            Signals(said.append)
+            PreemptionSignals(said.append)
         except ConfigError as error:
             said.append(str(error))
 
@@ -122,4 +122,4 @@ def test_signals_in_a_thread_that_is_not_main_names_the_remedy() -> None:
 def test_a_handler_that_is_not_of_python_is_not_replaced(monkeypatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
     with pytest.raises(ConfigError, match="SIGTERM has a handler that is not of Python"):
-        Signals(lambda name: None)
+        PreemptionSignals(lambda name: None)

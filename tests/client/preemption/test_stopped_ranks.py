@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from tierd.client.preemption import agreement
-from tierd.client.preemption.agreement import LATE_S, Notice, StepAgreement
+from tierd.client.preemption.agreement import NOTES_PATIENCE_S, Notice, StepAgreement
 
-LATER_S = 4.0 + 3 * LATE_S  # when the process continues
+LATER_S = 4.0 + 3 * NOTES_PATIENCE_S  # when the process continues
 
 
 class Board:
@@ -50,7 +50,7 @@ def test_a_rank_that_cannot_read_gives_up_as_well(caplog) -> None:
     board = Board()
     ranks = stopped_behind_its_note(board)
     board.read = lambda keys: 1 // 0
-    for second in range(int(2.5 * LATE_S)):
+    for second in range(int(2.5 * NOTES_PATIENCE_S)):
         with pytest.raises(ZeroDivisionError):
             ranks[1].advance(board, 4.0 + second)
         if ranks[1].frozen_s is None:
@@ -70,14 +70,14 @@ def test_training_that_was_stopped_in_due_leaves_the_other_thread_time_to_read(m
                 return super().wait(timeout)
             waits.append(timeout or 0.0)
             if len(waits) == 1:
-                time.sleep(4 * agreement.LATE_S)
+                time.sleep(4 * agreement.NOTES_PATIENCE_S)
             else:
                 ranks[1].advance(board, LATER_S)
             return True
 
     monkeypatch.setattr(agreement, "threading", SimpleNamespace(**{**vars(threading), "Condition": Stopped}))
     made = stopped_behind_its_note(board)
-    monkeypatch.setattr(agreement, "LATE_S", 0.05)
+    monkeypatch.setattr(agreement, "NOTES_PATIENCE_S", 0.05)
     ranks += made
     assert ranks[1].due(11), "as on rank 0"
     assert len(waits) == 2
@@ -108,7 +108,7 @@ def test_rank_0_publishes_no_step_after_a_rank_gave_up(caplog) -> None:
     """Rank 0 was stopped before it read that there is a notice."""
     board, ranks = Board(), noticed_by_rank_1()
     gave_up_s = advance_until_it_gives_up(ranks[1], board, 1.0)
-    assert LATE_S < gave_up_s < 3 * LATE_S
+    assert NOTES_PATIENCE_S < gave_up_s < 3 * NOTES_PATIENCE_S
     assert not ranks[1].due(11)
     for rank in (0, 0, 1):
         ranks[rank].advance(board, gave_up_s + 1.0)
@@ -159,7 +159,7 @@ def hanging(rank: StepAgreement, board: Board, monkeypatch) -> None:
         if rank.frozen_s is not None:
             board.read = read
             with monkeypatch.context() as patch:
-                patch.setattr(agreement, "LATE_S", 0.01)
+                patch.setattr(agreement, "NOTES_PATIENCE_S", 0.01)
                 assert not rank.due(11)
         return found
 

@@ -12,7 +12,7 @@ from support.training import tensors
 from support.waiting import wait_until
 
 import tierd
-from tierd.client.ranks.launch_clock import LaunchClock
+from tierd.client.ranks.attempts import LaunchClock
 
 YEAR = 365 * 86400.0
 SEEDS = 20

@@ -10,9 +10,9 @@ from support.ranks import environment, is_launchers
 from support.training import tensors
 
 import tierd
-from tierd.client import disk_space
+from tierd.client import user_messages
 from tierd.client.ranks import launchers
-from tierd.client.ranks.launchers import all_here, launch_name, local_ranks, rank_and_world
+from tierd.client.ranks.launchers import is_single_node, launch_name, local_ranks, rank_and_world
 from tierd.core.errors import ConfigError
 
 PAGE = (Path(__file__).parents[3] / "docs" / "howto" / "ranks.md").read_text()
@@ -171,13 +171,13 @@ def test_mpiruns_numbers_precede_those_of_the_srun_that_started_its_daemons(envi
 def test_torchruns_numbers_precede_those_of_the_launcher_that_started_it(environ):
     for outer in (SRUN, OPEN_MPI_4, HYDRA):
         environ({**outer, **TORCHRUN, "RANK": "6", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
-        assert who() == (6, 8) and local_ranks() == 4 and not all_here()
+        assert who() == (6, 8) and local_ranks() == 4 and not is_single_node()
 
 
 def test_one_process_without_a_launcher_and_in_a_batch_script(environ):
     for given in ({}, BATCH, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}):
         environ(given)
-        assert who() == (0, 1) and launch_name() is None and local_ranks() == 1 and not all_here()
+        assert who() == (0, 1) and launch_name() is None and local_ranks() == 1 and not is_single_node()
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -304,10 +304,10 @@ def test_a_rank_that_somebody_set_is_not_named_by_the_step_around_it(environ):
 def test_how_many_ranks_are_on_this_node_and_whether_that_is_all(environ, name):
     environ(TWO[name])
     known = name not in ("KUBEFLOW", "FLUX")
-    assert (local_ranks(), all_here()) == ((2, True) if known else (1, False))
+    assert (local_ranks(), is_single_node()) == ((2, True) if known else (1, False))
     size = next((one.world for one in launchers.LAUNCHERS if one.world in TWO[name]), "")
     environ({**TWO[name], size: "4"})
-    assert not all_here()
+    assert not is_single_node()
 
 
 @pytest.mark.parametrize(
@@ -327,19 +327,19 @@ def test_how_many_ranks_are_on_this_node_and_whether_that_is_all(environ, name):
 )
 def test_a_slurm_steps_tasks_on_this_node(environ, tasks, node, local):
     environ(SRUN, SLURM_STEP_NUM_TASKS="7", SLURM_STEP_TASKS_PER_NODE=tasks, SLURM_NODEID=node)
-    assert local_ranks() == local and not all_here()
+    assert local_ranks() == local and not is_single_node()
 
 
 @pytest.mark.parametrize("bad", ["", "0", "-1", "many", "9" * 5000])
 def test_a_local_size_that_cannot_be_is_passed_over(environ, bad):
     environ(TORCHRUN, LOCAL_WORLD_SIZE=bad)
-    assert local_ranks() == 1 and not all_here()
+    assert local_ranks() == 1 and not is_single_node()
 
 
 def test_the_warning_of_a_small_disk_counts_the_nodes_ranks_of_every_launcher(environ, spool, monkeypatch, caplog):
     monkeypatch.setattr(type(spool), "free", lambda self: (10, 700))
     environ(OPEN_MPI_4)
-    disk_space.SpaceCheck(spool, lambda: 3, lambda compare: compare()).check(100)
+    user_messages.SpaceCheck(spool, lambda: 3, lambda compare: compare()).check(100)
     assert "from each of 2 ranks" in caplog.text
 
 

@@ -21,13 +21,12 @@ from support.threads import together
 from support.waiting import BOUND_S
 from support.world import Daemon
 
+from tierd.client.client_timings import USUAL_TIMINGS
 from tierd.client.preemption.agreement import Notice, StepAgreement
-from tierd.client.ranks.board import DirectoryBoard, StoreBoard
+from tierd.client.ranks.boards import DirectoryBoard, StoreBoard, TierBoard
 from tierd.client.ranks.note_exchange import NoteExchange
-from tierd.client.ranks.tier_board import TierBoard
-from tierd.client.timings import USUAL
 from tierd.core.errors import SpoolUnusable, StoreUnavailable
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 QUICK = 2.0  # seconds of silence after which a rank counts as gone in these tests
 
@@ -53,7 +52,9 @@ def _quick(board):
     return board
 
 
-def exchanges(boards, world: int, silent_s: float = QUICK, last_s: float = USUAL.last_sign_s) -> list[NoteExchange]:
+def exchanges(
+    boards, world: int, silent_s: float = QUICK, last_s: float = USUAL_TIMINGS.last_sign_s
+) -> list[NoteExchange]:
     made = [NoteExchange(boards(), rank, world, silent_s, last_s) for rank in range(world)]
     assert together(*(lambda one=one: one.begin(60) for one in made)) == [None] * world
     return made
@@ -307,7 +308,7 @@ def test_exchange_names_a_rank_that_died_while_all_begin(tmp_path):
 _BEGINNING = """
 import sys
 from pathlib import Path
-from tierd.client.ranks.board import DirectoryBoard
+from tierd.client.ranks.boards import DirectoryBoard
 from tierd.client.ranks.note_exchange import NoteExchange
 from tierd.core.errors import StoreUnavailable
 board = DirectoryBoard(Path(sys.argv[1]), "launch")
@@ -369,16 +370,16 @@ def test_a_rank_that_hides_its_environment_has_not_ended():
     """As one that sets its process's title, which overwrites the environment that the kernel shows."""
     script = """
 import os, subprocess, sys
-from tierd.client.ranks import processes
+from tierd.client.ranks import rank_processes
 other = subprocess.Popen(["sleep", "60"], env={**os.environ, "SLURM_PROCID": "1"})
-siblings = processes.Siblings(0, 2)
-found = [siblings.ended()]
+siblings = rank_processes.NodeSiblings(0, 2)
+found = [siblings.ended_ranks()]
 recognise = siblings._rank
 siblings._rank = lambda pid: None if pid == other.pid else recognise(pid)
-found.append(siblings.ended())
+found.append(siblings.ended_ranks())
 other.kill()
 other.wait()
-print(*found, siblings.ended())
+print(*found, siblings.ended_ranks())
 """
     with _start([sys.executable, "-c", script], 0, "2") as process:
         assert process.communicate(timeout=150)[0] == "set() set() {1}\n"
@@ -392,10 +393,10 @@ def test_ranks_on_other_nodes_learn_that_a_rank_has_ended(monkeypatch):
         def __init__(self, rank: int, world: int) -> None:
             self.found = {3} if rank == 2 else set()
 
-        def ended(self) -> set[int]:
+        def ended_ranks(self) -> set[int]:
             return self.found
 
-    monkeypatch.setattr("tierd.client.ranks.rendezvous.Siblings", Seen)
+    monkeypatch.setattr("tierd.client.ranks.rank_rank_processes.NodeSiblings", Seen)
     boards = [_quick(StoreBoard(store, "launch", "the store", exclusive=True)) for _ in range(3)]
     made = [NoteExchange(board, rank, 4, QUICK) for rank, board in enumerate(boards)]
     for error in together(*(lambda one=one: one.begin(100) for one in made)):
@@ -474,7 +475,7 @@ def test_a_rank_that_works_is_waited_for_much_longer(boards):
 _PEER = """
 import sys, time
 from pathlib import Path
-from tierd.client.ranks.board import DirectoryBoard
+from tierd.client.ranks.boards import DirectoryBoard
 from tierd.client.ranks.note_exchange import NoteExchange
 board = DirectoryBoard(Path(sys.argv[1]), "launch")
 board.beat_s = 0.1

@@ -51,7 +51,7 @@ if launch == "1700000000":
             open(f"{room}/part", "w").write(save.part.path)
     print("{}")
     raise SystemExit
-from tierd.client.restoring import source
+from tierd.client.restoring import part_source
 sight = source.NodeSource.run_view
 def observing(self):
     if number == 1:

@@ -13,10 +13,10 @@ from support.training import same, tensors
 from support.world import Daemon, attempt, commit, part
 
 import tierd
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.client.ranks.attempts import Beginning, RankClock
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring import source
+from tierd.client.restoring import part_source
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -27,9 +27,9 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.timeline.run_view import RunView
-from tierd.ipc.replies import read_member
+from tierd.ipc.message_codec import read_member
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 def test_a_checkpoint_is_complete_when_both_ranks_have_saved(spool):
@@ -212,7 +212,7 @@ def test_no_rank_loads_a_checkpoint_that_another_rank_cannot_load(spool, group):
 def test_restore_searches_again_for_checkpoints_that_were_removed_since_it_observed(spool, group, monkeypatch):
     """Another launch's retention may do so. It is not corruption, and the newest that is left is taken."""
     obtained = []
-    obtain = source.NodeSource.obtain
+    obtain = part_source.NodeSource.obtain
 
     def racing(self, part):
         if part.rank == 0 and not obtained:
@@ -220,7 +220,7 @@ def test_restore_searches_again_for_checkpoints_that_were_removed_since_it_obser
             spool.remove([one for one in spool.parts() if one.checkpoint == part.checkpoint])
         return obtain(self, part)
 
-    monkeypatch.setattr(source.NodeSource, "obtain", racing)
+    monkeypatch.setattr(part_source.NodeSource, "obtain", racing)
     found = group.run(restoring(spool))
     assert [one.step for one, _ in found] == [3, 3, 3]
     assert not spool.quarantined() and all(one.skipped == () for one, _ in found)
@@ -526,7 +526,7 @@ def test_a_rank_that_cannot_talk_may_make_another_checkpointer_in_its_launch(spo
 def test_part_that_another_process_saves_for_a_launch_belongs_to_the_launch(spool):
     """As `dcp.async_save` in a process."""
     with rank(spool, 0, attempt(1)) as first:
-        made_of(first).launch.share()
+        internals(first).launch.share()
         commit(spool, part(1, world=2))
         with rank(spool, 0, attempt(1)) as second:
             second.save(2, tensors(2)).wait()

@@ -26,20 +26,20 @@ from support.waiting import wait_until
 from support.world import Daemon
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.ranks import tier_board
-from tierd.client.ranks.launchers import all_here, launch_name
+from tierd.client.checkpointer import internals
+from tierd.client.ranks import boards
+from tierd.client.ranks.boards import TierBoard
+from tierd.client.ranks.launchers import is_single_node, launch_name
 from tierd.client.ranks.note_exchange import NoteExchange
-from tierd.client.ranks.tier_board import TierBoard
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.daemon import rank_notes
-from tierd.ipc import decoding, messages
+from tierd.daemon.tiers import node_records
+from tierd.ipc import message_codec, messages
 from tierd.spool.spool import Spool
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.file import FileStore
-from tierd.stores.keys import Key
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.open import open_store
 
 __all__ = ["credentials"]  # the fixture
@@ -132,7 +132,7 @@ def test_a_note_that_is_being_replaced_is_not_there_yet(tmp_path):
 
 def test_on_an_encrypted_tier_notes_are_encrypted_and_others_are_not_believed(tmp_path):
     inner = MemoryStore()
-    tier = EncryptedStore(inner, Key(bytes(range(32))))
+    tier = EncryptedStore(inner, EncryptionKey(bytes(range(32))))
     with two_nodes(tmp_path, tier, tier) as nodes:
         one, other = map(board, nodes)
         one.put("hello/0", b"a secret" * 100)
@@ -160,7 +160,7 @@ def test_a_note_that_somebody_deletes_or_replaces_ends_in_an_error_or_not_at_all
                 else:
                     mate = {"token": "0" * 16, "host": "x", "scope": "", "pid": 1, "born": None}
                     data = zlib.compress(json.dumps(mate).encode())
-                    asyncio.run(store.put(key, tier_board._HEAD.pack(1, zlib.crc32(data)) + data))
+                    asyncio.run(store.put(key, boards._HEAD.pack(1, zlib.crc32(data)) + data))
 
     with two_nodes(tmp_path, store, store) as nodes:
         ranks = []
@@ -214,9 +214,11 @@ def test_without_a_daemon_the_wait_ends(tmp_path):
 
 def test_an_older_daemon_is_named_as_the_side_to_upgrade(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        decoding, "_decoder", decoding.msgspec.json.Decoder(messages.Hello | messages.Attach | messages.StatusRequest)
+        message_codec,
+        "_decoder",
+        message_codec.msgspec.json.Decoder(messages.Hello | messages.Attach | messages.StatusRequest),
     )
-    monkeypatch.delitem(decoding.REQUESTS, "notes")
+    monkeypatch.delitem(message_codec.REQUESTS, "notes")
     with (
         Daemon(tmp_path, {"tier": MemoryStore()}) as daemon,
         pytest.raises(OSError, match=r"'notes' is not known .*upgrade the daemon"),
@@ -242,7 +244,7 @@ def test_a_tier_that_refuses_is_named_with_its_node(tmp_path, monkeypatch):
 def test_notes_of_ranks_that_were_killed_are_swept_by_any_daemon_a_day_later(tmp_path, monkeypatch):
     store = MemoryStore()
     now = [time.time_ns()]
-    monkeypatch.setattr(rank_notes.time, "time_ns", lambda: now[0])
+    monkeypatch.setattr(node_records.time, "time_ns", lambda: now[0])
     with two_nodes(tmp_path, store, store) as (one, other):
         board(one).put("hello/1", b"of a rank that is killed")
         before = notes(store)
@@ -262,7 +264,7 @@ def test_a_daemon_that_starts_sweeps_the_runs_that_it_saves(tmp_path, monkeypatc
         checkpointer.save(1, tensors(1)).wait("tier", timeout=60)
         board(daemon).put("hello/0", b"")
     now = time.time_ns() + 2 * DAY_MS * 1_000_000
-    monkeypatch.setattr(rank_notes.time, "time_ns", lambda: now)
+    monkeypatch.setattr(node_records.time, "time_ns", lambda: now)
     assert notes(store)
     with Daemon(tmp_path, {"tier": store}):
         wait_until(lambda: not notes(store))
@@ -287,8 +289,8 @@ _RANK = """
 import json, os, sys, time
 from support.training import tensors, same
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.restoring import source
+from tierd.client.checkpointer import internals
+from tierd.client.restoring import part_source
 number, spool, room, what = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 os.environ.update({
     "SLURM_PROCID": str(number), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
@@ -328,7 +330,7 @@ elif what == "second":
     with made() as checkpointer:
         found = checkpointer.restore(state)
         assert same(state, found.step * 100 + number)
-        print(json.dumps([found.step, checkpointer.attempt, made_of(checkpointer).ranks.talk]))
+        print(json.dumps([found.step, checkpointer.attempt, internals(checkpointer).ranks.talk]))
 """
 
 
@@ -343,7 +345,7 @@ def test_ranks_of_a_slurm_step_on_two_nodes_resume_from_the_same_without_a_group
         if kind == "s3":
             return {"tier": open_store(parse_url(bucket.url()))}
         store = FileStore(tmp_path / "tier")
-        return {"tier": EncryptedStore(store, Key(bytes(range(32)))) if kind == "encrypted" else store}
+        return {"tier": EncryptedStore(store, EncryptionKey(bytes(range(32)))) if kind == "encrypted" else store}
 
     def left() -> list[str]:
         if kind == "s3":
@@ -373,12 +375,12 @@ def slurm(monkeypatch, **more: str) -> None:
 def test_without_a_tier_ranks_of_a_slurm_step_derive_their_attempt_as_before(tmp_path, monkeypatch):
     slurm(monkeypatch)
     with tierd.Checkpointer(tmp_path, "run", to=[]) as checkpointer:
-        assert not made_of(checkpointer).ranks.talk and checkpointer.attempt
+        assert not internals(checkpointer).ranks.can_communicate and checkpointer.attempt
     with (
         Daemon(tmp_path / "spool", {}) as daemon,
         tierd.Checkpointer(daemon.spool.root, "run") as checkpointer,
     ):
-        assert not made_of(checkpointer).ranks.talk
+        assert not internals(checkpointer).ranks.can_communicate
 
 
 def test_ranks_that_were_given_an_attempt_do_not_wait_for_each_other(tmp_path, monkeypatch):
@@ -387,7 +389,7 @@ def test_ranks_that_were_given_an_attempt_do_not_wait_for_each_other(tmp_path, m
         Daemon(tmp_path, {"tier": MemoryStore()}) as daemon,
         tierd.Checkpointer(daemon.spool.root, "run", attempt=tierd.new_attempt()) as checkpointer,
     ):
-        assert not made_of(checkpointer).ranks.talk
+        assert not internals(checkpointer).ranks.can_communicate
 
 
 def test_a_node_without_a_daemon_says_so_at_once(tmp_path, monkeypatch):
@@ -414,7 +416,7 @@ def test_an_indexed_job_of_kubernetes_has_a_name(monkeypatch):
             monkeypatch.setenv(variable, index)
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setattr("socket.gethostname", lambda index=index: f"train-{index}")
-        assert not all_here()
+        assert not is_single_node()
         names.add(launch_name())
     assert len(names) == 1 and None not in names
     monkeypatch.setattr("socket.gethostname", lambda: "node7")

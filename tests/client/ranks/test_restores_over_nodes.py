@@ -15,7 +15,7 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import DaemonUnavailable, StoreUnavailable
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 class Nodes:
@@ -235,9 +235,9 @@ def test_a_reader_of_every_ranks_part_has_them_flushed_and_finds_the_newest(node
     def work(number: int):
         restorer = Restorer(nodes.spools[number], "run", Ranks(), tiers=True)
         tried = []
-        for candidate in restorer.whole(None, None):
+        for candidate in restorer.complete_candidates(None, None):
             tried.append((candidate.checkpoint.step, candidate.world, candidate.lacking))
-            if restorer.settle(candidate, None).load:
+            if restorer.settle(candidate, None).should_load:
                 break
         restorer.close()
         return tried, restorer.resume.attempts, len(restorer.agreement.clocks)

@@ -12,13 +12,14 @@ from support.fakecuda import FakeCuda
 from support.seeds import seeds
 
 import tierd
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.client.restoring import device_uploads
-from tierd.client.saving import device_copies, pinning, slots
+from tierd.client.saving import device_copies, slots
+from tierd.client.saving import slots as pinning
 from tierd.core.errors import CheckpointNotFound, StateMismatch
 from tierd.spool.commit import write_part
 from tierd.state import cuda
-from tierd.state.kinds.packed_tensors import FEWEST
+from tierd.state.kinds.stored_arrays import FEWEST
 
 COUNT = 3 << 18  # elements of a tensor: three chunks
 NAMES = ("a", "b", "c")
@@ -107,7 +108,7 @@ def test_tensors_on_a_device_hold_the_saved_values_and_saves_continue_from_there
 
 def test_copies_run_while_more_is_read_and_verified(saved, fake, monkeypatch):
     """When the last chunk comes to be verified, most of the file has been copied, from pinned memory."""
-    copied, pinned, real = [], [], device_uploads.Uploads.verified
+    copied, pinned, real = [], [], device_uploads.DeviceUploads.copy_up_to
 
     def verified(self, end: int) -> None:
         copied.append((end, sum(fake.copied_bytes)))
@@ -115,7 +116,7 @@ def test_copies_run_while_more_is_read_and_verified(saved, fake, monkeypatch):
         real(self, end)
         assert sum(fake.copied_bytes) <= end  # and nothing of what was not verified
 
-    monkeypatch.setattr(device_uploads.Uploads, "verified", verified)
+    monkeypatch.setattr(device_uploads.DeviceUploads, "copy_up_to", verified)
     state = blank(fake)
     with opened(saved) as checkpointer:
         checkpointer.restore(state)
@@ -127,7 +128,7 @@ def test_copies_run_while_more_is_read_and_verified(saved, fake, monkeypatch):
 
 def test_packed_values_hold_up_no_copies(spool, fake, monkeypatch):
     """Where tensors go is known before the values of packed runs have been read."""
-    real = device_uploads.Uploads.verified
+    real = device_uploads.DeviceUploads.copy_up_to
 
     def verified(self, end: int) -> None:
         behind = bytes(self.arena.view[end:])
@@ -135,7 +136,7 @@ def test_packed_values_hold_up_no_copies(spool, fake, monkeypatch):
         real(self, end)
         self.arena.view[end:] = behind
 
-    monkeypatch.setattr(device_uploads.Uploads, "verified", verified)
+    monkeypatch.setattr(device_uploads.DeviceUploads, "copy_up_to", verified)
     parameters = [torch.nn.Parameter(torch.full((600,), float(number))) for number in range(FEWEST)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for parameter in parameters:
@@ -161,7 +162,7 @@ def test_packed_values_hold_up_no_copies(spool, fake, monkeypatch):
 
 def test_the_host_does_not_wait_for_the_device_while_it_reads(saved, fake, monkeypatch):
     """A device that does nothing yet holds up neither the reading nor the verifying."""
-    waits, real = [], device_uploads.Uploads.verified
+    waits, real = [], device_uploads.DeviceUploads.copy_up_to
     monkeypatch.setattr(fake, "on_synchronize", lambda: (waits.append(True), fake.held.clear()))
 
     def verified(self, end: int) -> None:
@@ -169,7 +170,7 @@ def test_the_host_does_not_wait_for_the_device_while_it_reads(saved, fake, monke
         real(self, end)
         assert not waits
 
-    monkeypatch.setattr(device_uploads.Uploads, "verified", verified)
+    monkeypatch.setattr(device_uploads.DeviceUploads, "copy_up_to", verified)
     state = blank(fake)
     with opened(saved) as checkpointer:
         checkpointer.restore(state)
@@ -271,12 +272,12 @@ def test_a_predecessors_memory_is_copied_from_where_it_lies(spool, fake):
     with opened(spool) as checkpointer:
         save = checkpointer.save(1, state)
         save.wait()
-        arena = made_of(checkpointer).pipeline.slots[0].arena
+        arena = internals(checkpointer).pipeline.slots[0].arena
         manifest = spool.manifest(save.part)
         files = {file.path: memoryview((spool.path(save.part) / file.path).read_bytes()) for file in manifest.files}
         (size,) = (file.size for file in manifest.files if file.path == "tensors.safetensors")
         files["tensors.safetensors"] = arena.view[:size]
-        work = device_uploads.Uploads(into, slots.device_of(into))
+        work = device_uploads.DeviceUploads(into, slots.device_of(into))
         work.check(arena, files, manifest)
         assert sum(fake.copied_bytes) == 4 * COUNT * len(NAMES)
         work.close()

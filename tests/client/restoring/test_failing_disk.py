@@ -11,14 +11,14 @@ from support.world import commit
 
 import tierd
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring import source
+from tierd.client.restoring import part_source
+from tierd.client.restoring.part_source import observe_spool
 from tierd.client.restoring.restorer import Restorer
-from tierd.client.restoring.spool_view import observe_spool
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.run_view import run_view_of
-from tierd.ipc.messages import Candidates, Fetch
+from tierd.ipc.messages import CandidatesRequest, Fetch
 from tierd.spool.spool import Spool
 
 
@@ -30,7 +30,7 @@ class Healer:
         self.fetched: list[int] = []
 
     def ask(self, request, timeout_s=None, on_progress=None):
-        if isinstance(request, Candidates):
+        if isinstance(request, CandidatesRequest):
             seen = run_view_of(Inventory(observe_spool(self._restorer.source._spool, "r", deep=False)[0], {}), "r")
             return {"sight": msgspec.json.decode(msgspec.json.encode(seen))}
         assert isinstance(request, Fetch)
@@ -54,7 +54,7 @@ def test_repaired_copy_that_reads_back_wrong_is_an_error_and_not_a_step_back(tmp
     path.write_bytes(data)
     restorer = Restorer(Spool(tmp_path), "r", Ranks(0, 1), tiers=True)
     healer = Healer(restorer)
-    monkeypatch.setattr(source, "Link", lambda spool: healer)
+    monkeypatch.setattr(part_source, "DaemonConnection", lambda spool: healer)
     with pytest.raises(StoreUnavailable, match="just repaired, and reads back wrong"):
         restorer.restore(None, None)
     assert healer.fetched == [2]

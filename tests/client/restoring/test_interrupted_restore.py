@@ -13,7 +13,7 @@ from support.preemption_fixtures import usual  # noqa: F401
 from support.ranks import Group
 
 import tierd
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StoreUnavailable
 from tierd.spool.spool import Spool
@@ -162,7 +162,7 @@ def test_a_restore_inside_another_lifts_nothing(spool, history, step):
 def test_restore_that_outlasts_another_restore_does_not_block_saves_for_good(spool, history):
     with made(spool) as checkpointer:
         checkpointer.restore(state(0))
-        launch = made_of(checkpointer).launch
+        launch = internals(checkpointer).launch
         longer = ExitStack()  # in another thread
         with launch.restoring():
             longer.enter_context(launch.restoring())

@@ -11,7 +11,7 @@ from support.seeds import seeds
 from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring import source
+from tierd.client.restoring import part_source
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId
@@ -71,7 +71,7 @@ def test_checkpoint_older_than_the_newest_few_is_restored_by_its_step_and_is_not
     spool = Spool(tmp_path / "other")
     for step in reversed(range(10)):  # the last commit is step 0
         commit(spool, part(step))
-    view = source.NodeSource(spool, RUN, tiers=False, line=None, keep=True).run_view()
+    view = part_source.NodeSource(spool, RUN, tiers=False, line=None, keep=True).run_view()
     assert view.down_to == (attempt(1), 6) and not view.gone
     assert restored(spool)[1] == []
 

@@ -12,10 +12,10 @@ from support.world import Daemon
 
 import tierd
 from tierd.core.errors import StoreUnavailable
-from tierd.core.timeline.candidates import because, restore_order
+from tierd.core.timeline.candidates import describe_silent, restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 
 @pytest.fixture
@@ -83,15 +83,15 @@ def test_many_ranks_make_no_endless_message():
         RunView(unreached=("s3",), silent={"s3": f"node n{rank // 8}: s3://bucket/prefix: down"})
         for rank in range(1000)
     ]
-    reported = because(restore_order(views, "run", world=1000), 1000)
+    reported = describe_silent(restore_order(views, "run", world=1000), 1000)
     assert reported.startswith(" (ranks 0, 1, 2, 3, 4 and 3 more on node n0: s3://bucket/prefix: down; ranks 8, 9,")
     assert reported.endswith("; and 120 more)") and len(reported) < 1000
 
 
 def test_isolated_rank_names_itself_and_a_lone_rank_names_nobody():
     resume = restore_order([RunView(unreached=("tier",), silent={"tier": "node a: file:///t: gone"})], "run", world=4)
-    assert because(resume, 4, isolated=3) == " (rank 3 on node a: file:///t: gone)"
-    assert because(resume) == " (node a: file:///t: gone)"
-    assert because(restore_order([RunView(unreached=("tier",))], "run", world=1)) == "", (
+    assert describe_silent(resume, 4, isolated=3) == " (rank 3 on node a: file:///t: gone)"
+    assert describe_silent(resume) == " (node a: file:///t: gone)"
+    assert describe_silent(restore_order([RunView(unreached=("tier",))], "run", world=1)) == "", (
         "a daemon of before says no more"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.world import RUN, commit, content, corrupt, part
 
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
-from tierd.client.restoring.source import NodeSource
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.spool import local_parts, verified_reads

@@ -13,7 +13,7 @@ from support.world import Daemon, hurry
 
 import tierd
 from tierd.core.errors import StoreUnavailable
-from tierd.daemon.timings import USUAL
+from tierd.daemon.daemon_timings import USUAL
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from support.waiting import until
 from support.world import Daemon, commit, content, hurry, part, read
 
 import tierd
-from tierd.client.restoring.progress import Fetching
-from tierd.client.timings import USUAL
+from tierd.client.client_timings import USUAL_TIMINGS
+from tierd.client.restoring.part_fetch import FetchProgress
 from tierd.core.errors import StoreUnavailable
 from tierd.core.manifest import TENSORS
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Fetch
 from tierd.spool import direct_io, verified_reads
 from tierd.spool.spool import Spool
@@ -63,7 +63,7 @@ class AfterReport(Double):
 def test_daemon_reports_the_progress_of_a_fetch(spool):
     store = AfterReport()
     commit(spool, PART)
-    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+    with Daemon(spool.root, {"tier": store}) as daemon, DaemonConnection(spool) as link:
         daemon.settle()
         spool.remove([PART])
         reported = store.reported = []
@@ -76,16 +76,16 @@ def test_daemon_reports_the_progress_of_a_fetch(spool):
 
 
 def test_fetch_may_take_its_time_while_bytes_arrive(clock, caplog):
-    watch = Fetching(PART)
+    watch = FetchProgress(PART)
     with caplog.at_level(logging.INFO, "tierd"):
         for done in range(100):
-            clock[0] += USUAL.stalled_s - 1
+            clock[0] += USUAL_TIMINGS.stalled_s - 1
             watch({"working": True, "done": done * 10**9, "total": 96 * 10**9, "tiers": ["s3"]})
     assert "step 7" in caplog.text and "from s3: 41.0 of 96.0 GB" in caplog.text
 
 
 def test_fetch_logs_a_line_each_minute_and_a_line_at_the_end(clock, caplog):
-    watch = Fetching(PART)
+    watch = FetchProgress(PART)
     with caplog.at_level(logging.INFO, "tierd"):
         for done in range(31):
             clock[0] += 5
@@ -119,9 +119,9 @@ def test_only_a_damaged_part_is_called_not_whole(spool, caplog, there):
 
 @pytest.mark.parametrize("line", [{}, {"done": 5, "total": 9, "tiers": []}])
 def test_fetch_that_brings_no_byte_is_given_up(clock, line):
-    watch = Fetching(PART)
+    watch = FetchProgress(PART)
     watch(line)
-    clock[0] += USUAL.stalled_s - 1
+    clock[0] += USUAL_TIMINGS.stalled_s - 1
     watch(line)
     clock[0] += 1
     with pytest.raises(StoreUnavailable, match="no byte"):
@@ -177,7 +177,7 @@ def test_bad_copy_holds_no_memory_while_it_is_repaired(spool, monkeypatch):
         path = spool.path(saved.part) / TENSORS
         path.write_bytes(flipped(path.read_bytes()))
         monkeypatch.setattr(verified_reads, "memory_for", noted)
-        monkeypatch.setattr("tierd.client.saving.handoff.HandoffClient.recall", lambda self, part: None)
+        monkeypatch.setattr("tierd.client.saving.snapshot_handoff.HandoffClient.recall", lambda self, part: None)
         store.before = lambda operation, key: is_chunk(key) and seen.append(sum(one() is not None for one in held))
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
             assert checkpointer.restore({"weights": torch.zeros(1_000_000)}).tier == "tier"

@@ -360,8 +360,10 @@ def test_daemon_is_notified_of_checkpoints_that_a_restore_passed_over_and_of_sav
         (reported,) = [event for event in journal.events if event.what == "fell back"]
         assert (reported.step, reported.run, reported.rank) == (1, "run", None) and "step 2" in reported.why
 
-        monkeypatch.setattr("tierd.client.saving.pipeline.write_part", _no_room)
-        monkeypatch.setattr("tierd.client.saving.handoff.HandoffClient.give", lambda *_: None)  # the daemon cannot know
+        monkeypatch.setattr("tierd.client.saving.save_pipeline.write_part", _no_room)
+        monkeypatch.setattr(
+            "tierd.client.saving.snapshot_handoff.HandoffClient.hand_over", lambda *_: None
+        )  # the daemon cannot know
         with (
             pytest.raises(SaveFailed, match=r"3 saves \(steps 3, 4, 5\) are in no place"),
             tierd.Checkpointer(spool.root, "run") as checkpointer,
@@ -396,7 +398,7 @@ def test_daemon_is_notified_of_a_stage_that_could_not_be_written(spool, monkeypa
             pass  # what is there was not lost
         daemon.settle()
         with monkeypatch.context() as patch:
-            patch.setattr("tierd.client.saving.directory_saver.describe_directory", _no_room)
+            patch.setattr("tierd.client.saving.savers.describe_directory", _no_room)
             for step in (4, 5, 6):
                 with pytest.raises(SpoolFull), checkpointer.stage(step):
                     pass

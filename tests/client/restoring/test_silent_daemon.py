@@ -21,12 +21,12 @@ from support.training import restored, tensors
 from support.waiting import wait_until
 
 import tierd
-from tierd.client import attachment
-from tierd.client.checkpointer import made_of
-from tierd.client.restoring import source
+from tierd.client import daemon_attachment
+from tierd.client.checkpointer import internals
+from tierd.client.restoring import part_source
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, StoreUnavailable, TierdError
 from tierd.ipc import daemon_start
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 
 HELLO_S = 1.0  # that a greeting is waited for here; five seconds otherwise
@@ -56,7 +56,7 @@ def save(spool, step: int) -> None:
 def status(spool) -> dict:
     """As the daemon says; empty where none answers."""
     try:
-        with Link(spool) as asked:
+        with DaemonConnection(spool) as asked:
             return asked.ask(StatusRequest(), 60)["status"]
     except DaemonUnavailable:
         return {}
@@ -90,7 +90,7 @@ def test_restore_of_the_spool_needs_no_silent_daemon_and_attaches_to_it_when_it_
     for step in (2, 3):
         ckpt.save(step, state).wait(timeout=60)
     stopped.send_signal(signal.SIGCONT)
-    wait_until(made_of(ckpt).daemon._link.heard)  # it is awake
+    wait_until(internals(ckpt).daemon._link.has_unread)  # it is awake
     ckpt.save(4, state).wait(timeout=60)
     wait_until(lambda: status(spool).get("trainers") == 1)
     wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4)
@@ -127,11 +127,11 @@ def test_incomplete_checkpoint_in_the_spool_is_soon_an_error_that_names_the_stop
     assert names_it(raised.value, stopped.pid)
 
 
-@pytest.mark.parametrize("asks", [attachment, source])
+@pytest.mark.parametrize("asks", [daemon_attachment, part_source])
 def test_restore_does_without_a_daemon_that_is_stopped_between_two_requests(spool, stopped, monkeypatch, asks):
     stopped.send_signal(signal.SIGCONT)
 
-    class Stopping(Link):
+    class Stopping(DaemonConnection):
         def greet(self) -> None:
             super().greet()
             self._silence_s = 1.0
@@ -172,7 +172,7 @@ def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool
             assert os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT) is not None
             with within(4 * MOST_S):  # a daemon is started, and ends
                 ckpt = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"])
-            assert names_it(made_of(ckpt).daemon.silent, holder.pid)
+            assert names_it(internals(ckpt).daemon.silence_reason, holder.pid)
             ckpt.save(1, tensors(1)).wait(timeout=60)
         finally:
             holder.kill()
@@ -180,7 +180,7 @@ def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool
     def refuse(*_: object) -> None:
         raise DaemonUnavailable("none is started any more")
 
-    monkeypatch.setattr(attachment, "start_daemon", refuse)
+    monkeypatch.setattr(daemon_attachment, "start_daemon", refuse)
     ckpt.close()
     assert restored(spool)[0].step == 1
 
@@ -211,7 +211,7 @@ def test_closing_waits_for_it_for_seconds(spool, tmp_path, stopped, caplog):
 
 
 def test_a_question_to_it_names_it_after_seconds(spool, stopped):
-    with within(MOST_S), pytest.raises(DaemonSilent) as raised, Link(spool, greeting_s=HELLO_S) as asked:
+    with within(MOST_S), pytest.raises(DaemonSilent) as raised, DaemonConnection(spool, greeting_s=HELLO_S) as asked:
         asked.ask(StatusRequest())
     assert names_it(raised.value, stopped.pid)
     assert isinstance(raised.value, TierdError)

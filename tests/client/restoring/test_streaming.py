@@ -14,14 +14,14 @@ from support.doubles import Double, flipped, is_chunk
 from support.waiting import wait_until
 from support.world import commit, part
 
-from tierd.client.restoring import streaming as arriving_module
-from tierd.client.restoring.streaming import StreamedPart
+from tierd.client.restoring import part_fetch as arriving_module
+from tierd.client.restoring.part_fetch import StreamedPart
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import DRAFT_NAME
-from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.concurrency import MemoryBudget
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
@@ -64,7 +64,7 @@ def bring(spool: Spool, store: Double, before=lambda gets: None) -> None:
             gets += 1
 
     store.before = get
-    asyncio.run(fetch(spool, PART, {"tier": store}, Budget(1)))  # one chunk after the other
+    asyncio.run(fetch(spool, PART, {"tier": store}, MemoryBudget(1)))  # one chunk after the other
 
 
 def chunks(store: Double) -> list[str]:
@@ -123,7 +123,7 @@ def test_file_that_changed_after_an_early_read_is_refused(spool, store):
 
 @pytest.mark.parametrize("kind", ["garbage", "directory", "other part"])
 def test_a_draft_that_is_none_is_passed_over(spool, store, tmp_path, kind):
-    home = spool.fetching(PART)
+    home = spool.fetch_directory(PART)
     home.mkdir()
     if kind == "directory":
         (home / DRAFT_NAME).mkdir()

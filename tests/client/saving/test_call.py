@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from support.timed import timed_client
 from support.training import fresh, train
 
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import interpreter_lock
-from tierd.client.saving.interpreter_lock import short_switches
+from tierd.client.checkpointer import internals
+from tierd.client.saving import save_jobs
+from tierd.client.saving.save_jobs import short_switches
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.manifest import TENSORS, TREE
 from tierd.spool.spool import Spool
-from tierd.state import values
+from tierd.state import single_values
 from tierd.state.capture import Capture
-from tierd.state.flatten import unflatten
+from tierd.state.state_loading import unflatten
 
 
 @pytest.fixture
@@ -121,8 +121,8 @@ runs = st.one_of(st.lists(kind, max_size=30) for kind in (numbers, st.floats(), 
 @given(runs, st.integers(1, 9))
 def test_encoding_in_windows_equals_encoding_at_once(run, window):
     pauses: list = []
-    text = values.encode(["[", "]"], [tuple(run)], lambda: pauses.append(1), window)
-    assert text == values.encode(["[", "]"], [tuple(run)])
+    text = single_values.encode(["[", "]"], [tuple(run)], lambda: pauses.append(1), window)
+    assert text == single_values.encode(["[", "]"], [tuple(run)])
     assert len(pauses) == (-(-len(run) // window) if len(run) > window else 0)
 
 
@@ -166,7 +166,7 @@ def test_but_until_all_is_handed_over_where_that_is_soon(local, job, monkeypatch
 def test_save_waits_for_no_other_thread_where_little_is_to_be_copied_first(spool, local, job, held, monkeypatch):
     """Buffers and generators are copied by the thread that calls, so what changes them then does not get in."""
     timed_client(monkeypatch, overlapped_s=0.3)  # no step confirms the copy
-    made_of(local).pipeline.behind(held.wait)
+    internals(local).pipeline.behind(held.wait)
     mean, weight = job["model"][1].running_mean, job["model"][0].weight
     expected = mean.clone(), weight.detach().clone(), torch.get_rng_state()
     saves: list = []
@@ -191,7 +191,7 @@ def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, te
     state["tensors"] = [tensor.clone() for tensor in tensors]
     local.attach(state["optimizer"])
     local.save(0, state).wait()
-    made_of(local).pipeline.behind(held.wait)
+    internals(local).pipeline.behind(held.wait)
     saves: list = []
     saving = in_a_thread(lambda: saves.append(local.save(1, state)))
     saving.join(0.3)
@@ -203,9 +203,9 @@ def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, te
 
 def test_an_arena_that_is_gone_meanwhile_and_cannot_be_had_again_fails_the_save(local, job, held, monkeypatch):
     """It is never streamed: training has gone on, and changes what would be read."""
-    made_of(local).pipeline.behind(held.wait)
+    internals(local).pipeline.behind(held.wait)
     save = local.save(1, job)
-    (slot,) = made_of(local).pipeline.slots
+    (slot,) = internals(local).pipeline.slots
     slot.arena.shared = True  # a daemon that fell silent may still read it
     monkeypatch.setattr("tierd.client.saving.slots.available", lambda: 0)
     held.let_go()
@@ -231,8 +231,8 @@ def interval():
 def test_turns_are_short_inside_and_as_they_were_outside(interval):
     with pytest.raises(KeyError), short_switches:
         with short_switches:
-            assert sys.getswitchinterval() == pytest.approx(interpreter_lock._SHORT_S, rel=0.02)
-        assert sys.getswitchinterval() == pytest.approx(interpreter_lock._SHORT_S, rel=0.02)
+            assert sys.getswitchinterval() == pytest.approx(save_jobs._SHORT_S, rel=0.02)
+        assert sys.getswitchinterval() == pytest.approx(save_jobs._SHORT_S, rel=0.02)
         raise KeyError
     assert sys.getswitchinterval() == interval
 
@@ -249,7 +249,7 @@ def test_the_last_of_several_threads_restores_them(interval):
     inside.wait(60)
     leave[0].set()
     threads[0].join(60)
-    assert sys.getswitchinterval() == pytest.approx(interpreter_lock._SHORT_S, rel=0.02)
+    assert sys.getswitchinterval() == pytest.approx(save_jobs._SHORT_S, rel=0.02)
     leave[1].set()
     threads[1].join(60)
     assert sys.getswitchinterval() == interval
@@ -282,4 +282,4 @@ def test_save_and_step_take_short_turns(local, job, interval, monkeypatch):
 
     monkeypatch.setattr(Snapshot, "confirm", confirmed)
     train(job)
-    assert seen == [pytest.approx(interpreter_lock._SHORT_S, rel=0.02)] * 2 and sys.getswitchinterval() == interval
+    assert seen == [pytest.approx(save_jobs._SHORT_S, rel=0.02)] * 2 and sys.getswitchinterval() == interval

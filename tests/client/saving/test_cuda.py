@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import numa, pipeline, slots
+from tierd.client.checkpointer import internals
+from tierd.client.saving import save_pipeline, slots
+from tierd.client.saving import slots as numa
 from tierd.core.errors import SaveFailed, TornSnapshot
 from tierd.state import cuda
 
@@ -105,7 +106,7 @@ def warm(local):
     for number in range(2):
         learn(state), step(state)
         local.save(number, state).wait(timeout=60)
-    slot = made_of(local).pipeline.slots[0]
+    slot = internals(local).pipeline.slots[0]
     wait_until(lambda: slot.pinned >= slot.arena.size)
     return state
 
@@ -201,7 +202,7 @@ def test_nothing_waits_for_the_device_as_a_whole(local, spool, warm, monkeypatch
 
 @gpu
 def test_the_arena_is_pinned_as_long_as_it_is_there(local, spool, warm):
-    slot = made_of(local).pipeline.slots[0]
+    slot = internals(local).pipeline.slots[0]
     arena = torch.frombuffer(slot.arena.view, dtype=torch.uint8)
     assert slot.pinned == local.stats.pinned_bytes == arena.nbytes and arena.is_pinned()
     local.close()
@@ -308,7 +309,7 @@ def test_device_has_an_address_on_the_bus():
     address = cuda.api.pci_address(torch.device("cuda", torch.cuda.current_device()))
     if address is None:
         pytest.skip(f"torch {torch.__version__} does not say where on the bus a device is: arenas lie on any NUMA node")
-    assert (numa.SYS / "bus/pci/devices" / address).is_dir()
+    assert (numa.SYSFS / "bus/pci/devices" / address).is_dir()
 
 
 @gpu
@@ -354,8 +355,8 @@ def test_two_optimizers_on_two_streams(local, spool, warm):
 
 @gpu
 def test_tensor_made_for_a_save_is_freed_while_it_is_persisted(local, monkeypatch, warm):
-    go, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
+    go, real = threading.Event(), save_pipeline.write_part
+    monkeypatch.setattr(save_pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
     before = torch.cuda.memory_allocated()
     save = local.save(2, {"whole": torch.ones(1 << 26, device="cuda")})
     wait_until(lambda: torch.cuda.memory_allocated() - before <= 1 << 20)

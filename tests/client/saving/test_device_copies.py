@@ -20,12 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tierd
 import tierd.dcp
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import device_copies, pinning, pipeline, slots
-from tierd.client.saving.device_copies import cut
-from tierd.client.saving.sampling import TensorSample
+from tierd.client.checkpointer import internals
+from tierd.client.saving import device_copies, save_pipeline, slots
+from tierd.client.saving import slots as pinning
+from tierd.client.saving.device_copies import split_copy
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
+from tierd.client.saving.write_sampling import TensorSample
 from tierd.core.errors import SaveFailed
 from tierd.spool.arena import Arena
 from tierd.state import cuda
@@ -97,8 +98,8 @@ def pinned(checkpointer, size: int = 1) -> None:
 def ready(checkpointer, state) -> None:
     """Have all its memory pinned: copies are then the device's, and the host goes on."""
     size = slots.estimate(state)
-    made_of(checkpointer).pipeline.reserve(size, slots.device_of(state))
-    pinned(checkpointer, size * len(made_of(checkpointer).pipeline.slots))
+    internals(checkpointer).pipeline.reserve(size, slots.device_of(state))
+    pinned(checkpointer, size * len(internals(checkpointer).pipeline.slots))
 
 
 def save_and_step_apart(checkpointer, fake: FakeCuda, jobs: list[Job], state) -> None:
@@ -224,8 +225,8 @@ def test_memory_is_freed_when_its_copy_has_ended_and_not_before(spool, seeded, s
     """A tensor that is made for one save, such as a whole parameter out of shards. What frees it gives its memory to
     the next at once."""
     fake = seeded(seed)
-    go, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
+    go, real = threading.Event(), save_pipeline.write_part
+    monkeypatch.setattr(save_pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         whole = fake.tensor(values(1))
         ready(checkpointer, {"buffer": whole})
@@ -240,15 +241,15 @@ def test_memory_is_freed_when_its_copy_has_ended_and_not_before(spool, seeded, s
 
 
 def test_late_tensors_are_freed_as_well(spool, fake, monkeypatch):
-    go, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
+    go, real = threading.Event(), save_pipeline.write_part
+    monkeypatch.setattr(save_pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
     job = Job(fake)
     gone = [StorageWeakRef(tensor.untyped_storage()) for tensor in (job.buffer, job.parameters[0])]
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         checkpointer.attach(job.optimizer)
         save = checkpointer.save(1, job.state)
         job.step()
-        made_of(checkpointer).gate.detach()
+        internals(checkpointer).gate.detach()
         del job
         wait_until(lambda: gc.collect() >= 0 and all(one.expired() for one in gone))
         assert not save.done()
@@ -298,7 +299,7 @@ def test_training_does_not_wait_on_the_device_for_tensors_that_are_copied_late(s
         job.step()
         save.wait(timeout=60)
         job.step()
-        assert not made_of(checkpointer).gate._on_devices
+        assert not internals(checkpointer).gate._on_devices
 
 
 def test_write_while_the_device_copies_is_detected(spool, fake, local):
@@ -357,7 +358,7 @@ def test_the_thread_that_copies_makes_no_context_on_another_device(spool, fake):
 
 @pytest.fixture
 def small_slices(monkeypatch):
-    monkeypatch.setattr(device_copies, "GRAIN", 1 << 16)
+    monkeypatch.setattr(device_copies, "COPY_PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(pinning, "SLICE", 1 << 18)
 
 
@@ -409,7 +410,7 @@ def test_a_refused_pin_is_remembered_and_said_once(fake, spool, caplog, small_sl
         for number in range(6):
             job.step()
             checkpointer.save(number, job.state).wait(timeout=60)
-            made_of(checkpointer).pipeline.drain()
+            internals(checkpointer).pipeline.drain()
         assert fake.tries == 2 and checkpointer.stats.pinned_bytes == 0, "once for each arena"
     assert caplog.text.count("CUDA does not pin memory (error 2)") == 1
 
@@ -464,7 +465,7 @@ def test_memory_that_was_made_ready_is_pinned_before_the_first_save(fake, local)
     pinned(local, 100_000)
     asked = fake.tries
     local.save(1, job.state).wait(timeout=60)
-    made_of(local).pipeline.drain()
+    internals(local).pipeline.drain()
     assert fake.tries == asked
 
 
@@ -490,7 +491,7 @@ def test_copies_respect_slices(spool, seeded, seed, small_slices):
 
 def test_pieces_of_a_copy_are_all_of_it(monkeypatch):
     """Whatever the strides, and wherever in memory."""
-    monkeypatch.setattr(device_copies, "GRAIN", 1 << 12)
+    monkeypatch.setattr(device_copies, "COPY_PIECE_BYTES", 1 << 12)
     memory = torch.empty(1 << 20, dtype=torch.uint8)
     made = [
         torch.randn(5000),
@@ -507,7 +508,7 @@ def test_pieces_of_a_copy_are_all_of_it(monkeypatch):
         for offset in (0, 8, 4088):
             into = memory[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
             into.zero_()
-            for piece, part in cut(into, source):
+            for piece, part in split_copy(into, source):
                 assert piece.shape == part.shape and piece.is_contiguous()
                 if piece.nbytes:
                     assert piece.data_ptr() // 4096 == (piece.data_ptr() + piece.nbytes - 1) // 4096
@@ -585,7 +586,7 @@ def test_a_late_copy_leaves_gaps_until_training_waits_for_it(spool, fake, local,
     job.step()  # and does not wait for the device
     patience.cancel()
     assert fake.held.is_set() and sum(fake.copied_bytes) > 4 << 20
-    assert ahead <= 4 * (device_copies._UNDER_WAY + 1) * device_copies.GRAIN
+    assert ahead <= 4 * (device_copies._UNDER_WAY + 1) * device_copies.COPY_PIECE_BYTES
     fake.held.clear()
     save.wait(timeout=60)
 
@@ -599,11 +600,11 @@ def test_device_of_a_state_is_detected(fake):
 
 def test_memory_that_is_not_backed_is_not_pinned(fake, monkeypatch):
     slot, layout = Slot(0), Capturer().capture({"a": torch.zeros(1 << 14)}).layout
-    slot.fit(4 << 20)
+    slot.reserve(4 << 20)
     for _ in range(2):  # at the second save of a structure, the rest of the arena is returned to the system
         slot.lay_out(layout)
     while slot.pin(torch.device("cuda", 0)):
         pass
     assert layout.size <= slot.pinned < 1 << 17
-    assert slot.fit(1 << 20) and slot.pinned == 0 and not fake.registered
+    assert slot.reserve(1 << 20) and slot.pinned == 0 and not fake.registered
     slot.drop()

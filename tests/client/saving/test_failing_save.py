@@ -14,9 +14,9 @@ from support.training import restored, same, tensors
 from support.world import Daemon, hurry, part
 
 import tierd
-from tierd.client import attachment
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import pipeline
+from tierd.client import daemon_attachment
+from tierd.client.checkpointer import internals
+from tierd.client.saving import save_pipeline
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable, StoreUnavailable
 from tierd.ipc.messages import SaveGivenUp
 
@@ -77,8 +77,8 @@ def test_failed_save_is_a_value_and_training_continues(local, spool, monkeypatch
 
 
 def test_a_wait_has_an_end(local, monkeypatch):
-    gate, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: gate.wait(60) and real(*a))
+    gate, real = threading.Event(), save_pipeline.write_part
+    monkeypatch.setattr(save_pipeline, "write_part", lambda *a: gate.wait(60) and real(*a))
     save = local.save(1, tensors(1))
     assert not save.done() and save.error() is None
     with pytest.raises(TimeoutError, match="not durable after"):
@@ -116,9 +116,9 @@ def test_a_hung_tier_does_not_hold_up_the_first_save(spool, monkeypatch):
 def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypatch):
     """Its tie is broken, and a new one comes only after eight saves are durable."""
     checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
-    made_of(checkpointer).daemon._to = (f"file://{tmp_path}",)
+    internals(checkpointer).daemon._to = (f"file://{tmp_path}",)
     tries, answers = [], threading.Event()
-    monkeypatch.setattr(made_of(checkpointer).daemon, "_attach", lambda to: tries.append(answers.wait(200)))
+    monkeypatch.setattr(internals(checkpointer).daemon, "_attach", lambda to: tries.append(answers.wait(200)))
     for step in range(8):
         checkpointer.save(step, tensors(step)).wait()
     answers.set()
@@ -127,14 +127,14 @@ def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypa
 
 
 def test_failures_are_reported_in_their_order_though_the_first_report_takes_longest(spool, daemon, monkeypatch):
-    link, waits = attachment.Link, iter([0.5, 0.2])
+    link, waits = daemon_attachment.DaemonConnection, iter([0.5, 0.2])
 
     def slow(spool, **options):
         time.sleep(next(waits, 0.0))
         return link(spool, **options)
 
-    monkeypatch.setattr(attachment, "Link", slow)
-    tie = attachment.Attachment(spool, None, "run")
+    monkeypatch.setattr(daemon_attachment, "DaemonConnection", slow)
+    tie = daemon_attachment.Attachment(spool, None, "run")
     for step in (1, 2, 3, 4):
         tie.report(SaveGivenUp(part=part(step), why="no room"))
     tie.close()
@@ -145,7 +145,7 @@ def test_a_failure_that_is_quicker_than_the_caller_is_still_no_exception_of_save
     def fails(*_):
         raise OSError(errno.EROFS, "read-only")
 
-    monkeypatch.setattr(pipeline, "write_part", fails)
+    monkeypatch.setattr(save_pipeline, "write_part", fails)
     for step in range(100):
         save = local.save(step, tensors(step))
         with pytest.raises(SaveFailed):

@@ -20,7 +20,7 @@ from support.training import fresh, train
 from support.waiting import wait_until
 from torch import nn
 
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.core.errors import SaveFailed, TornSnapshot
 from tierd.spool.spool import Spool
 
@@ -152,8 +152,8 @@ def test_a_write_of_one_element_is_noticed_where_a_counter_shows_it(spool, local
 
 def copied(local) -> None:
     """Return when the late copy of the save that was begun last is made."""
-    (snapshot,) = made_of(local).gate._pending
-    wait_until(lambda: snapshot.copied, pause_s=0.001)
+    (snapshot,) = internals(local).gate._pending
+    wait_until(lambda: snapshot.is_copied, pause_s=0.001)
 
 
 @pytest.mark.parametrize("write", UNCOUNTED)

@@ -20,16 +20,16 @@ from support.waiting import wait_until
 from support.world import Daemon
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import handoff as client
-from tierd.client.saving.packets import close_fds, receive
+from tierd.client.checkpointer import internals
+from tierd.client.saving import snapshot_handoff as client
+from tierd.client.saving.handoff_packets import close_fds, receive_packet
 from tierd.core.errors import DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import SPOOL
-from tierd.daemon import handoff
-from tierd.ipc.client import connect
+from tierd.daemon import handoff_socket
+from tierd.ipc.daemon_connection import connect_to_daemon
 from tierd.spool.arena import Arena
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 BIG = 1 << 20  # elements: large enough for direct I/O and recycling
 
@@ -42,14 +42,14 @@ class Brake:
 
     def __init__(self, monkeypatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        real = handoff.write_part
+        real = handoff_socket.write_part
 
         def write_part(*arguments):
             self.begun.set()
             assert self.go.wait(60)
             return real(*arguments)
 
-        monkeypatch.setattr(handoff, "write_part", write_part)
+        monkeypatch.setattr(handoff_socket, "write_part", write_part)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def trainer(spool, script: str) -> int:
     head = f"""
         import os, pathlib, signal, sys, torch, tierd
         from support.training import tensors
-        from tierd.client.checkpointer import made_of
+        from tierd.client.checkpointer import internals
         torch.set_num_threads(1)
         ckpt = tierd.Checkpointer({str(spool.root)!r}, "run")
         def die(): os.kill(os.getpid(), signal.SIGKILL)
@@ -83,7 +83,7 @@ def steps(spool) -> list[int]:
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "fails"])
 def test_a_part_that_is_observed_before_its_hand_off_is_reported_is_an_event_once(spool, daemon, monkeypatch, fails):
     """The observation reported it first, without its times, in one of eight saves under load."""
-    real = handoff.write_part
+    real = handoff_socket.write_part
 
     def observe() -> None:
         daemon.call(daemon.reconciler.observe(SPOOL))
@@ -96,7 +96,7 @@ def test_a_part_that_is_observed_before_its_hand_off_is_reported_is_an_event_onc
         return written
 
     observe()
-    monkeypatch.setattr(handoff, "write_part", write_part)
+    monkeypatch.setattr(handoff_socket, "write_part", write_part)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         save = ckpt.save(1, tensors(1))
         with pytest.raises(SaveFailed) if fails else contextlib.nullcontext():
@@ -110,7 +110,7 @@ def test_a_part_that_is_observed_before_its_hand_off_is_reported_is_an_event_onc
 
 def test_every_slot_is_handed_over(spool, daemon, brake):
     script = """
-        ckpt = tierd.Checkpointer(made_of(ckpt).spool.root, "run", slots=3)
+        ckpt = tierd.Checkpointer(internals(ckpt).spool.root, "run", slots=3)
         for step in (1, 2, 3): ckpt.save(step, tensors(step))
         die()
     """
@@ -130,14 +130,14 @@ def test_handed_over_snapshot_is_read_though_the_dead_trainer_left_an_answer_unr
         send(connection, packets, *more)
         assert b'"recycled"' not in packets[0] or dead.wait(60)  # the answer to a snapshot
 
-    monkeypatch.setattr(handoff, "socket", SimpleNamespace(**{**vars(socket), "send_fds": slow}))
+    monkeypatch.setattr(handoff_socket, "socket", SimpleNamespace(**{**vars(socket), "send_fds": slow}))
     script = """
         import time
-        from tierd.client.saving.handoff import HandoffClient
+        from tierd.client.saving.snapshot_handoff import HandoffClient
         HandoffClient.answer = lambda *given: time.sleep(60)
-        ckpt = tierd.Checkpointer(made_of(ckpt).spool.root, "run", slots=2)
+        ckpt = tierd.Checkpointer(internals(ckpt).spool.root, "run", slots=2)
         ckpt.save(1, tensors(1))
-        while not made_of(ckpt).spool.parts(): time.sleep(0.01)
+        while not internals(ckpt).spool.parts(): time.sleep(0.01)
         ckpt.save(2, tensors(2))
         time.sleep(1)  # it answers, and nobody reads that
         die()
@@ -202,7 +202,7 @@ def test_restart_restores_from_memory_and_saves_into_it(spool, daemon):
         assert (found.step, found.tier) == (1, "memory") and same(state, 1)
         checkpointer.save(2, tensors(2)).wait()
         assert checkpointer.stats.handed_over == 1
-        assert os.fstat(made_of(checkpointer).pipeline.slots[0].arena.fd).st_ino == memory
+        assert os.fstat(internals(checkpointer).pipeline.slots[0].arena.fd).st_ino == memory
         assert same(state, 1), "what was restored has memory of its own"
     assert same(restored(spool, 2)[1], 2)
 
@@ -282,7 +282,8 @@ def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "tierd.client.saving.pipeline.write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "no"))
+                "tierd.client.saving.save_pipeline.write_part",
+                lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "no")),
             )
             save = checkpointer.save(1, tensors(1))
             assert brake.begun.wait(60)
@@ -296,14 +297,14 @@ def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool
 
 
 def test_commit_of_a_daemon_that_died_before_its_answer_counts(spool, daemon, monkeypatch):
-    real = handoff.write_part
+    real = handoff_socket.write_part
 
     def write_part(*arguments):
         real(*arguments)
         daemon.handoff.connections[0].socket.shutdown(socket.SHUT_RDWR)
         raise OSError(errno.EPIPE, "killed before it could say so")
 
-    monkeypatch.setattr(handoff, "write_part", write_part)
+    monkeypatch.setattr(handoff_socket, "write_part", write_part)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert checkpointer.stats.failed == 0
@@ -327,7 +328,7 @@ def test_daemon_reports_a_full_spool_to_the_trainer(spool, daemon, monkeypatch, 
 
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(handoff, "write_part", write_part)
+            patch.setattr(handoff_socket, "write_part", write_part)
             save = checkpointer.save(1, tensors(1))
             with pytest.raises(SaveFailed) as failed:
                 save.wait(timeout=60)
@@ -344,7 +345,7 @@ def test_trainer_writes_the_part_that_the_daemon_may_not_write(spool, daemon, mo
     def write_part(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(handoff, "write_part", write_part)
+    monkeypatch.setattr(handoff_socket, "write_part", write_part)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert (checkpointer.stats.failed, checkpointer.stats.handed_over) == (0, 0)
@@ -354,13 +355,13 @@ def test_trainer_writes_the_part_that_the_daemon_may_not_write(spool, daemon, mo
 def test_save_that_the_daemon_could_not_make_durable_fails_for_that_reason(spool, daemon, monkeypatch):
     """It was renamed into place, and the file system turned read-only before that was synced: seed 5 of
     `python -m faults host`. The save failed because "a checkpoint is never overwritten"."""
-    real = handoff.write_part
+    real = handoff_socket.write_part
 
     def write_part(*arguments):
         real(*arguments)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(handoff, "write_part", write_part)
+    monkeypatch.setattr(handoff_socket, "write_part", write_part)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         save = checkpointer.save(1, tensors(1))
         with pytest.raises(SaveFailed) as failed:
@@ -436,7 +437,7 @@ def test_a_bad_message_ends_its_connection_and_nothing_else(spool, daemon, tmp_p
     fds = {"arena": arena.fd, "unsealed": unsealed, "file": file}
     before = len(os.listdir("/proc/self/fd"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-        connect(peer, spool.handoff_socket)
+        connect_to_daemon(peer, spool.handoff_socket)
         peer.settimeout(60)
         assert b'"ok":true' in peer.recv(1 << 16)
         if "beyond" in what or "no manifest" in what:
@@ -461,7 +462,7 @@ def test_a_client_keeps_no_descriptor_that_it_did_not_ask_for(packet):
         for most in (0, 2):
             socket.send_fds(daemons, [packet], [daemons.fileno()] * 2)
             with contextlib.suppress(DaemonUnavailable):
-                _, fds = receive(ours, 0.2, most)
+                _, fds = receive_packet(ours, 0.2, most)
                 assert len(fds) == most and packet == b'{"ok":true}'
                 close_fds(fds)
         assert len(os.listdir("/proc/self/fd")) == before

@@ -13,11 +13,11 @@ from support.training import restored, same, tensors
 from support.waiting import wait_until
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import handoff as client
+from tierd.client.checkpointer import internals
 from tierd.client.saving import slots
+from tierd.client.saving import snapshot_handoff as client
 from tierd.client.saving.slots import Slot
-from tierd.daemon import handoff
+from tierd.daemon import handoff_socket
 from tierd.spool.arena import Arena
 from tierd.state.tensor_file import plan_layout
 
@@ -30,7 +30,7 @@ def pages(arena: Arena) -> int:
 
 
 def inode(ckpt: tierd.Checkpointer) -> int:
-    return os.fstat(made_of(ckpt).pipeline.slots[0].arena.fd).st_ino
+    return os.fstat(internals(ckpt).pipeline.slots[0].arena.fd).st_ino
 
 
 def test_no_descriptor_for_a_connection_costs_no_slot(spool, monkeypatch):
@@ -47,7 +47,7 @@ def test_no_descriptor_for_a_connection_costs_no_slot(spool, monkeypatch):
 def test_error_after_a_save_costs_no_slot(spool, monkeypatch):
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(made_of(ckpt).daemon, "keep", lambda: 1 // 0)
+            patch.setattr(internals(ckpt).daemon, "keep", lambda: 1 // 0)
             ckpt.save(1, tensors(1)).wait(timeout=60)
             ckpt.save(2, tensors(2)).wait(timeout=60)
         ckpt.save(3, tensors(3)).wait(timeout=60)
@@ -71,7 +71,7 @@ def test_a_daemon_that_only_listens_gets_nothing_and_blocks_nobody(spool):
 
 def test_memory_that_a_device_writes_to_keeps_its_pages(spool, fake):
     slot, layout = Slot(0), plan_layout({"x": torch.zeros(1000)})
-    slot.fit(8 << 20)
+    slot.reserve(8 << 20)
     slot.pin(torch.device("cuda", 0))
     for _ in range(3):
         slot.lay_out(layout)
@@ -79,7 +79,7 @@ def test_memory_that_a_device_writes_to_keeps_its_pages(spool, fake):
     slot._unpin()
     slot.lay_out(layout)
     assert pages(slot.arena) < 1 << 20
-    assert slot.fit(8 << 20) and pages(slot.arena) == 8 << 20, "what is promised is there"
+    assert slot.reserve(8 << 20) and pages(slot.arena) == 8 << 20, "what is promised is there"
 
 
 def test_an_arena_of_a_living_trainer_is_nobody_elses(spool, daemon):
@@ -87,7 +87,7 @@ def test_an_arena_of_a_living_trainer_is_nobody_elses(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as first:
         first.save(1, tensors(1)).wait(timeout=60)
         shared = inode(first)
-        made_of(first).handoff._drop(made_of(first).handoff.line.connection, gone=False)
+        internals(first).handoff._drop(internals(first).handoff.line.connection, gone=False)
         wait_until(lambda: daemon.handoff.orphans)
         state = tensors(0)
         with tierd.Checkpointer(spool.root, "run") as second:
@@ -103,7 +103,7 @@ def test_an_arena_of_a_living_trainer_is_nobody_elses(spool, daemon):
 def test_a_line_that_the_daemon_ends_leaves_no_orphan(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         ckpt.save(1, tensors(1)).wait(timeout=60)
-        socket.send_fds(made_of(ckpt).handoff.line.connection, [b"no message"], [])
+        socket.send_fds(internals(ckpt).handoff.line.connection, [b"no message"], [])
         wait_until(lambda: not daemon.handoff.connections)
         assert not daemon.handoff.orphans
         ckpt.save(2, tensors(2)).wait(timeout=60)
@@ -111,8 +111,8 @@ def test_a_line_that_the_daemon_ends_leaves_no_orphan(spool, daemon):
 
 
 def test_a_restore_waits_for_no_living_trainer(spool, daemon, monkeypatch):
-    go, real = threading.Event(), handoff.write_part
-    monkeypatch.setattr(handoff, "write_part", lambda *a: go.wait(60) and real(*a))
+    go, real = threading.Event(), handoff_socket.write_part
+    monkeypatch.setattr(handoff_socket, "write_part", lambda *a: go.wait(60) and real(*a))
     with tierd.Checkpointer(spool.root, "other") as busy:
         save = busy.save(1, tensors(1))
         with tierd.Checkpointer(spool.root, "run") as ckpt:
@@ -125,7 +125,7 @@ def test_a_restore_waits_for_no_living_trainer(spool, daemon, monkeypatch):
 def test_an_arena_that_was_outgrown_gives_its_memory_back(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         ckpt.save(1, {"x": torch.zeros(1 << 20)}).wait(timeout=60)
-        old = Arena.received(os.dup(made_of(ckpt).pipeline.slots[0].arena.fd))
+        old = Arena.received(os.dup(internals(ckpt).pipeline.slots[0].arena.fd))
         assert pages(old) >= 4 << 20
         ckpt.save(2, {"x": torch.ones(2 << 20)}).wait(timeout=60)
         assert pages(old) == 0
@@ -138,14 +138,14 @@ def test_an_arena_that_was_outgrown_gives_its_memory_back(spool, daemon):
 
 def test_a_state_that_grows_within_its_arena_finds_its_memory_touched(spool, monkeypatch):
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
-        made_of(ckpt).pipeline.reserve(16 << 20)
+        internals(ckpt).pipeline.reserve(16 << 20)
         for step in (1, 2):
             ckpt.save(step, {"x": torch.zeros(1 << 20)}).wait()
-        arena = made_of(ckpt).pipeline.slots[0].arena
+        arena = internals(ckpt).pipeline.slots[0].arena
         assert pages(arena) < 5 << 20
         monkeypatch.setattr(slots, "available", lambda: 0)
         ckpt.save(3, {"x": torch.ones(3 << 20)}).wait()  # no memory for it now: it is streamed, not killed
-        assert made_of(ckpt).pipeline.slots[0].arena is not arena
+        assert internals(ckpt).pipeline.slots[0].arena is not arena
         monkeypatch.undo()
         ckpt.save(4, {"x": torch.ones(3 << 20)}).wait()
     state = {"x": None}
@@ -170,17 +170,16 @@ class Keeper(torch.nn.Module):
 
 def test_extra_state_from_memory_is_not_overwritten_by_the_next_save(spool):
     from tierd.state.capturer import Capturer
-    from tierd.state.flatten import unflatten
-    from tierd.state.load import load
-    from tierd.state.tensor_file import copy, targets
+    from tierd.state.state_loading import load_restored, unflatten
+    from tierd.state.tensor_file import copy_tensors, target_views
 
     capture = Capturer().capture({"model": Keeper()})
     arena = Arena(capture.layout.size)
     arena.view[: len(capture.layout.header)] = capture.layout.header
-    copy(targets(capture.layout, arena.view), capture.tensors)
+    copy_tensors(target_views(capture.layout, arena.view), capture.tensors)
     state = {"model": Keeper()}
     image = arena.view[: capture.layout.size]
-    load(state, unflatten(capture.tree(), image), handed_over=True, file=image)
+    load_restored(state, unflatten(capture.tree(), image), handed_over=True, file=image)
     arena.view[len(capture.layout.header) : capture.layout.size] = bytes(
         capture.layout.size - len(capture.layout.header)
     )
@@ -193,4 +192,4 @@ def test_gate_forgets_saves_that_nobody_waits_for(spool):
         ckpt.attach(torch.optim.SGD([weight], lr=0.1))
         for step in range(20):
             ckpt.save(step, {"w": weight}).wait(timeout=60)
-        assert len(made_of(ckpt).gate._pending) <= 2
+        assert len(internals(ckpt).gate._pending) <= 2

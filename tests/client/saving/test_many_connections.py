@@ -19,8 +19,8 @@ from support.training import restored, same, tensors
 from support.waiting import wait_until
 
 import tierd
-from tierd.daemon import handoff_lines
-from tierd.ipc.client import connect
+from tierd.daemon import client_connections
+from tierd.ipc.daemon_connection import connect_to_daemon
 from tierd.spool.arena import Arena
 
 CROWD = 300  # connections; each has two descriptors in this process, which is the daemon, too
@@ -53,7 +53,7 @@ def crowd(spool, daemon) -> Iterator[list[socket.socket]]:
         found = []
         for _ in range(CROWD):
             peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            connect(peer, spool.handoff_socket)
+            connect_to_daemon(peer, spool.handoff_socket)
             peer.settimeout(60)
             found.append(peer)
         yield found
@@ -66,14 +66,20 @@ def first_words(peers: list[socket.socket]) -> list[dict]:
 def test_more_connections_than_the_cap_are_refused_by_name_and_cost_nothing(crowd, daemon, caplog):
     """The issue's row: 1,479 connections made 1,488 threads."""
     said = first_words(crowd)
-    assert [one["ok"] for one in said] == [True] * handoff_lines.MOST + [False] * (CROWD - handoff_lines.MOST)
-    assert {(one["error"], str(handoff_lines.MOST) in one["message"]) for one in said if not one["ok"]} == {
-        ("DaemonUnavailable", True)
-    }
+    assert [one["ok"] for one in said] == [True] * client_connections.MAX_HANDOFF_CONNECTIONS + [False] * (
+        CROWD - client_connections.MAX_HANDOFF_CONNECTIONS
+    )
+    assert {
+        (one["error"], str(client_connections.MAX_HANDOFF_CONNECTIONS) in one["message"])
+        for one in said
+        if not one["ok"]
+    } == {("DaemonUnavailable", True)}
     assert crowd[-1].recv(1 << 16) == b""  # and the connection ended
-    assert threads() == handoff_lines.MOST == len(daemon.handoff.connections)
+    assert threads() == client_connections.MAX_HANDOFF_CONNECTIONS == len(daemon.handoff.connections)
     sockets = [one for one in os.listdir("/proc/self/fd") if _leads_to_a_socket(one)]
-    assert len(sockets) < CROWD + handoff_lines.MOST + 50  # the daemon keeps none of those that it refused
+    assert (
+        len(sockets) < CROWD + client_connections.MAX_HANDOFF_CONNECTIONS + 50
+    )  # the daemon keeps none of those that it refused
     logged = [*caplog.get_records("setup"), *caplog.records]
     refusals = [record for record in logged if "refused" in record.getMessage()]
     assert len(refusals) == 1  # a flood of them fills no log
@@ -86,12 +92,14 @@ def test_a_save_beside_a_crowd_is_written_by_the_trainer_and_then_handed_over_ag
         ckpt.save(1, tensors(1)).wait(timeout=60)
         ckpt.save(2, tensors(2)).wait(timeout=60)
         assert ckpt.stats.handed_over == 0  # the daemon refused, and the trainer went on by itself
-        assert threads() == handoff_lines.MOST
+        assert threads() == client_connections.MAX_HANDOFF_CONNECTIONS
         said = [
             record.getMessage() for record in caplog.records if "writes its checkpoints itself" in record.getMessage()
         ]
-        assert len(said) == 1 and str(handoff_lines.MOST) in said[0] and str(spool.root) in said[0]
-        monkeypatch.setattr(handoff_lines, "QUIET", 0.2)
+        assert (
+            len(said) == 1 and str(client_connections.MAX_HANDOFF_CONNECTIONS) in said[0] and str(spool.root) in said[0]
+        )
+        monkeypatch.setattr(client_connections, "HANDOFF_IDLE_S", 0.2)
         time.sleep(0.3)
         steps = itertools.count(3)
 
@@ -101,7 +109,7 @@ def test_a_save_beside_a_crowd_is_written_by_the_trainer_and_then_handed_over_ag
             return ckpt.stats.handed_over > 0
 
         wait_until(is_handed_over)  # idle connections give way; a refusal may still be on its way
-        wait_until(lambda: threads() <= handoff_lines.MOST)
+        wait_until(lambda: threads() <= client_connections.MAX_HANDOFF_CONNECTIONS)
         last, before = next(steps), ckpt.stats.handed_over
         ckpt.save(last, tensors(last)).wait(timeout=60)
         assert ckpt.stats.handed_over == before + 1
@@ -110,12 +118,12 @@ def test_a_save_beside_a_crowd_is_written_by_the_trainer_and_then_handed_over_ag
 
 def test_trainer_with_a_handed_over_snapshot_gives_way_last_and_loses_nothing(spool, daemon, monkeypatch):
     """A trainer between two saves is silent for long; it stays while others hold connections for nothing."""
-    monkeypatch.setattr(handoff_lines, "MOST", 4)
-    monkeypatch.setattr(handoff_lines, "QUIET", 0.0)
+    monkeypatch.setattr(client_connections, "MAX_HANDOFF_CONNECTIONS", 4)
+    monkeypatch.setattr(client_connections, "HANDOFF_IDLE_S", 0.0)
 
     def newcomer() -> None:
         peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        connect(peer, spool.handoff_socket)
+        connect_to_daemon(peer, spool.handoff_socket)
         peer.settimeout(60)
         assert msgspec.json.decode(peer.recv(1 << 16))["ok"]
 
@@ -155,7 +163,7 @@ def test_handoff_without_a_thread_is_a_refusal_and_the_daemon_continues(spool, d
     monkeypatch.setattr(threading.Thread, "start", start)
     refusing.set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-        connect(peer, spool.handoff_socket)
+        connect_to_daemon(peer, spool.handoff_socket)
         peer.settimeout(60)
         (said,) = first_words([peer])
         assert not said["ok"] and "thread" in said["message"]

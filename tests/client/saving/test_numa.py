@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import numa
+from tierd.client.checkpointer import internals
+from tierd.client.saving import slots
 from tierd.client.saving.slots import Slot
 from tierd.spool.arena import Arena
 from tierd.state import cuda
@@ -22,7 +22,7 @@ from tierd.state import cuda
 GPU = torch.device("cuda", 1)
 
 
-class Kernel(numa.Kernel):
+class Kernel(slots.Kernel):
     """Remembers what was asked, as (bytes, node)."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Kernel(numa.Kernel):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(numa, "kernel", Kernel())
-    return numa.kernel
+    monkeypatch.setattr(slots, "kernel", Kernel())
+    return slots.kernel
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def machine(monkeypatch, tmp_path):
             path = tmp_path / "sys" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n")
-        monkeypatch.setattr(numa, "SYS", tmp_path / "sys")
+        monkeypatch.setattr(slots, "SYSFS", tmp_path / "sys")
 
     return make
 
@@ -67,11 +67,11 @@ def test_an_arena_is_placed_before_its_pages_are_there(fake, kernel, machine, mo
     order, real = [], Arena.prefault
     monkeypatch.setattr(Arena, "prefault", lambda arena: (order.append(list(kernel.asked)), real(arena)))
     slot = Slot(0)
-    assert slot.fit(1 << 20, GPU)
+    assert slot.reserve(1 << 20, GPU)
     assert order == [[(1 << 20, 1)]]
-    assert slot.fit(2 << 20)  # for the same device
+    assert slot.reserve(2 << 20)  # for the same device
     assert kernel.asked[1:] == [(slot.arena.size, 1)], "what grew has some room"
-    assert slot.fit(1 << 20, GPU) and len(kernel.asked) == 2, "it has all its pages"
+    assert slot.reserve(1 << 20, GPU) and len(kernel.asked) == 2, "it has all its pages"
     slot.drop()
 
 
@@ -81,7 +81,7 @@ def test_saves_and_restores_of_a_state_on_a_device_are_placed(fake, kernel, mach
     for number in range(2):
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             checkpointer.restore(state)
-            made_of(checkpointer).pipeline.drain()
+            internals(checkpointer).pipeline.drain()
             assert {node for _, node in kernel.asked} == {1}, "made ready, or read into"
             kernel.asked.clear()
             checkpointer.save(number, state).wait(timeout=60)
@@ -101,7 +101,7 @@ def test_who_was_started_with_a_policy_keeps_it(fake, kernel, machine):
     machine("0-1", "0", "1")
     kernel.policy = True
     slot = Slot(0)
-    assert slot.fit(1 << 20, GPU) and not kernel.asked
+    assert slot.reserve(1 << 20, GPU) and not kernel.asked
     slot.drop()
 
 
@@ -112,18 +112,18 @@ def test_a_kernel_that_refuses_is_no_error(fake, kernel, machine, caplog, number
     kernel.refuses = number
     caplog.set_level(logging.DEBUG, "tierd")
     slot = Slot(0)
-    assert slot.fit(1 << 20, GPU)
+    assert slot.reserve(1 << 20, GPU)
     assert [(record.levelno, "lies on any NUMA node" in record.message) for record in caplog.records] == [(10, True)]
     slot.drop()
 
 
 def test_a_machine_that_does_not_say_is_no_error(fake, kernel, machine, monkeypatch):
     machine("0-1", "0")  # no such device, as where sysfs shows none
-    numa.place(Arena(4096), GPU)
+    slots.place_near_device(Arena(4096), GPU)
     monkeypatch.setattr(fake, "pci_address", lambda device: None)
-    numa.place(Arena(4096), GPU)
+    slots.place_near_device(Arena(4096), GPU)
     monkeypatch.setattr(fake, "pci_address", lambda device: _fails())
-    numa.place(Arena(4096), GPU)
+    slots.place_near_device(Arena(4096), GPU)
     assert not kernel.asked
 
 
@@ -142,13 +142,13 @@ def test_where_a_device_is_on_the_bus(monkeypatch):
 # -- this machine's kernel --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(platform.machine() not in numa._NUMBERS, reason="no number is known for these calls here")
+@pytest.mark.skipif(platform.machine() not in slots._NUMBERS, reason="no number is known for these calls here")
 def test_kernel_takes_the_given_node_for_a_preference():
     arena = Arena(1 << 20)
     try:
-        assert numa.Kernel().has_policy() is False
+        assert slots.Kernel().has_policy() is False
         node = int(Path("/sys/devices/system/node/has_memory").read_text().strip().replace(",", "-").split("-")[0])
-        numa.Kernel().prefer(torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr(), arena.size, node)
+        slots.Kernel().prefer(torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr(), arena.size, node)
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EPERM):
             pytest.skip(f"this kernel, or this container, refuses: {error}")
@@ -159,11 +159,11 @@ def test_kernel_takes_the_given_node_for_a_preference():
     ]
     assert f"prefer:{node}" in reported
     with pytest.raises(OSError, match="mbind"):
-        numa.Kernel().prefer(torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr(), arena.size, 4000)
+        slots.Kernel().prefer(torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr(), arena.size, 4000)
     assert os.fstat(arena.fd).st_blocks * 512 == 1 << 20
 
 
 def test_another_machines_calls_have_no_number_here(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
     with pytest.raises(OSError, match="s390x"):
-        numa.Kernel().has_policy()
+        slots.Kernel().has_policy()

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tierd.client.saving.sampling import _WHOLE, DeferredTensors, TensorSample
+from tierd.client.saving.write_sampling import _WHOLE, DeferredTensors, TensorSample
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.float8_e5m2, torch.int64]
 

@@ -17,12 +17,11 @@ import torch
 from support.training import fresh, restored, same, tensors, train
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import pipeline, slots
-from tierd.client.saving.save_records import SaveRecords
+from tierd.client.checkpointer import internals
+from tierd.client.saving import save_pipeline, slots
+from tierd.client.saving.savers import SaveRecords
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, SpoolFull
-from tierd.spool.arena import Arena, available
-from tierd.spool.control_groups import limited_groups
+from tierd.spool.arena import Arena, available, limited_groups
 
 
 class Brake:
@@ -30,8 +29,8 @@ class Brake:
 
     def __init__(self, monkeypatch) -> None:
         self.go = threading.Event()
-        real = pipeline.write_part
-        monkeypatch.setattr(pipeline, "write_part", lambda *a: self.go.wait(60) and real(*a))
+        real = save_pipeline.write_part
+        monkeypatch.setattr(save_pipeline, "write_part", lambda *a: self.go.wait(60) and real(*a))
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_a_save_may_be_skipped_instead(spool, brake, caplog):
             skipped.wait()
         assert (ckpt.stats.saves, ckpt.stats.skipped, ckpt.stats.failed) == (1, 1, 0)
         brake.go.set()
-        made_of(ckpt).pipeline.drain()
+        internals(ckpt).pipeline.drain()
         ckpt.save(2, tensors(2)).wait()  # the step is still free
     assert same(restored(spool)[1], 2)
 
@@ -82,10 +81,10 @@ def test_a_save_may_fail_instead(spool, brake):
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_slot_is_free_once_its_save_has_ended_well_or_not(spool, monkeypatch, broken):
     """What follows the end, such as a word with the daemon, takes a while."""
-    real = SaveRecords.ended
-    monkeypatch.setattr(SaveRecords, "ended", lambda *a: real(*a) or time.sleep(0.3))
+    real = SaveRecords.record_end
+    monkeypatch.setattr(SaveRecords, "record_end", lambda *a: real(*a) or time.sleep(0.3))
     if broken:
-        monkeypatch.setattr(pipeline, "write_part", lambda *a: os.stat(spool.root / "none"))
+        monkeypatch.setattr(save_pipeline, "write_part", lambda *a: os.stat(spool.root / "none"))
     lost = pytest.raises(SaveFailed, match="in no place") if broken else nullcontext()
     with lost, opened(spool, when_busy="fail") as ckpt:
         for step in (1, 2, 3):
@@ -126,7 +125,7 @@ def test_a_state_that_memory_does_not_hold_is_streamed(spool, monkeypatch, caplo
         for value in state.values():
             value.zero_()
         save.wait()
-        assert made_of(ckpt).pipeline.slots[0].arena.size <= (16 << 20 if not spare else 48 << 20)
+        assert internals(ckpt).pipeline.slots[0].arena.size <= (16 << 20 if not spare else 48 << 20)
         assert ("streams it" in caplog.text) == (spare == 0)
         ckpt.restore(state)
     assert all(torch.equal(state[name], saved[name]) for name in state)
@@ -151,7 +150,7 @@ def test_a_streamed_save_that_fails_is_a_value_all_the_same(spool, monkeypatch):
     monkeypatch.setattr(slots, "available", lambda: 0)
     with opened(spool) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "write_part", full)
+            patch.setattr(save_pipeline, "write_part", full)
             save = ckpt.save(1, tensors(1))
         with pytest.raises(SaveFailed) as failed:
             save.wait()
@@ -175,7 +174,7 @@ def test_small_arena_is_no_larger_than_the_state_and_a_share_of_free_memory(monk
     monkeypatch.setattr(slots, "available", lambda: spare << 20)
     monkeypatch.setattr(Arena, "prefault", refused)
     slot = slots.Slot(0)
-    assert not slot.fit(size << 20) and slot.arena.size == small << 20
+    assert not slot.reserve(size << 20) and slot.arena.size == small << 20
 
 
 def refused(self, size=None):
@@ -194,11 +193,11 @@ def test_slot_tries_a_smaller_arena_where_the_system_refuses_a_larger(monkeypatc
     monkeypatch.setattr(slots, "available", lambda: 1 << 30)
     monkeypatch.setattr(slots, "Arena", allocate)
     slot = slots.Slot(0)
-    assert not slot.fit(96 << 20) and asked == [96, 96, 48, 24, 16]
+    assert not slot.reserve(96 << 20) and asked == [96, 96, 48, 24, 16]
     assert "finds no memory although" in caplog.text and "through 16777216 bytes" in caplog.text
     monkeypatch.setattr(slots, "Arena", refused)
     with pytest.raises(MemoryError):
-        slot.fit(96 << 20)
+        slot.reserve(96 << 20)
 
 
 def test_streamed_state_is_warned_of_once_until_a_state_fits_again(monkeypatch, caplog):
@@ -206,7 +205,7 @@ def test_streamed_state_is_warned_of_once_until_a_state_fits_again(monkeypatch, 
     for spare in (0, 0, 1 << 30, 0, 0):
         monkeypatch.setattr(slots, "available", lambda spare=spare: spare)
         slot.drop()
-        assert slot.fit(1 << 20) == bool(spare)
+        assert slot.reserve(1 << 20) == bool(spare)
         warned.append(caplog.text.count("streams it"))
     assert warned == [1, 1, 1, 2, 2]
 
@@ -218,17 +217,17 @@ def test_restoring_makes_the_arena_ready_before_an_optimizer_has_any_state(spool
     state = fresh()
     with opened(spool) as ckpt:
         assert ckpt.restore(state) is None
-        made_of(ckpt).pipeline.drain()
-        arena = made_of(ckpt).pipeline.slots[0].arena
+        internals(ckpt).pipeline.drain()
+        arena = internals(ckpt).pipeline.slots[0].arena
         train(state, 2)
         ckpt.save(1, state).wait()
-        assert made_of(ckpt).pipeline.slots[0].arena is arena, "it was large enough for what training has by then"
+        assert internals(ckpt).pipeline.slots[0].arena is arena, "it was large enough for what training has by then"
     with opened(spool) as ckpt:
         assert ckpt.restore(state).step == 1
-        made_of(ckpt).pipeline.drain()
-        arena = made_of(ckpt).pipeline.slots[0].arena
+        internals(ckpt).pipeline.drain()
+        arena = internals(ckpt).pipeline.slots[0].arena
         ckpt.save(2, state).wait()
-        assert made_of(ckpt).pipeline.slots[0].arena is arena
+        assert internals(ckpt).pipeline.slots[0].arena is arena
 
 
 @pytest.mark.parametrize(
@@ -253,10 +252,10 @@ def test_size_of_a_state_is_estimated_before_the_first_step(kind, options, times
 
 def test_memory_that_was_made_ready_for_nothing_is_given_back(spool):
     with opened(spool) as ckpt:
-        made_of(ckpt).pipeline.reserve(64 << 20)
+        internals(ckpt).pipeline.reserve(64 << 20)
         ckpt.save(1, tensors(1)).wait()
         ckpt.save(2, tensors(2)).wait()
-        arena = made_of(ckpt).pipeline.slots[0].arena
+        arena = internals(ckpt).pipeline.slots[0].arena
         assert arena.size == 64 << 20
 
         assert os.fstat(arena.fd).st_blocks * 512 < 1 << 20
@@ -302,13 +301,13 @@ HYBRID = "9:cpu:/\n4:hugetlb,memory:/job/one\n1:name=systemd:/job\n0::/session\n
 def test_every_control_group_above_reports_its_free_memory(tmp_path, groups, made, left):
     for path, *numbers in made:
         group(tmp_path / path, *numbers, first=path.startswith("memory"))
-    assert [one.left() for one in limited_groups(groups, tmp_path)] == left
+    assert [one.left_bytes() for one in limited_groups(groups, tmp_path)] == left
 
 
 def test_a_group_throttles_its_processes_above_its_high_limit(tmp_path):
     group(tmp_path / "job", "max", 60)
     (tmp_path / "job" / "memory.high").write_text("100\n")
-    assert [(one.limit, one.left()) for one in limited_groups("0::/job\n", tmp_path)] == [(100, 40)]
+    assert [(one.limit, one.left_bytes()) for one in limited_groups("0::/job\n", tmp_path)] == [(100, 40)]
 
 
 def test_the_tightest_control_group_bounds_an_arena(monkeypatch, tmp_path):

@@ -16,8 +16,8 @@ from support.world import Daemon, steps_on
 
 import tierd
 import tierd.dcp
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import handoff
+from tierd.client.checkpointer import internals
+from tierd.client.saving import snapshot_handoff
 from tierd.core.errors import SaveFailed, SpoolFull
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -32,7 +32,7 @@ def test_a_full_disk_gives_up_verified_copies_and_every_save_succeeds(spool, mon
     """Row 6: 6 MB, a state of 2.4 MB, a healthy tier, 18 saves."""
     disk = SmallDisk(monkeypatch, spool.root, 6_000_000)
     if not handed_over:
-        monkeypatch.setattr(handoff.HandoffClient, "renew", lambda self, patience_s=0.0: False)
+        monkeypatch.setattr(snapshot_handoff.HandoffClient, "renew", lambda self, patience_s=0.0: False)
     store = Double()
     with Daemon(spool.root, {"tier": store}, keep=100, keep_local=3) as daemon:
         with tierd.Checkpointer(spool.root, "run") as ckpt:
@@ -125,7 +125,7 @@ def test_a_dcp_save_that_finds_the_disk_full_is_tried_again(spool, monkeypatch):
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         monkeypatch.setattr(
-            made_of(ckpt).daemon, "make_room", lambda part, size, quota: asked.append((size, quota)) or True
+            internals(ckpt).daemon, "make_room", lambda part, size, quota: asked.append((size, quota)) or True
         )
         dcp.save(state(1), storage_writer=tierd.dcp.StorageWriter(ckpt, 1), no_dist=True)
     assert asked == [(2_400_000, False)] and len(tries) == 2 and len(spool.parts()) == 1

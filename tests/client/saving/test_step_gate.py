@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tierd
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.client.saving.slots import Slot
 from tierd.core.errors import ConfigError, TornSnapshot
 from tierd.state.capture import Capture
@@ -206,12 +206,12 @@ def test_an_interrupted_save_is_no_checkpoint_and_holds_no_step(spool, local, jo
         if where == "while save waits":
             after(0.1, interrupt)
         else:
-            patch.setattr(made_of(local).gate, "watch", interrupt)
+            patch.setattr(internals(local).gate, "watch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             local.save(1, job)
         for buffer in job["model"].buffers():
             buffer.zero_()
-        made_of(local).pipeline.drain()
+        internals(local).pipeline.drain()
     assert not committed(spool)
     train(job)
     reference = frozen(job)
@@ -239,7 +239,7 @@ def test_an_interrupt_while_a_blocking_save_encodes_leaves_no_torn_checkpoint(sp
         local.save(1, state)
     for tensor in state["model"].state_dict().values():
         tensor.zero_()
-    made_of(local).pipeline.drain()
+    internals(local).pipeline.drain()
     if committed(spool):
         check(spool, 1, reference)
 

@@ -25,16 +25,16 @@ from support.training import restored, same, tensors
 from support.waiting import wait_until
 
 import tierd
-from tierd.client import attachment
-from tierd.client.checkpointer import made_of
-from tierd.client.saving import handoff as client
-from tierd.client.saving import packets, pipeline
-from tierd.client.timings import USUAL
+from tierd.client import daemon_attachment
+from tierd.client.checkpointer import internals
+from tierd.client.client_timings import USUAL_TIMINGS
+from tierd.client.saving import handoff_packets, save_pipeline
+from tierd.client.saving import snapshot_handoff as client
 from tierd.core.errors import DaemonUnavailable, SaveFailed
-from tierd.daemon import handoff
-from tierd.daemon.spool_space import FreedSpace
+from tierd.daemon import handoff_socket
+from tierd.daemon.reconciling.client_requests import FreedSpace
 from tierd.ipc import messages
-from tierd.ipc.handoff_messages import Lend
+from tierd.ipc.message_codec import LendArena
 from tierd.spool.arena import Arena
 
 pytestmark = pytest.mark.usefixtures("quick", "prompt")
@@ -43,26 +43,26 @@ pytestmark = pytest.mark.usefixtures("quick", "prompt")
 @pytest.fixture
 def prompt(quick, monkeypatch) -> None:
     """What a save waits for is as short as ever."""
-    timed_client(monkeypatch, greeting_s=USUAL.greeting_s)
+    timed_client(monkeypatch, greeting_s=USUAL_TIMINGS.greeting_s)
 
 
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
     """How long the client was ready to wait for a packet, each time in seconds."""
-    found, real = [], packets.receive
+    found, real = [], handoff_packets.receive_packet
 
     def receive(connection, silence_s, most_fds=0):
         found.append(silence_s)
         return real(connection, silence_s, most_fds)
 
-    monkeypatch.setattr(client, "receive", receive)
+    monkeypatch.setattr(client, "receive_packet", receive)
     return found
 
 
 class Hold:
     """Holds what the daemon does in one place until it is let go."""
 
-    def __init__(self, monkeypatch, name: str, owner: object = handoff) -> None:
+    def __init__(self, monkeypatch, name: str, owner: object = handoff_socket) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         real = getattr(owner, name)
 
@@ -87,7 +87,7 @@ def test_a_stopped_daemon_is_met_once_and_nothing_is_lost(spool, tmp_path, caplo
             assert save_all(ckpt, range(first, first + 40)) < MOST_BLOCKED_S
             assert caplog.text.count("the daemon was silent") == 1
             process.send_signal(signal.SIGCONT)
-            made_of(ckpt).handoff.not_before = 0.0  # as after half a minute
+            internals(ckpt).handoff.not_before = 0.0  # as after half a minute
             last = hand_over(ckpt, first + 40)
             assert ckpt.stats.failed == 0
         check_nothing_failed(spool)
@@ -127,14 +127,14 @@ def test_an_optimizers_step_waits_for_no_stopped_daemon(spool, tmp_path, caplog)
 
 def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wakes(spool, tmp_path, monkeypatch):
     timed_client(monkeypatch, alone_s=0.05)
-    handed_over: list[Lend] = []
-    real = packets.send
+    handed_over: list[LendArena] = []
+    real = handoff_packets.send_packet
 
     def send(connection, message, *fds):
-        handed_over.extend([message] if isinstance(message, Lend) else [])
+        handed_over.extend([message] if isinstance(message, LendArena) else [])
         real(connection, message, *fds)
 
-    monkeypatch.setattr(client, "send", send)
+    monkeypatch.setattr(client, "send_packet", send)
     state = {"x": torch.zeros(1 << 20)}  # 4 MiB
     slots = 2
     with running(spool, tmp_path / "tier") as process, tierd.Checkpointer(spool.root, "run", slots=slots) as ckpt:
@@ -142,17 +142,17 @@ def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wake
         for _ in range(4):
             for _ in range(slots):
                 step = hand_over(ckpt, step, state)
-            arena = max(slot.arena.size for slot in made_of(ckpt).pipeline.slots if slot.arena)
+            arena = max(slot.arena.size for slot in internals(ckpt).pipeline.slots if slot.arena)
             process.send_signal(signal.SIGSTOP)
             handed_over.clear()
             assert save_all(ckpt, range(step, step + 10), state) < MOST_BLOCKED_S
             step += 10
             assert len(handed_over) <= slots, "nothing is lent to a daemon that has not greeted"
             assert held_bytes(process) < (2 * slots + 1) * arena
-            before = made_of(ckpt).handoff.line
+            before = internals(ckpt).handoff.line
             process.send_signal(signal.SIGCONT)
             assert before is None, "it is used again only after its greeting"
-        made_of(ckpt).handoff.not_before = time.monotonic() + 3600
+        internals(ckpt).handoff.not_before = time.monotonic() + 3600
         wait_until(lambda: held_bytes(process) == 0)
         check_nothing_failed(spool)
         assert ckpt.stats.failed == 0
@@ -174,7 +174,7 @@ def test_a_daemon_that_is_stopped_before_its_first_snapshot_holds_no_memory(spoo
                 process.wait()
                 stack.enter_context(running(spool, tmp_path / "other"))
             hand_over(ckpt, 20)
-            assert made_of(ckpt).handoff.not_before == 0.0
+            assert internals(ckpt).handoff.not_before == 0.0
         check_nothing_failed(spool)
 
 
@@ -182,7 +182,7 @@ def test_a_daemon_that_is_stopped_before_its_first_snapshot_holds_no_memory(spoo
 
 
 def test_greeting_that_arrives_late_holds_up_no_save(spool, daemon, monkeypatch, waits):
-    late = Hold(monkeypatch, "greeting", handoff.replies)
+    late = Hold(monkeypatch, "greeting", handoff_socket.message_codec)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         for step in range(10):
             ckpt.save(step, tensors(step)).wait(timeout=60)
@@ -195,7 +195,7 @@ def test_greeting_that_arrives_late_holds_up_no_save(spool, daemon, monkeypatch,
 
 def test_a_daemon_that_reads_a_packet_a_second_is_met_once(spool, daemon, monkeypatch, caplog):
     slow = {"recv_fds": lambda *arguments: time.sleep(1.0) or socket.recv_fds(*arguments)}
-    monkeypatch.setattr(handoff, "socket", SimpleNamespace(**{**vars(socket), **slow}))
+    monkeypatch.setattr(handoff_socket, "socket", SimpleNamespace(**{**vars(socket), **slow}))
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         assert save_all(ckpt, range(20)) < MOST_BLOCKED_S
         assert caplog.text.count("the daemon was silent") == 1
@@ -206,20 +206,20 @@ def test_a_daemon_that_reads_a_packet_a_second_is_met_once(spool, daemon, monkey
 
 
 def test_a_full_socket_is_waited_for_by_nobody(spool, daemon, monkeypatch, waits):
-    monkeypatch.setattr(handoff, "socket", SimpleNamespace(**vars(socket)))
-    reading = Hold(monkeypatch, "recv_fds", handoff.socket)
+    monkeypatch.setattr(handoff_socket, "socket", SimpleNamespace(**vars(socket)))
+    reading = Hold(monkeypatch, "recv_fds", handoff_socket.socket)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
-        connection = made_of(ckpt).handoff.line.connection
+        wait_until(internals(ckpt).handoff.renew)
+        connection = internals(ckpt).handoff.line.connection
         with pytest.raises(BlockingIOError):
             for _ in range(100_000):
-                packets.send(connection, client.HELLO)
+                handoff_packets.send_packet(connection, client.HELLO)
         waits.clear()
         for step in range(5):
             ckpt.save(step, tensors(step)).wait(timeout=60)
         assert waits == [] and ckpt.stats.failed == 0 and ckpt.stats.handed_over == 0
         reading.go.set()
-        made_of(ckpt).handoff.not_before = 0.0
+        internals(ckpt).handoff.not_before = 0.0
         hand_over(ckpt, 5)
     wait_until(lambda: not daemon.handoff.busy)
 
@@ -234,9 +234,9 @@ def test_who_falls_silent_again_and_again_is_left_alone_ever_longer(spool):
 
 def test_a_daemon_that_answers_is_trusted_again(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        made_of(ckpt).handoff.silences = 5
+        internals(ckpt).handoff.silences = 5
         hand_over(ckpt, 0)
-        assert made_of(ckpt).handoff.silences == 0
+        assert internals(ckpt).handoff.silences == 0
 
 
 # -- a daemon that works, for however long ----------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_daemon_that_works_for_long_is_not_called_silent(spool, daemon, monkey
     timed_client(monkeypatch, silence_s=1.5)
     working = Hold(monkeypatch, "write_part")
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
+        wait_until(internals(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         assert working.begun.wait(60)
         time.sleep(4.5)
@@ -262,7 +262,7 @@ def test_a_trainer_that_reads_nothing_does_not_hold_up_the_daemon(spool, daemon,
     working, reads, real = Hold(monkeypatch, "write_part"), threading.Event(), client.HandoffClient.answer
     monkeypatch.setattr(client.HandoffClient, "answer", lambda self, given: reads.wait(60) and real(self, given))
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
+        wait_until(internals(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         assert working.begun.wait(60)
         time.sleep(2.0)
@@ -297,10 +297,12 @@ def test_a_snapshot_that_its_trainer_wrote_meanwhile_did_not_fail(spool, daemon,
     timed_client(monkeypatch, silence_s=0.2)
     daemon.handoff.room = None
     if why == "the disk is full":
-        monkeypatch.setattr(handoff, "write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        monkeypatch.setattr(
+            handoff_socket, "write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
+        )
     working = Hold(monkeypatch, "write_part")
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
+        wait_until(internals(ckpt).handoff.renew)
         ckpt.save(1, tensors(1)).wait(timeout=60)
         assert working.begun.is_set() and ckpt.stats.failed == 0
         assert daemon.handoff.handed_over_bytes() > 0 and [one() for one in mapped] != []
@@ -318,9 +320,9 @@ def test_a_snapshot_that_its_trainer_wrote_meanwhile_did_not_fail(spool, daemon,
 def test_a_snapshot_that_a_waking_daemon_commits_first_is_there_once(spool, daemon, monkeypatch):
     monkeypatch.setattr(messages, "BEAT", 60.0)
     timed_client(monkeypatch, silence_s=0.2)
-    theirs, ours = Hold(monkeypatch, "write_part"), Hold(monkeypatch, "write_part", pipeline)
+    theirs, ours = Hold(monkeypatch, "write_part"), Hold(monkeypatch, "write_part", save_pipeline)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
+        wait_until(internals(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         assert ours.begun.wait(60)
         theirs.go.set()
@@ -358,16 +360,16 @@ class Unsynced:
 def test_a_part_that_a_waking_daemon_takes_back_is_written_by_its_trainer(spool, daemon, monkeypatch):
     daemon.handoff.room = None
     hold = Unsynced(spool, monkeypatch)
-    asked, real = [], pipeline.is_settled
+    asked, real = [], save_pipeline.wait_for_writer
 
     def is_settled(target, wait_s):
         asked.append(target)
         hold.go.set()  # the trainer has seen the part; now the daemon takes it back
         return real(target, wait_s)
 
-    monkeypatch.setattr(pipeline, "is_settled", is_settled)
+    monkeypatch.setattr(save_pipeline, "wait_for_writer", is_settled)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
+        wait_until(internals(ckpt).handoff.renew)
         ckpt.save(1, tensors(1)).wait(timeout=60)
         assert asked == [spool.path(spool.parts()[0])] and ckpt.stats.failed == 0
         wait_until(lambda: not daemon.handoff.busy)
@@ -379,7 +381,7 @@ def test_part_that_a_stopped_daemon_may_take_back_is_not_saved(spool, daemon, mo
     hold = Unsynced(spool, monkeypatch)
     timed_client(monkeypatch, settled_s=0.1)
     with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
+        wait_until(internals(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         with pytest.raises(SaveFailed) as failed:
             save.wait(timeout=60)
@@ -394,21 +396,21 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
     timed_client(monkeypatch, silence_s=0.2)
     working = Hold(monkeypatch, "write_part")
     with tierd.Checkpointer(spool.root, "run", slots=2) as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
-        made_of(ckpt).handoff.timings = replace(made_of(ckpt).handoff.timings, silence_s=60.0)
+        wait_until(internals(ckpt).handoff.renew)
+        internals(ckpt).handoff.timings = replace(internals(ckpt).handoff.timings, silence_s=60.0)
         state = {"x": torch.zeros(1 << 18)}
         working.go.set()
         for step in (1, 2):  # then both slots are handed over, and idle
             ckpt.save(step, state).wait(timeout=60)
-        handed_over = [slot.arena for slot in made_of(ckpt).pipeline.slots]
+        handed_over = [slot.arena for slot in internals(ckpt).pipeline.slots]
         assert all(handed_over) and ckpt.stats.handed_over == 2
         working.go.clear()
-        made_of(ckpt).handoff.line = client.HandoffConnection(
-            made_of(ckpt).handoff.line.connection, made_of(ckpt).handoff.line.handed_over, 0.2
+        internals(ckpt).handoff.line = client.HandoffConnection(
+            internals(ckpt).handoff.line.connection, internals(ckpt).handoff.line.handed_over, 0.2
         )
         ckpt.save(3, state).wait(timeout=60)
-        wait_until(lambda: made_of(ckpt).pipeline.free.qsize() == 2)
-        now = [slot.arena for slot in made_of(ckpt).pipeline.slots]
+        wait_until(lambda: internals(ckpt).pipeline.free.qsize() == 2)
+        now = [slot.arena for slot in internals(ckpt).pipeline.slots]
         assert not {id(one) for one in now} & {id(one) for one in handed_over}, "a daemon may still read those"
         assert all(os.fstat(one.fd).st_blocks * 512 >= 1 << 20 for one in now), "touched"
         working.go.set()
@@ -420,13 +422,13 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
 def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
     """Naming the attempt and making room ask the control socket, where a save waits for the answer."""
     timed_client(monkeypatch, room_silence_s=0.1, hello_s=0.2)
-    asked, real = [], attachment.Link
+    asked, real = [], daemon_attachment.DaemonConnection
 
     def link(spool, **more):
         asked.extend([more["silence_s"]] if "silence_s" in more else [])
         return real(spool, **more)
 
-    monkeypatch.setattr(attachment, "Link", link)
+    monkeypatch.setattr(daemon_attachment, "DaemonConnection", link)
     SmallDisk(monkeypatch, spool.root, 100_000)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(spool.socket))
@@ -437,22 +439,22 @@ def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
                     ckpt.save(step, {"x": torch.zeros(1 << 18)}).wait(timeout=60)
             assert asked == [], "it was found stopped when the launch began"
             later = {"monotonic": lambda: time.monotonic() + 3600}
-            monkeypatch.setattr(attachment, "time", SimpleNamespace(**{**vars(time), **later}))
+            monkeypatch.setattr(daemon_attachment, "time", SimpleNamespace(**{**vars(time), **later}))
             with pytest.raises(SaveFailed):
                 ckpt.save(4, {"x": torch.zeros(1 << 18)}).wait(timeout=60)
             assert asked == [0.1], "asked again after half a minute"
-            made_of(ckpt).records.saved.clear()  # closing would wait for the answer
+            internals(ckpt).records.saved.clear()  # closing would wait for the answer
 
 
 def test_trainer_does_not_ask_a_silent_daemon_for_room(spool, daemon, monkeypatch):
     monkeypatch.setattr(messages, "BEAT", 60.0)
     timed_client(monkeypatch, silence_s=0.2)
     working, asked = Hold(monkeypatch, "write_part"), []
-    monkeypatch.setattr(attachment.Attachment, "make_room", lambda *_: asked.append(1) or False)
+    monkeypatch.setattr(daemon_attachment.Attachment, "make_room", lambda *_: asked.append(1) or False)
     with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(made_of(ckpt).handoff.renew)
+        wait_until(internals(ckpt).handoff.renew)
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        monkeypatch.setattr(pipeline, "write_part", lambda *_: (_ for _ in ()).throw(full))
+        monkeypatch.setattr(save_pipeline, "write_part", lambda *_: (_ for _ in ()).throw(full))
         save = ckpt.save(1, tensors(1))
         with pytest.raises(SaveFailed):
             save.wait(timeout=60)
@@ -468,4 +470,4 @@ def test_a_daemon_that_makes_room_for_long_shows_so(spool, daemon, monkeypatch):
     monkeypatch.setattr(daemon.reconciler.room, "make", make)
     timed_client(monkeypatch, room_silence_s=1.5)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        assert made_of(ckpt).daemon.make_room(made_of(ckpt).launch.part(1), 1000, quota=False)
+        assert internals(ckpt).daemon.make_room(internals(ckpt).launch.part(1), 1000, quota=False)

@@ -20,13 +20,12 @@ from support.timed import timed_client
 from support.training import restored, same, tensors
 
 import tierd
+from tierd.client.saving.save_jobs import JobThread, Latch, _working
 from tierd.client.saving.snapshot import Snapshot
-from tierd.client.saving.worker import Latch, Worker, _working
 from tierd.core.errors import ConfigError
 
 ROOT = Path(tierd.__file__).parent.parent
-FILES = {"worker.py", "snapshot.py", "pipeline.py", "checkpointer.py", "state_saver.py", "save_records.py"}
-FILES |= {"step_gate.py", "save.py"}
+FILES = {"save_jobs.py", "snapshot.py", "save_pipeline.py", "checkpointer.py", "savers.py", "step_gate.py"}
 
 
 def test_a_latch_lets_everybody_through_once_it_is_open():
@@ -43,7 +42,7 @@ def test_a_latch_lets_everybody_through_once_it_is_open():
 
 
 def test_worker_runs_its_tasks_in_order_and_survives_their_errors(caplog):
-    worker, done = Worker("test"), []
+    worker, done = JobThread("test"), []
     for number in range(100):
         worker.give(lambda number=number: done.append(number))
     worker.give(lambda: 1 // 0)
@@ -62,8 +61,8 @@ def test_a_worker_that_is_closed_at_any_line_of_giving_runs_a_job_or_refuses_it(
     """A job that got neither would have its thread wait for ever."""
     outcomes = set()
     for moment in range(50):
-        worker, done, refused = Worker("test"), [], []
-        with at_line(moment, {"worker.py"}, worker.close) as fired:
+        worker, done, refused = JobThread("test"), [], []
+        with at_line(moment, {"save_jobs.py"}, worker.close) as fired:
             try:
                 worker.give(lambda done=done: done.append(1))
             except ConfigError:
@@ -75,8 +74,8 @@ def test_a_worker_that_is_closed_at_any_line_of_giving_runs_a_job_or_refuses_it(
             break
     assert outcomes == {True, False} and moment < 49
     for moment in range(5):
-        worker = Worker("test")
-        with at_line(moment, {"worker.py"}, worker.close):
+        worker = JobThread("test")
+        with at_line(moment, {"save_jobs.py"}, worker.close):
             assert worker.drain(20)
 
 
@@ -87,7 +86,7 @@ def test_a_second_close_waits_for_the_jobs_as_well(interrupted):
     The interpreter closes the workers in an order, because the later ones give jobs to the earlier ones.
     """
     for moment in range(30):
-        worker, done, seen = Worker("test"), [], []
+        worker, done, seen = JobThread("test"), [], []
 
         def close(worker=worker, done=done, seen=seen):
             if interrupted:
@@ -96,7 +95,7 @@ def test_a_second_close_waits_for_the_jobs_as_well(interrupted):
             seen.append(bool(done))
 
         worker.give(lambda done=done: (time.sleep(0.02), done.append(1)))
-        with at_line(moment, {"worker.py"}, close) as fired, suppress(KeyboardInterrupt):
+        with at_line(moment, {"save_jobs.py"}, close) as fired, suppress(KeyboardInterrupt):
             worker.close()
         worker.close()
         assert done and all(seen), fired
@@ -106,7 +105,7 @@ def test_a_second_close_waits_for_the_jobs_as_well(interrupted):
 
 
 def test_worker_keeps_no_finished_task_and_ends_with_its_owner():
-    worker = Worker("test")
+    worker = JobThread("test")
     thing = threading.Event()
     seen = weakref.ref(thing)
     worker.give(thing.is_set)
@@ -124,7 +123,7 @@ def test_worker_finishes_its_tasks_when_the_interpreter_ends(tmp_path):
     """A script that ends without close(), with two saves on their way and one more from an exit handler."""
     code = f"""
 import atexit, torch, tierd
-from tierd.client.saving import pipeline
+from tierd.client.saving import save_pipeline
 import time
 real = pipeline.write_part
 pipeline.write_part = lambda *a: (time.sleep(0.3), real(*a))[1]

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierd.core.advice.save_interval import Costs, advise, backlog, choice, daly, goodput, optimum, young
+from tierd.core.advice.save_interval import (
+    Costs,
+    advise,
+    backlog,
+    best_interval,
+    daly,
+    evaluate_interval,
+    goodput,
+    young,
+)
 from tierd.core.errors import ConfigError
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -44,16 +53,16 @@ def lambert(cost: float, mtbf: float) -> float:
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(1, 1e5), (30, 1e4), (300, 900), (500, 600)])
 def test_the_optimum_is_the_exact_root(cost: float, mtbf: float) -> None:
-    found = optimum(Costs(blocked_s=cost, durable_s=cost, restart_s=10, mtbf_s=mtbf))
+    found = best_interval(Costs(blocked_s=cost, durable_s=cost, restart_s=10, mtbf_s=mtbf))
     assert found == pytest.approx(lambert(cost, mtbf), rel=1e-4)
     assert found == pytest.approx(daly(cost, mtbf), rel=0.03)
 
 
 def test_the_optimum_does_not_depend_on_latency_until_it_binds() -> None:
     costs = Costs(blocked_s=1, durable_s=1, restart_s=60, mtbf_s=5000)
-    free = optimum(costs)  # about 100 s
-    assert optimum(replace(costs, durable_s=90)) == pytest.approx(free, rel=1e-4)
-    assert optimum(replace(costs, durable_s=400)) == pytest.approx(399, rel=1e-6)
+    free = best_interval(costs)  # about 100 s
+    assert best_interval(replace(costs, durable_s=90)) == pytest.approx(free, rel=1e-4)
+    assert best_interval(replace(costs, durable_s=400)) == pytest.approx(399, rel=1e-6)
 
 
 def test_goodput_by_hand() -> None:
@@ -173,8 +182,8 @@ def test_goodput_of_200_drawn_jobs_equals_the_model() -> None:
         saves = costs.mtbf_s / max(interval + costs.blocked_s, costs.durable_s)
         failures = max(300, min(3000, int(60_000 / max(saves, math.exp(costs.restart_s / costs.mtbf_s)))))
         found, error = Job(interval, costs, seed=number).run(failures)
-        if abs(found - choice(interval, costs).goodput) > 4 * error + 1e-6:
-            off.append((number, found, error, choice(interval, costs).goodput))
+        if abs(found - evaluate_interval(interval, costs).goodput) > 4 * error + 1e-6:
+            off.append((number, found, error, evaluate_interval(interval, costs).goodput))
     assert off == []
 
 
@@ -201,7 +210,7 @@ def jobs(draw: st.DrawFn) -> Costs:
 @example(Costs(blocked_s=0.0, durable_s=0.5, restart_s=0.0, mtbf_s=1.0, flush_s=5e-324, node_loss=1.0), 1.0)
 @given(jobs(), times)
 def test_shares_are_shares(costs: Costs, interval: float) -> None:
-    found = choice(interval, costs)
+    found = evaluate_interval(interval, costs)
     shares = (found.goodput, found.saving, found.redoing, found.restarting)
     assert all(-1e-9 <= share <= 1 + 1e-9 for share in shares)
     assert sum(shares) == pytest.approx(1, abs=1e-9)
@@ -210,7 +219,7 @@ def test_shares_are_shares(costs: Costs, interval: float) -> None:
 @given(jobs(), times)
 @example(Costs(1.0, 10.0, 500.0, 1000.0, 400.0, 1.0), 391.0)
 def test_no_interval_beats_the_optimum(costs: Costs, interval: float) -> None:
-    best = optimum(costs)
+    best = best_interval(costs)
     assert 0 < best <= costs.mtbf_s * 1.02
     assert goodput(interval, costs, smooth=True) <= goodput(best, costs, smooth=True) * (1 + 1e-6)
 
@@ -240,9 +249,9 @@ def test_higher_cost_gives_lower_goodput(costs: Costs, interval: float, factor: 
 def test_fewer_failures_keep_more_and_ask_for_fewer_saves(costs: Costs, factor: float) -> None:
     better = replace(costs, mtbf_s=costs.mtbf_s * factor)
     mean = partial(goodput, smooth=True)
-    assert mean(optimum(better), better) >= mean(optimum(costs), costs) * (1 - 1e-6)
+    assert mean(best_interval(better), better) >= mean(best_interval(costs), costs) * (1 - 1e-6)
     one_level = replace(costs, node_loss=0.0)
-    assert optimum(replace(better, node_loss=0.0)) >= optimum(one_level) * (1 - 1e-2)
+    assert best_interval(replace(better, node_loss=0.0)) >= best_interval(one_level) * (1 - 1e-2)
 
 
 @given(jobs(), st.floats(1e-3, 1e3))
@@ -251,7 +260,7 @@ def test_the_unit_of_time_does_not_matter(costs: Costs, factor: float) -> None:
         *(value * factor for value in (costs.blocked_s, costs.durable_s, costs.restart_s, costs.mtbf_s, costs.flush_s))
     )
     plain = replace(costs, node_loss=0.0)
-    assert goodput(optimum(scaled), scaled) == pytest.approx(goodput(optimum(plain), plain), rel=1e-6)
+    assert goodput(best_interval(scaled), scaled) == pytest.approx(goodput(best_interval(plain), plain), rel=1e-6)
 
 
 # -- advice -----------------------------------------------------------------------------------------------------------

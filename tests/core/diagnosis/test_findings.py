@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tierd
-from tierd.core.diagnosis import ending, node, tier
-from tierd.core.diagnosis.findings import CHECKS, FINDINGS, finding, worst
-from tierd.core.diagnosis.node import Mount, Ownership, Space
-from tierd.core.diagnosis.tier import Credentials, LifecycleRule
+from tierd.core.diagnosis import machine_findings, tier_findings
+from tierd.core.diagnosis.findings import CHECKS, FINDINGS, finding, worst_severity
+from tierd.core.diagnosis.machine_findings import Mount, Ownership, Space
+from tierd.core.diagnosis.tier_findings import Credentials, LifecycleRule
 
 GIB = 1 << 30
 DAY = 86400.0
@@ -28,7 +28,7 @@ def test_every_finding_belongs_to_a_check_and_names_a_remedy_where_something_is_
 def test_every_finding_of_the_table_is_made_somewhere_and_no_other() -> None:
     made = set()
     for path in Path(tierd.__file__).parent.rglob("*.py"):
-        if path.parent.name in ("diagnosis", "doctor") or path.name == "doctor.py":
+        if path.parent.name in ("diagnosis", "doctor") or path.name == "trial_commands.py":
             for item in ast.walk(ast.parse(path.read_text())):
                 if isinstance(item, ast.Constant) and item.value in FINDINGS and path.name != "findings.py":
                     made.add(item.value)
@@ -38,9 +38,9 @@ def test_every_finding_of_the_table_is_made_somewhere_and_no_other() -> None:
 def test_worst_severity_decides_and_an_untried_check_does_not() -> None:
     ok, note, unknown = (finding("t", name, "") for name in ("direct", "no daemon", "rules unknown"))
     warning, error = finding("t", "not direct", ""), finding("t", "rename fails", "")
-    assert worst([]) == worst([ok, note, unknown]) == "ok"
-    assert worst([ok, warning, note]) == "warning"
-    assert worst([warning, error, ok]) == "error"
+    assert worst_severity([]) == worst_severity([ok, note, unknown]) == "ok"
+    assert worst_severity([ok, warning, note]) == "warning"
+    assert worst_severity([warning, error, ok]) == "error"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_worst_severity_decides_and_an_untried_check_does_not() -> None:
     ],
 )
 def test_file_systems(mount: Mount | None, name: str) -> None:
-    assert node.file_system(mount).finding == name
+    assert machine_findings.file_system(mount).finding == name
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_file_systems(mount: Mount | None, name: str) -> None:
     ],
 )
 def test_owners_and_modes(found: Ownership, name: str) -> None:
-    assert node.ownership(found).finding == name
+    assert machine_findings.ownership(found).finding == name
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_owners_and_modes(found: Ownership, name: str) -> None:
     ],
 )
 def test_space_finding_needs_room_for_the_kept_checkpoints_and_the_next_save(free, total, used, state, name) -> None:
-    assert node.space(Space(free, total, used, state, "r", keep_last=3)).finding == name
+    assert machine_findings.space(Space(free, total, used, state, "r", keep_last=3)).finding == name
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_space_finding_needs_room_for_the_kept_checkpoints_and_the_next_save(fre
     ],
 )
 def test_memory(total: int, limit: int | None, state: int | None, name: str) -> None:
-    assert node.memory(total, total, limit, state).finding == name
+    assert machine_findings.memory(total, total, limit, state).finding == name
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,18 @@ def test_memory(total: int, limit: int | None, state: int | None, name: str) -> 
     ],
 )
 def test_limits(limits: dict[str, int | None], name: str) -> None:
-    assert node.limits(limits).finding == name
+    assert machine_findings.limits(limits).finding == name
 
 
 def test_times_of_a_disk() -> None:
-    assert (node.synced(0.001).finding, node.synced(2.0).finding) == ("syncs", "slow sync")
-    assert (node.written(True, 1e9).finding, node.written(False, 1e9).finding) == ("direct", "not direct")
+    assert (machine_findings.sync_time(0.001).finding, machine_findings.sync_time(2.0).finding) == (
+        "syncs",
+        "slow sync",
+    )
+    assert (machine_findings.direct_write(True, 1e9).finding, machine_findings.direct_write(False, 1e9).finding) == (
+        "direct",
+        "not direct",
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_times_of_a_disk() -> None:
     ],
 )
 def test_clocks(seconds: float | None, name: str) -> None:
-    assert tier.skew("t", seconds).finding == name
+    assert tier_findings.clock_skew("t", seconds).finding == name
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_clocks(seconds: float | None, name: str) -> None:
     ],
 )
 def test_credentials(found: Credentials | None, name: str) -> None:
-    assert tier.credentials("t", found).finding == name
+    assert tier_findings.credentials("t", found).finding == name
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def test_credentials(found: Credentials | None, name: str) -> None:
     ],
 )
 def test_rules_of_a_bucket(rule: LifecycleRule, name: str) -> None:
-    assert tier.lifecycle("t", [LifecycleRule("other", "z/", expires=True), rule], "p/").finding == name
+    assert tier_findings.lifecycle("t", [LifecycleRule("other", "z/", expires=True), rule], "p/").finding == name
 
 
 @pytest.mark.parametrize(
@@ -173,28 +179,28 @@ def test_rules_of_a_bucket(rule: LifecycleRule, name: str) -> None:
     [(GIB, GIB, "room there"), (GIB - 1, GIB, "nearly full"), (0, 1, "nearly full"), (3 << 20, None, "room unknown")],
 )
 def test_room_on_a_tier_for_one_state_more(free: int, state: int | None, name: str) -> None:
-    found = tier.room("t", free, 4 * GIB, state)
+    found = tier_findings.directory_room("t", free, 4 * GIB, state)
     assert found.finding == name and "of 4.0 GiB free" in found.found
 
 
 def test_versions_locks_uploads_and_checksums() -> None:
     cleaner = LifecycleRule("a", "", old_versions=True)
     elsewhere = LifecycleRule("a", "q/", old_versions=True)
-    assert tier.versioning("t", "Suspended", [], "p/").finding == "no versions"
-    assert tier.versioning("t", "Enabled", [elsewhere], "p/").finding == "old versions stay"
-    assert tier.versioning("t", "Enabled", [cleaner], "p/").finding == "old versions expire"
-    assert tier.object_lock("t", "", "").finding == "no lock"
-    assert tier.object_lock("t", "GOVERNANCE", "30 days").finding == "lock by default"
-    assert tier.uploads("t", 0, "", "p/").finding == "no uploads"
-    assert tier.uploads("t", 2, "2026-01-01", "p/").finding == "leftover uploads"
-    assert (tier.verified_by("t", "crc64nvme").finding, tier.verified_by("t", "").finding) == (
+    assert tier_findings.versioning("t", "Suspended", [], "p/").finding == "no versions"
+    assert tier_findings.versioning("t", "Enabled", [elsewhere], "p/").finding == "old versions stay"
+    assert tier_findings.versioning("t", "Enabled", [cleaner], "p/").finding == "old versions expire"
+    assert tier_findings.object_lock("t", "", "").finding == "no lock"
+    assert tier_findings.object_lock("t", "GOVERNANCE", "30 days").finding == "lock by default"
+    assert tier_findings.uploads("t", 0, "", "p/").finding == "no uploads"
+    assert tier_findings.uploads("t", 2, "2026-01-01", "p/").finding == "leftover uploads"
+    assert (tier_findings.verified_by("t", "crc64nvme").finding, tier_findings.verified_by("t", "").finding) == (
         "verifies",
         "verifies none",
     )
-    assert tier.throughput("t", 1 << 20, 0.1, 0.1).finding == "measured"
-    assert tier.throughput("t", 1 << 20, 0.1, 5.0).finding == "slow"
-    assert tier.certificate("t", "TLSv1.3", 30 * DAY).finding == "encrypted"
-    assert tier.certificate("t", "TLSv1.3", 3 * DAY).finding == "certificate expires"
+    assert tier_findings.throughput("t", 1 << 20, 0.1, 0.1).finding == "measured"
+    assert tier_findings.throughput("t", 1 << 20, 0.1, 5.0).finding == "slow"
+    assert tier_findings.certificate("t", "TLSv1.3", 30 * DAY).finding == "encrypted"
+    assert tier_findings.certificate("t", "TLSv1.3", 3 * DAY).finding == "certificate expires"
 
 
 @pytest.mark.parametrize(
@@ -202,19 +208,19 @@ def test_versions_locks_uploads_and_checksums() -> None:
     [("2min", 120), ("1min 30s", 90), ("90s", 90), ("infinity", math.inf), ("", None), ("soon", None), ("5", None)],
 )
 def test_spans_of_systemd(text: str, seconds: float | None) -> None:
-    assert ending.span_s(text) == seconds
+    assert machine_findings.span_s(text) == seconds
 
 
 def test_who_ends_a_daemon_has_to_leave_it_the_time_to_drain() -> None:
-    assert ending.unit("u", 120, 60).finding == "stops in time"
-    assert ending.unit("u", math.inf, 60).finding == "stops in time"
-    assert ending.unit("u", 60, 60).finding == "stopped too soon"
-    assert ending.unit("u", None, 60).finding == "no unit"
+    assert machine_findings.stop_timeout("u", 120, 60).finding == "stops in time"
+    assert machine_findings.stop_timeout("u", math.inf, 60).finding == "stops in time"
+    assert machine_findings.stop_timeout("u", 60, 60).finding == "stopped too soon"
+    assert machine_findings.stop_timeout("u", None, 60).finding == "no unit"
     config = "Configuration data\nKillOnBadExit           = 0\nKillWait                = 30 sec\n"
-    assert ending.kill_wait_s(config) == 30
-    assert ending.job(ending.kill_wait_s(config), 60).finding == "job ends too soon"
-    assert ending.job(90, 60).finding == "job ends in time"
-    assert ending.job(ending.kill_wait_s(""), 60).finding == "job's end unknown"
-    assert ending.pod(120, 60).finding == "pod ends in time"
-    assert ending.pod(30, 60).finding == "pod ends too soon"
-    assert ending.pod(None, 60).finding == "pod's grace unknown"
+    assert machine_findings.kill_wait_s(config) == 30
+    assert machine_findings.job_end(machine_findings.kill_wait_s(config), 60).finding == "job ends too soon"
+    assert machine_findings.job_end(90, 60).finding == "job ends in time"
+    assert machine_findings.job_end(machine_findings.kill_wait_s(""), 60).finding == "job's end unknown"
+    assert machine_findings.pod_end(120, 60).finding == "pod ends in time"
+    assert machine_findings.pod_end(30, 60).finding == "pod ends too soon"
+    assert machine_findings.pod_end(None, 60).finding == "pod's grace unknown"

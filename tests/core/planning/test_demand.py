@@ -1,6 +1,6 @@
 """Retention over all places: nothing that a tier wants is deleted from its last place, and every tier comes to have it.
 
-The oracle asks `retention.decide` alone, about every complete checkpoint that any place shows, and nothing of plan.py.
+The oracle asks `judge_checkpoints` alone, about every complete checkpoint that any place shows, and nothing of plan.py.
 """
 
 from __future__ import annotations
@@ -27,17 +27,14 @@ from support.inventories import (
 )
 from support.seeds import examples
 
-from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.place import SPOOL, Flush, Place, Prune
 from tierd.core.planning.plan import plan
-from tierd.core.planning.pruning import lost_to, prunes_when_full, relied_on
-from tierd.core.planning.verdicts import judge
-from tierd.core.report import report
-from tierd.core.retention.policy import Best, RetentionPolicy
-from tierd.core.retention.ranking import CheckpointInfo, decide
-from tierd.core.retention.stored import StoredRetention
+from tierd.core.planning.pruning import judge_place, prunes_when_full, relied_copies, tiers_losing
+from tierd.core.retention.policy import Best, RetentionPolicy, StoredRetention
+from tierd.core.retention.ranking import CheckpointInfo, judge_checkpoints
+from tierd.core.run_report import make_report
 
 LAST1, LAST3 = RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=3)
 TENS = RetentionPolicy(keep_last=1, keep_every_steps=10)
@@ -69,7 +66,7 @@ def wanted(world: Inventory, policy: RetentionPolicy) -> set:
                     owner, True, True, created=reported.created, metrics=reported.metrics, origin=reported.origin
                 )
             )
-    return {verdict.id for verdict in decide(infos, policy, world.origins("r")) if verdict.keep}
+    return {verdict.id for verdict in judge_checkpoints(infos, policy, world.origins("r")) if verdict.keep}
 
 
 def shown(world: Inventory) -> set:
@@ -151,7 +148,7 @@ def test_the_chain_of_keep_every_on_a_tier_is_not_cut_while_a_tier_does_not_answ
     assert prunes(Inventory(of(4), {"a": tier, "b": of(1, 4)}), made, "a") == []
     down = Inventory(of(4), {"a": tier, "b": None})
     assert prunes(down, made, "a") == []
-    assert [v.held_for for v in judge(Demand(down, made, "r"), "a") if v.id == C[3]] == [("b",)]
+    assert [v.waiting_tiers for v in judge_place(Demand(down, made, "r"), "a") if v.id == C[3]] == [("b",)]
     silent = replace(down, silent=frozenset({"b"}))
     assert [one.checkpoint for one in prunes(silent, made, "a")] == [C[3]]
 
@@ -180,9 +177,9 @@ def test_tier_holds_checkpoint_that_another_tier_wants_and_lacks_and_says_so():
     )
     assert [one.checkpoint for one in prunes(world, made, "nfs")] == [C[9], C[11], C[12]]
 
-    held = {verdict.id: verdict for verdict in judge(Demand(world, made, "r"), "nfs")}[C[10]]
-    assert held.keep and held.reasons == ("held for s3",) and held.held_for == ("s3",)
-    copies = next(one for one in report(world, made).checkpoints if one.step == 10).copies
+    held = {verdict.id: verdict for verdict in judge_place(Demand(world, made, "r"), "nfs")}[C[10]]
+    assert held.keep and held.reasons == ("held for s3",) and held.waiting_tiers == ("s3",)
+    copies = next(one for one in make_report(world, made).checkpoints if one.step == 10).copies
     assert [(one.place, one.reasons) for one in copies] == [("nfs", ("held for s3",))]
     assert Flush(part(C[10]), "s3", relayed=True) in planned(world, made)
 
@@ -190,7 +187,7 @@ def test_tier_holds_checkpoint_that_another_tier_wants_and_lacks_and_says_so():
 def lost(world, made, prune):
     """The tiers that want what a prune deletes the last copy of."""
     seen = world.places[prune.tier].checkpoints[prune.checkpoint]
-    return lost_to(without(world, prune.tier, prune.checkpoint), world, made, prune.tier, seen)
+    return tiers_losing(without(world, prune.tier, prune.checkpoint), world, made, prune.tier, seen)
 
 
 def without(world, place, *gone):
@@ -227,14 +224,14 @@ def test_save_during_the_deletion_of_a_last_copy_does_not_hide_that_a_tier_wante
     assert going == [C[9], C[10], C[11]]
     after = without(world, "a", *going)
     for come in (after, replace(after, spool=solo(after.spool, C[13], C[14]))):
-        lost = {one: lost_to(come, world, made, "a", tier.checkpoints[one]) for one in going}
+        lost = {one: tiers_losing(come, world, made, "a", tier.checkpoints[one]) for one in going}
         # With 11 gone, each of the others alone would be the second newest.
         assert lost == dict.fromkeys(going, ("b",))
     # It came to the tier, too; but where the one that did not answer turns out to have newer ones, it has them.
     both = replace(after, spool=solo(after.spool, C[13]), tiers={"a": solo(after.tiers["a"], C[13]), "b": None})
-    assert lost_to(both, world, made, "a", tier.checkpoints[C[10]]) == ("b",)
+    assert tiers_losing(both, world, made, "a", tier.checkpoints[C[10]]) == ("b",)
     back = replace(after, tiers={**after.tiers, "b": solo(Place(), C[13], C[14])})
-    assert lost_to(back, world, made, "a", tier.checkpoints[C[10]]) == ()
+    assert tiers_losing(back, world, made, "a", tier.checkpoints[C[10]]) == ()
 
 
 def test_other_deletions_of_a_pass_do_not_hide_that_a_tier_wanted_a_last_copy():
@@ -247,7 +244,7 @@ def test_other_deletions_of_a_pass_do_not_hide_that_a_tier_wanted_a_last_copy():
     going = [one.checkpoint for one in prunes(world, made, "a")]
     assert going == [C[1], C[2], C[3]]
     after = without(world, "a", *going)
-    lost = {one: lost_to(after, world, made, "a", tier.checkpoints[one]) for one in going}
+    lost = {one: tiers_losing(after, world, made, "a", tier.checkpoints[one]) for one in going}
     assert lost == {C[1]: ("b",), C[2]: (), C[3]: ("b",)}
 
 
@@ -273,7 +270,9 @@ def kept(tiers: str, by: str = "0000000b", given: str = "configuration") -> Stor
 def moved(*records: StoredRetention, who: str = "0000000a") -> Inventory:
     """A job went on on this node, which has saved 20 and 21, and knows only tier a."""
     tier = solo(Place(), C[9], C[10], C[11], checkpoint(2, 20), checkpoint(2, 21))
-    return Inventory(solo(Place(), checkpoint(2, 21)), {"a": replace(tier, policies={"r": tuple(records)})}, who=who)
+    return Inventory(
+        solo(Place(), checkpoint(2, 21)), {"a": replace(tier, policies={"r": tuple(records)})}, node_id=who
+    )
 
 
 OWN, BEFORE = checkpoint(2, 20), [C[9], C[10], C[11]]
@@ -296,14 +295,14 @@ def test_checkpoint_of_another_node_is_held_for_the_tiers_that_only_that_node_na
 
 
 def test_a_command_that_makes_up_the_names_of_tiers_holds_nothing_for_those_of_a_node():
-    verdicts = judge(Demand(moved(kept("nfs"), who=""), config(LAST1), "r"), "a")
+    verdicts = judge_place(Demand(moved(kept("nfs"), who=""), config(LAST1), "r"), "a")
     assert [verdict.id for verdict in verdicts if verdict.keep] == [checkpoint(2, 21)]
 
 
 def test_hold_for_a_tier_that_this_node_does_not_name_says_so_and_ends_on_a_full_tier():
     demand = Demand(moved(kept("ab")), config(LAST1), "r")
-    held = {verdict.id: verdict for verdict in judge(demand, "a")}[C[10]]
-    assert held.held_for == ("b",) and "which another node names" in held.reasons[0]
+    held = {verdict.id: verdict for verdict in judge_place(demand, "a")}[C[10]]
+    assert held.waiting_tiers == ("b",) and "which another node names" in held.reasons[0]
     assert [one.checkpoint for one in prunes_when_full([demand], "a")] == BEFORE
 
 
@@ -313,7 +312,7 @@ def test_a_tier_that_this_node_does_not_name_is_held_for_no_longer_than_hold_for
     before = moved(kept("ab"))
     assert [one.checkpoint for one in prunes(before, minutes)] == [OWN], "the pause before the launch is not confirmed"
     newest = checkpoint(2, 30)
-    later = Inventory(solo(Place(), newest), {"a": solo(before.tiers["a"], newest)}, who=before.who)
+    later = Inventory(solo(Place(), newest), {"a": solo(before.tiers["a"], newest)}, node_id=before.node_id)
     assert [one.checkpoint for one in prunes(later, minutes)] == [C[9], C[10], OWN, checkpoint(2, 21)]
 
 
@@ -326,7 +325,7 @@ def test_a_launch_whose_clock_is_a_year_ahead_ends_no_hold_for_a_tier_that_this_
     right = remade(wrong, {**held(wrong), part(newest): facts(22)})
     for place, gone in ((wrong, [OWN]), (right, [])):
         local = remade(place, {one: place.facts(one) for one in [max(place.parts())]})
-        made = Inventory(local, {"a": place}, who="0000000a")
+        made = Inventory(local, {"a": place}, node_id="0000000a")
         assert [one.checkpoint for one in prunes(made, config(LAST1))] == gone
 
 
@@ -352,7 +351,7 @@ def test_tier_relies_on_wanted_complete_copies_and_on_parts_of_a_checkpoint_that
 
     def relied(here, there):
         world = Inventory(Place(), {"a": here, "b": there})
-        return [name for name, _ in relied_on(Demand(world, made, C[10].run), "a", C[10])]
+        return [name for name, _ in relied_copies(Demand(world, made, C[10].run), "a", C[10])]
 
     assert relied(solo(Place(), C[10]), solo(Place(), C[10])) == ["b"]
     assert relied(half, half) == ["b"]

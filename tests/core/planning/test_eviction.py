@@ -8,10 +8,9 @@ from hypothesis import given
 from support.inventories import attempt, cases, checkpoint, config, facts, part, solo
 
 from tierd.core.ids import CheckpointId
-from tierd.core.planning.actions import Discard, Flush, Prune
-from tierd.core.planning.eviction import evictable, evictions
+from tierd.core.planning.eviction import evictable_copies, eviction_order
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL, LocalLaunch, Place
+from tierd.core.planning.place import SPOOL, Discard, Flush, LocalLaunch, Place, Prune
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 
@@ -38,34 +37,36 @@ def local(world: Inventory, settings=SETTINGS) -> list[object]:
 
 def test_evict_takes_runs_without_a_trainer_first_and_the_newest_of_the_others_last():
     world = two_runs(trainerless=frozenset({LATE}))
-    assert names(evictions(world, ())) == [(LATE, 1), (LATE, 2), (LATE, 3), (OLD, 1), (OLD, 2), (OLD, 3)]
+    assert names(eviction_order(world, ())) == [(LATE, 1), (LATE, 2), (LATE, 3), (OLD, 1), (OLD, 2), (OLD, 3)]
     world = two_runs(trainerless=frozenset({OLD}))
-    assert names(evictions(world, ())) == [(OLD, 1), (OLD, 2), (OLD, 3), (LATE, 1), (LATE, 2), (LATE, 3)]
-    assert names(evictions(two_runs(), ()))[-2:] == [(OLD, 3), (LATE, 3)]
+    assert names(eviction_order(world, ())) == [(OLD, 1), (OLD, 2), (OLD, 3), (LATE, 1), (LATE, 2), (LATE, 3)]
+    assert names(eviction_order(two_runs(), ()))[-2:] == [(OLD, 3), (LATE, 3)]
 
 
 def test_evict_spares_checkpoints_on_no_tier_checkpoints_in_use_and_pins_of_the_spool_alone():
     world = two_runs(trainerless=frozenset({OLD, LATE}))
     a, b, c = sorted(one for one in world.spool.checkpoints if one.run == OLD)
     tier = world.tiers["a"].without(a)
-    world = replace(world, tiers={"a": tier}, held=frozenset({b}), spool=replace(world.spool, pins=frozenset({c})))
-    assert {run for run, _ in names(evictions(world, ()))} == {LATE}
+    world = replace(
+        world, tiers={"a": tier}, being_restored=frozenset({b}), spool=replace(world.spool, pins=frozenset({c}))
+    )
+    assert {run for run, _ in names(eviction_order(world, ()))} == {LATE}
     there = replace(world, tiers={"a": replace(tier, pins=frozenset({c}))})
-    assert c in evictions(there, ()), "the tier keeps the pin"
-    assert evictions(replace(world, tiers={"a": None}), ()) == ()
+    assert c in eviction_order(there, ()), "the tier keeps the pin"
+    assert eviction_order(replace(world, tiers={"a": None}), ()) == ()
 
 
 def test_a_pinned_copy_of_a_run_that_trains_is_the_last_resort():
     world = two_runs()
     first = min(world.spool.checkpoints)
     tier = replace(world.tiers["a"], pins=frozenset({first}))
-    assert evictions(replace(world, tiers={"a": tier}), ()).index(first) >= 4
+    assert eviction_order(replace(world, tiers={"a": tier}), ()).index(first) >= 4
 
 
 @given(cases())
 def test_only_verified_copies_are_taken(case):
     world, _ = case
-    for one in evictions(replace(world, trainerless=frozenset({"r", "other"})), ()):
+    for one in eviction_order(replace(world, trainerless=frozenset({"r", "other"})), ()):
         seen = world.spool.checkpoints[one]
         assert any(all(tier.has(p) for p in seen.parts()) for tier in world.tiers.values() if tier)
         assert one not in world.held and all(p.checkpoint != one for p in world.busy)
@@ -80,7 +81,7 @@ def retired() -> Inventory:
 def test_checkpoint_that_every_tier_has_retired_leaves_a_full_disk_and_with_its_run():
     """It is on no tier and never will be, so nothing else would ever take it from the spool."""
     settings = config(RetentionPolicy(keep_last=1), spool=RetentionPolicy(keep_last=3))
-    assert names(evictable(retired(), settings)) == [(OLD, 2), (OLD, 3)]
+    assert names(evictable_copies(retired(), settings)) == [(OLD, 2), (OLD, 3)]
     assert not local(retired(), settings)
     finished = replace(retired(), finished=frozenset({OLD}))
     assert names(action.checkpoint for action in local(finished, settings)) == [(OLD, 2), (OLD, 3)]
@@ -88,7 +89,7 @@ def test_checkpoint_that_every_tier_has_retired_leaves_a_full_disk_and_with_its_
     assert names(action.checkpoint for action in local(little, settings)) == [(OLD, 2), (OLD, 3)]
     # A tier that keeps more is still to be sent them.
     settings = config(RetentionPolicy(keep_last=3), spool=RetentionPolicy(keep_last=3))
-    assert evictable(retired(), settings) == () and not local(finished, settings)
+    assert evictable_copies(retired(), settings) == () and not local(finished, settings)
 
 
 def taken(*steps: int, ranks=frozenset({0}), number: int = 1, **more) -> Inventory:

@@ -27,14 +27,13 @@ from support.inventories import (
 from support.seeds import examples
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.planning.actions import Discard, Flush, Prune, RepairCopy
 from tierd.core.planning.copies import CheckpointCopy
+from tierd.core.planning.flush_order import base_part
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.place import SPOOL, Discard, Flush, Place, Prune, RepairCopy
 from tierd.core.planning.plan import plan
-from tierd.core.planning.sharing import base_part
-from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.core.run_report import make_report
 from tierd.core.timeline.candidates import restore_candidates
 
 LAST1 = RetentionPolicy(keep_last=1)
@@ -269,7 +268,9 @@ def test_verified_local_copies_are_pruned_early_with_little_room_but_never_the_n
     assert prunes(low) == [Prune(A100, SPOOL, ("under 5 % of the spool's disk is free",))]
     assert Flush(part(A300), "a") in low
     assert prunes(planned(Inventory(spool, {"a": tier}, free=0.04), config(keep3, low=0))) == []
-    assert prunes(planned(Inventory(spool, {"a": tier}, free=0.04, held=frozenset({A100})), config(keep3))) == []
+    assert (
+        prunes(planned(Inventory(spool, {"a": tier}, free=0.04, being_restored=frozenset({A100})), config(keep3))) == []
+    )
 
 
 def test_incomplete_checkpoint_on_a_tier_retires_once_enough_newer_checkpoints_are_complete():
@@ -300,7 +301,7 @@ def test_chunks_that_no_manifest_names_retire_with_age_unless_a_survivor_borrows
 
 
 def test_interrupted_deletion_is_repeated_though_a_survivor_shares_its_chunks():
-    tier = solo(Place(owners=frozenset({A100, A200}), cut=frozenset({A100, A200})), A200, bases=[A100])
+    tier = solo(Place(owners=frozenset({A100, A200}), interrupted_prunes=frozenset({A100, A200})), A200, bases=[A100])
     found = prunes(planned(Inventory(solo(Place(), A200), {"a": tier}), config(LAST1)))
     assert [p.checkpoint for p in found] == [A100]
 
@@ -320,10 +321,10 @@ def test_checkpoint_that_a_restore_elsewhere_waits_for_is_sent_though_a_newer_ma
     spool = Place.of({part(A100, 0, 2): facts(), part(A200, 0, 2): facts()})
     tiers = {"a": Place.of({part(A200, 0, 2): facts()})}
     assert planned(Inventory(spool, tiers), config(LAST1)) == ()
-    assert planned(Inventory(spool, tiers, needed=frozenset({A100})), config(LAST1)) == (Flush(part(A100, 0, 2), "a"),)
+    assert planned(Inventory(spool, tiers, awaited=frozenset({A100})), config(LAST1)) == (Flush(part(A100, 0, 2), "a"),)
     retired = {"a": solo(Place(), A300)}  # it would be sent and pruned in turn
     assert not any(
-        isinstance(one, Flush) for one in planned(Inventory(spool, retired, needed=frozenset({A100})), config(LAST1))
+        isinstance(one, Flush) for one in planned(Inventory(spool, retired, awaited=frozenset({A100})), config(LAST1))
     )
 
 
@@ -526,7 +527,7 @@ def test_work_and_memory_grow_no_faster_than_checkpoints_of_a_thousand_ranks(spo
         assert peak < 5e5 * steps  # bytes
         return [
             events(lambda: plan(world, settings, {}, 0.0)),
-            events(lambda: report(world, settings)),
+            events(lambda: make_report(world, settings)),
             events(lambda: restore_candidates(world, "r")),
         ]
 

@@ -11,10 +11,10 @@ from support.inventories import attempt, cases, checkpoint, config, facts, held,
 from tierd.core.errors import ManifestError
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.inventory import Inventory, Sent, runs
+from tierd.core.planning.inventory import Inventory, LastSent, observed_runs
 from tierd.core.planning.place import SPOOL, LocalLaunch, Place, Trainer
 from tierd.core.planning.plan import Planner, flushes, plan
-from tierd.core.planning.verdicts import judge, not_kept
+from tierd.core.planning.pruning import deletion_verdicts, judge_place
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.ranking import CheckpointInfo, Ranking
 
@@ -25,7 +25,7 @@ def observed(draw) -> tuple[Inventory, object]:
     world, settings = draw(cases(tiers=3))
     owners = sorted({p.checkpoint for place in world.places.values() for p in place.parts()})
     few = st.frozensets(st.sampled_from(owners), max_size=2) if owners else st.just(frozenset())
-    names, shown = [tier.name for tier in settings.tier], runs(world) or ["r"]
+    names, shown = [tier.name for tier in settings.tier], observed_runs(world) or ["r"]
     rare = st.sampled_from([True, False, False])
     launches, alive = {}, {}
     for run in shown:
@@ -47,7 +47,7 @@ def observed(draw) -> tuple[Inventory, object]:
         silent=frozenset(name for name, place in tiers.items() if place is None and draw(st.booleans())),
         full=frozenset(names[:1] if draw(rare) else ()),
         append_only=frozenset(names[-1:] if draw(rare) else ()),
-        sent={name: Sent(draw(st.sampled_from(owners))) for name in names if owners and draw(st.booleans())},
+        sent={name: LastSent(draw(st.sampled_from(owners))) for name in names if owners and draw(st.booleans())},
     ), settings
 
 
@@ -115,22 +115,22 @@ def test_a_run_of_which_nothing_changed_is_not_planned_again(monkeypatch):
 @settings(deadline=None)
 def test_not_kept_equals_the_verdicts_that_do_not_keep(case):
     world, asked = case
-    for run in runs(world):
+    for run in observed_runs(world):
         demand = Demand(world, asked, run)
         for name in world.places:
-            assert not_kept(demand, name) == tuple(one for one in judge(demand, name) if not one.keep)
+            assert deletion_verdicts(demand, name) == tuple(one for one in judge_place(demand, name) if not one.keep)
 
 
 @given(observed(), policies, st.booleans())
 @settings(deadline=None)
 def test_ranking_keeps_the_same_as_each_verdict(case, policy, lives):
     world, asked = case
-    for run in runs(world):
+    for run in observed_runs(world):
         demand = Demand(world, asked, run)
         live = {one.attempt for one in demand.copies} if lives else ()
         infos = [replace(info, pinned=info.id.step == 3) for info in demand._infos.values()]
         ranking = Ranking(infos, policy, demand.origins, live)
-        assert ranking.kept == {info.id for info in infos if ranking.verdict(info).keep}
+        assert ranking.kept_ids == {info.id for info in infos if ranking.verdict(info).keep}
 
 
 def test_ranking_keeps_the_timeline_as_each_verdict_says():
@@ -139,4 +139,4 @@ def test_ranking_keeps_the_timeline_as_each_verdict_says():
     origin = CheckpointId("run", early, 1)
     infos = [CheckpointInfo(CheckpointId("run", early, step), True, True) for step in (1, 2, 3)]
     ranking = Ranking(infos, RetentionPolicy(keep_last=1), {early: None, late: origin})
-    assert ranking.kept == {infos[0].id, infos[2].id} == {one.id for one in infos if ranking.verdict(one).keep}
+    assert ranking.kept_ids == {infos[0].id, infos[2].id} == {one.id for one in infos if ranking.verdict(one).keep}

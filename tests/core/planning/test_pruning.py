@@ -9,9 +9,8 @@ from support.inventories import attempt, facts
 from support.world import part
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.actions import Discard, Flush, Prune
-from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.pruning import MOST_CHECKPOINTS, MOST_PARTS, PruneBacklog, together
+from tierd.core.planning.place import SPOOL, Discard, Flush, Place, Prune
+from tierd.core.planning.pruning import MAX_BATCH_CHECKPOINTS, MAX_BATCH_PARTS, PruneBacklog, prune_batch
 
 
 def prune(step: int, tier: str = "a", run: str = "r") -> Prune:
@@ -21,22 +20,22 @@ def prune(step: int, tier: str = "a", run: str = "r") -> Prune:
 def test_a_pass_takes_all_of_one_tier_and_run_and_nothing_else():
     first = prune(1)
     others = [Flush(part(9), "a"), prune(1), prune(2, SPOOL), prune(3), prune(4, "b"), prune(5, run="q"), prune(6)]
-    assert together(first, [*others, Discard("stage")], Place()) == [first, prune(3), prune(6)]
+    assert prune_batch(first, [*others, Discard("stage")], Place()) == [first, prune(3), prune(6)]
 
 
 def test_a_pass_is_bounded():
     many = [prune(step) for step in range(1000)]
-    assert together(many[0], many, Place()) == many[:MOST_CHECKPOINTS]
-    ranks = MOST_PARTS // 2 + 1
+    assert prune_batch(many[0], many, Place()) == many[:MAX_BATCH_CHECKPOINTS]
+    ranks = MAX_BATCH_PARTS // 2 + 1
     place = Place.of({PartId(one.checkpoint, rank, ranks): facts() for one in many[:5] for rank in range(ranks)})
-    assert together(many[0], many[:5], place) == many[:1], "two would be more parts than a pass takes"
-    assert together(many[7], many, place)[:2] == [many[7], many[0]]
+    assert prune_batch(many[0], many[:5], place) == many[:1], "two would be more parts than a pass takes"
+    assert prune_batch(many[7], many, place)[:2] == [many[7], many[0]]
 
 
 def alarms(waiting: list[float], every: float = 10.0) -> list[float]:
     """When a backlog that is counted every few seconds begins, or ceases, to be one that grows, in minutes."""
     backlog = PruneBacklog()
-    found = [(number * every / 60, backlog.count(int(count), number * every)) for number, count in enumerate(waiting)]
+    found = [(number * every / 60, backlog.record(int(count), number * every)) for number, count in enumerate(waiting)]
     return [at for (_, before), (at, grows) in itertools.pairwise(found) if before != grows]
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.inventories import EPOCH, checkpoint, facts, held, part, remade, solo
 from support.seeds import examples
 
+from tierd.core.planning.background_schedule import ScrubbedCopy, base_copies, count_overdue, scrub_agenda
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda, base_copies, overdue
 
 DAY = 86_400.0
 PERIOD = 30 * DAY
@@ -27,8 +27,8 @@ def spool(*steps: int, rank: int = 0, ranks: int = 1) -> Place:
 def test_every_copy_is_due_after_it_was_verified_and_well_within_the_period(age, period, step):
     where = spool(step)
     copy = ScrubbedCopy(SPOOL, next(where.parts()))
-    (due,) = agenda(Inventory(where, {}), {copy: NOW - age}, period, NOW)
-    assert due.verified == NOW - age < due.at <= NOW - age + 0.91 * period
+    (due,) = scrub_agenda(Inventory(where, {}), {copy: NOW - age}, period, NOW)
+    assert due.verified_at == NOW - age < due.due_at <= NOW - age + 0.91 * period
 
 
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=60), st.integers(1, 30))
@@ -38,11 +38,11 @@ def test_working_off_the_agenda_keeps_every_gap_within_the_period(pauses, steps)
     now, remembered = NOW, {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
     for pause in pauses:
         now += min(pause, 1.0) * DAY
-        for due in agenda(Inventory(where, {}), remembered, PERIOD, now):
-            assert due.verified + PERIOD >= now
-            if due.at <= now:
+        for due in scrub_agenda(Inventory(where, {}), remembered, PERIOD, now):
+            assert due.verified_at + PERIOD >= now
+            if due.due_at <= now:
                 remembered[due.copy] = now
-    assert not overdue(agenda(Inventory(where, {}), remembered, PERIOD, now), PERIOD, now)
+    assert not count_overdue(scrub_agenda(Inventory(where, {}), remembered, PERIOD, now), PERIOD, now)
 
 
 def test_a_year_reads_every_copy_thirteen_times_and_no_day_stands_out():
@@ -50,8 +50,8 @@ def test_a_year_reads_every_copy_thirteen_times_and_no_day_stands_out():
     remembered = {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
     read, days = Counter(), Counter()
     for day in range(365):
-        for due in agenda(Inventory(where, {}), remembered, PERIOD, NOW + day * DAY):
-            if due.at <= NOW + day * DAY:
+        for due in scrub_agenda(Inventory(where, {}), remembered, PERIOD, NOW + day * DAY):
+            if due.due_at <= NOW + day * DAY:
                 remembered[due.copy] = NOW + day * DAY
                 read[due.copy] += 1
                 days[day] += 1
@@ -63,12 +63,12 @@ def test_copy_without_a_record_counts_as_verified_when_made_and_a_future_record_
     where = spool(0)
     copy = ScrubbedCopy(SPOOL, next(where.parts()))
     world = Inventory(where, {})
-    assert agenda(world, {}, PERIOD, MADE + DAY)[0].verified == MADE
-    assert agenda(world, {copy: MADE + 2 * DAY}, PERIOD, MADE + DAY)[0].verified == MADE
-    assert agenda(world, {copy: float("inf")}, PERIOD, MADE + DAY)[0].verified == MADE
-    assert agenda(world, {copy: -1e18}, PERIOD, MADE + DAY)[0].verified == MADE
-    (ahead,) = agenda(world, {}, PERIOD, MADE - DAY)  # by a clock that was wrong: soon, and not never
-    assert ahead.verified == MADE - DAY - PERIOD and ahead.at <= MADE - DAY
+    assert scrub_agenda(world, {}, PERIOD, MADE + DAY)[0].verified_at == MADE
+    assert scrub_agenda(world, {copy: MADE + 2 * DAY}, PERIOD, MADE + DAY)[0].verified_at == MADE
+    assert scrub_agenda(world, {copy: float("inf")}, PERIOD, MADE + DAY)[0].verified_at == MADE
+    assert scrub_agenda(world, {copy: -1e18}, PERIOD, MADE + DAY)[0].verified_at == MADE
+    (ahead,) = scrub_agenda(world, {}, PERIOD, MADE - DAY)  # by a clock that was wrong: soon, and not never
+    assert ahead.verified_at == MADE - DAY - PERIOD and ahead.due_at <= MADE - DAY
 
 
 def test_most_overdue_copy_is_first_and_the_agenda_of_a_single_place_can_be_asked_for():
@@ -76,19 +76,19 @@ def test_most_overdue_copy_is_first_and_the_agenda_of_a_single_place_can_be_aske
     world = Inventory(spool(1, 2), {"a": spool(1, 2)})
     remembered = {ScrubbedCopy(name, one): NOW - 100 * DAY for name in (SPOOL, "a") for one in (first, last)}
     remembered[ScrubbedCopy("a", last)] = NOW - 300 * DAY
-    scrubs = agenda(world, remembered, PERIOD, NOW)
-    assert scrubs[0].copy == ScrubbedCopy("a", last) and len(scrubs) == 4 == overdue(scrubs, PERIOD, NOW)
-    assert {due.copy.place for due in agenda(world, remembered, PERIOD, NOW, SPOOL)} == {SPOOL}
+    scrubs = scrub_agenda(world, remembered, PERIOD, NOW)
+    assert scrubs[0].copy == ScrubbedCopy("a", last) and len(scrubs) == 4 == count_overdue(scrubs, PERIOD, NOW)
+    assert {due.copy.place for due in scrub_agenda(world, remembered, PERIOD, NOW, SPOOL)} == {SPOOL}
 
 
 def test_a_tier_that_does_not_answer_or_a_manifest_that_cannot_be_read_is_on_no_agenda():
     bad = part(checkpoint(1, 3))
     world = Inventory(remade(spool(1), {**held(spool(1)), bad: None}), {"a": None})
-    assert [due.copy for due in agenda(world, {}, PERIOD, NOW)] == [ScrubbedCopy(SPOOL, part(checkpoint(1, 1)))]
+    assert [due.copy for due in scrub_agenda(world, {}, PERIOD, NOW)] == [ScrubbedCopy(SPOOL, part(checkpoint(1, 1)))]
 
 
 def test_a_tier_that_was_added_is_on_the_agenda_at_once():
-    copies = {due.copy for due in agenda(Inventory(spool(1), {"a": spool(1), "b": spool(1, 2)}), {}, PERIOD, NOW)}
+    copies = {due.copy for due in scrub_agenda(Inventory(spool(1), {"a": spool(1), "b": spool(1, 2)}), {}, PERIOD, NOW)}
     assert {copy.place for copy in copies} == {SPOOL, "a", "b"} and len(copies) == 4
 
 
@@ -99,7 +99,8 @@ def test_ranks_share_the_work_on_a_tier_and_leave_none_over():
     tier = Place.of({**old, **new})
     nodes = [Place.of({one: found for one, found in new.items() if one.rank == rank}) for rank in range(2)]
     read = [
-        Counter(due.copy.part for due in agenda(Inventory(node, {"a": tier}), {}, PERIOD, NOW, "a")) for node in nodes
+        Counter(due.copy.part for due in scrub_agenda(Inventory(node, {"a": tier}), {}, PERIOD, NOW, "a"))
+        for node in nodes
     ]
     assert read[0] + read[1] == Counter(list(tier.parts()))
     assert {one.rank for one in read[1]} == {1} and {one.rank for one in read[0]} == {0, 2, 3}
@@ -107,7 +108,7 @@ def test_ranks_share_the_work_on_a_tier_and_leave_none_over():
 
 def test_another_runs_ranks_are_not_this_spools():
     other = solo(Place(), checkpoint(1, 1, run="other"))
-    assert not agenda(Inventory(spool(1), {"a": other}), {}, PERIOD, NOW, "a")
+    assert not scrub_agenda(Inventory(spool(1), {"a": other}), {}, PERIOD, NOW, "a")
 
 
 @settings(max_examples=examples(40))
@@ -123,7 +124,7 @@ def test_shared_chunk_that_outlives_its_copies_is_read_within_the_period_and_not
         place = Place.of({one: facts(0, bases=[frozen]) for one in steps})
         world = Inventory(place, {"a": place})
         remembered[ScrubbedCopy("a", fresh)] = now  # as it was flushed
-        while scrubs := [due for due in agenda(world, remembered, PERIOD, now, "a") if due.at <= now]:
+        while scrubs := [due for due in scrub_agenda(world, remembered, PERIOD, now, "a") if due.due_at <= now]:
             copy = scrubs[0].copy
             remembered |= dict.fromkeys([copy, *base_copies(world, copy)], now)
             if now > last:

@@ -17,11 +17,9 @@ import pytest
 from support.inventories import checkpoint, config, facts, part
 
 from tierd.core.ids import PartId
-from tierd.core.planning.actions import Flush, Prune
-from tierd.core.planning.flush_candidates import is_contended
-from tierd.core.planning.inventory import Inventory, Sent
-from tierd.core.planning.order import leads
-from tierd.core.planning.place import SPOOL, LocalLaunch, Place
+from tierd.core.planning.flush_order import is_contended, is_newest_of_run
+from tierd.core.planning.inventory import Inventory, LastSent
+from tierd.core.planning.place import SPOOL, Flush, LocalLaunch, Place, Prune
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 
@@ -41,7 +39,7 @@ class Sender:
     rank: int
     takes: float
     spool: Place = field(default_factory=Place)
-    sent: dict[str, Sent] = field(default_factory=dict)
+    sent: dict[str, LastSent] = field(default_factory=dict)
     busy: bool = False
     sends: tuple[int, float] | None = None
 
@@ -101,7 +99,7 @@ class Links:
             self._newest_then.setdefault(step, max(whole, default=0))
             if is_contended(self._seen(now, node), "a", flush.part):
                 node.sends = step, now + ANSWER
-            node.busy, leading = True, leads(flush.part.checkpoint, node.spool, self.tier)
+            node.busy, leading = True, is_newest_of_run(flush.part.checkpoint, node.spool, self.tier)
             done = partial(self._sent, node, step, leading)
             self._at(now + node.takes * (1 + self.rng.uniform(-self.jitter, self.jitter)), done)
 
@@ -109,7 +107,7 @@ class Links:
         node.busy, node.sends, one = False, None, checkpoint(1, step)
         self.tier, last = self.tier.adding(self._part(node, step), facts(step)), node.sent.get("a")
         if last is None or last.last != one:
-            node.sent["a"] = Sent(one, 0 if leading or last is None else last.others + 1)
+            node.sent["a"] = LastSent(one, 0 if leading or last is None else last.sent_since + 1)
         if self.tier.checkpoints[one].usable:
             self.durable.append((now, step))
             self.behind.append(sum(step < other <= self._newest_then[step] for other in self._committed))

@@ -7,8 +7,8 @@ from support.inventories import facts
 from support.world import part
 
 from tierd.core.ids import CheckpointId, PartId, chunk_key
-from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
-from tierd.core.planning import sharing
+from tierd.core.manifest import VERSION, Chunk, File, Manifest, StoredChunk
+from tierd.core.planning import flush_order
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.place import Place
 
@@ -20,7 +20,7 @@ def manifest(which: PartId, *chunks: tuple[int, PartId]) -> Manifest:
     found = []
     for number, (size, owner) in enumerate(chunks):
         digest = f"{number:032x}"
-        stored = Stored(codec="raw", size=size, xxh3_128=digest, key=chunk_key(owner, digest, "raw"))
+        stored = StoredChunk(codec="raw", size=size, xxh3_128=digest, key=chunk_key(owner, digest, "raw"))
         found.append(Chunk(size=size, xxh3_128=digest, stored=stored))
     file = File(path="w", size=sum(chunk.size for chunk in found), chunks=tuple(found))
     return Manifest(
@@ -50,13 +50,13 @@ def tier(borrowers: int, *, there: bool = True, rank: int = 0) -> tuple[Checkpoi
 def test_only_large_chunks_are_offered():
     one = part(1)
     base = manifest(one, (263, one), (MIB - 1, one), (MIB, one), (4 * MIB, one))
-    assert [chunk.size for chunk in sharing.shareable(base, ())] == [MIB, 4 * MIB], "1 MiB is the smallest"
+    assert [chunk.size for chunk in flush_order.shareable_chunks(base, ())] == [MIB, 4 * MIB], "1 MiB is the smallest"
 
 
 def test_chunks_of_a_worn_checkpoint_are_not_offered():
     old, one = part(0), part(1)
     base = manifest(one, (2 * MIB, old), (3 * MIB, one))
-    assert [chunk.size for chunk in sharing.shareable(base, {old.checkpoint})] == [3 * MIB]
+    assert [chunk.size for chunk in flush_order.shareable_chunks(base, {old.checkpoint})] == [3 * MIB]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -66,16 +66,16 @@ def test_sixteen_checkpoints_at_most_name_a_chunk(there):
     for borrowers in range(20):
         owner, place = tier(borrowers, there=there)
         names = borrowers + there
-        assert (owner in sharing.worn(place, new)) == (names >= 16), f"{names} checkpoints name chunks of it"
+        assert (owner in flush_order.overshared(place, new)) == (names >= 16), f"{names} checkpoints name chunks of it"
 
 
 def test_other_ranks_do_not_count_as_they_name_other_chunks():
     _, place = tier(30, rank=1)
-    assert sharing.worn(place, part(99, rank=0, world=2)) == frozenset()
+    assert flush_order.overshared(place, part(99, rank=0, world=2)) == frozenset()
 
 
 def test_the_part_itself_does_not_count():
     """It is flushed again; that adds nobody."""
     owner, place = tier(15)
-    assert owner in sharing.worn(place, part(99, rank=0, world=2))
-    assert owner not in sharing.worn(place, part(15, rank=0, world=2))
+    assert owner in flush_order.overshared(place, part(99, rank=0, world=2))
+    assert owner not in flush_order.overshared(place, part(15, rank=0, world=2))

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tierd.core.retention.ages import Ages, Order
+from tierd.core.retention.ranking import Ages, Order
 
 DAY = 86_400.0
 YEAR = 365 * DAY

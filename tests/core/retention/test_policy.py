@@ -19,8 +19,8 @@ from support.seeds import examples
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.retention.policy import Best, RetentionPolicy, checked, merged, seconds
-from tierd.core.retention.ranking import CheckpointInfo, Ranking, decide
+from tierd.core.retention.policy import Best, RetentionPolicy, check_policy, merge_policies, parse_duration
+from tierd.core.retention.ranking import CheckpointInfo, Ranking, judge_checkpoints
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
 SUITE = settings(max_examples=examples(150))
@@ -56,7 +56,7 @@ def read_row(row) -> tuple[CheckpointInfo, bool, tuple[str, ...]]:
 def test_golden_tables(case):
     rows = [read_row(row) for row in case["rows"]]
     policy = msgspec.convert(case["policy"], RetentionPolicy)
-    found = decide([info for info, *_ in reversed(rows)], policy)
+    found = judge_checkpoints([info for info, *_ in reversed(rows)], policy)
     assert [(v.id, v.keep, v.reasons) for v in found] == [(info.id, keep, reasons) for info, keep, reasons in rows]
 
 
@@ -72,7 +72,7 @@ def infos(draw) -> list[CheckpointInfo]:
 
 
 def deleted(found, policy):
-    return {verdict.id for verdict in decide(found, policy) if not verdict.keep}
+    return {verdict.id for verdict in judge_checkpoints(found, policy) if not verdict.keep}
 
 
 @SUITE
@@ -106,7 +106,7 @@ def test_merging_keeps_every_rule(rule):
     policy, _ = RULES[rule]
     assert getattr(policy, rule) != getattr(RetentionPolicy(keep_last=1), rule)
     for several in ([policy, RetentionPolicy(keep_last=1)], [RetentionPolicy(keep_last=1), policy]):
-        assert getattr(merged(several), rule) == getattr(policy, rule)
+        assert getattr(merge_policies(several), rule) == getattr(policy, rule)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES.keys() - {"keep_last"}))
@@ -117,7 +117,7 @@ def test_every_rule_is_drawn(rule):
 
 @pytest.mark.parametrize(("rule", "for_good"), [(rule, good) for rule, (_, good) in RULES.items()])
 def test_rule_keeps_for_good_only_checkpoints_that_later_saves_leave_kept(rule, for_good):
-    """Of a run's first checkpoints, and of its newest one, `is_for_good` names only what many newer ones leave."""
+    """Of a run's first checkpoints, and of its newest one, `is_permanent` names only what many newer ones leave."""
     made = [
         CheckpointInfo(
             CheckpointId("r", attempt(1), 10 * n), True, True, False, EPOCH + timedelta(hours=n), {"loss": n}
@@ -126,12 +126,12 @@ def test_rule_keeps_for_good_only_checkpoints_that_later_saves_leave_kept(rule, 
     ]
     policy = msgspec.structs.replace(RULES[rule][0], keep_last=7 if rule == "keep_last" else 1)
     ranking = Ranking(made, policy)
-    good = {info.id for info in made if ranking.is_for_good(info)}
+    good = {info.id for info in made if ranking.is_permanent(info)}
     assert bool(good) == for_good
-    assert good <= ranking.kept
+    assert good <= ranking.kept_ids
     later = [replace(info, id=replace(info.id, step=info.id.step + 401), metrics={}) for info in made]
     later = [replace(info, created=info.created + timedelta(days=9)) for info in later]
-    assert Ranking([*made, *later], policy).kept & {info.id for info in made} == good
+    assert Ranking([*made, *later], policy).kept_ids & {info.id for info in made} == good
 
 
 @pytest.mark.parametrize("rule", ("keep_every_steps", "keep_every", "keep_best"))
@@ -143,7 +143,7 @@ def test_a_program_gives_a_rule_no_more_values_than_a_file(rule):
     }
     assert {name for name in RULES if takes_several(name)} == several.keys()
     with pytest.raises(ConfigError, match=f"{rule} has 17 values, at most 16"):
-        checked(RetentionPolicy(**{rule: several[rule]}))
+        check_policy(RetentionPolicy(**{rule: several[rule]}))
 
 
 def takes_several(rule: str) -> bool:
@@ -161,12 +161,12 @@ def test_keeping_more_of_the_last_never_deletes_more(found, policy, extra):
 @SUITE
 @given(infos(), policies, st.randoms(use_true_random=False))
 def test_verdicts_are_newest_first_with_reasons_in_any_order_of_asking(found, policy, rng):
-    verdicts = decide(found, policy)
+    verdicts = judge_checkpoints(found, policy)
     assert [verdict.id for verdict in verdicts] == sorted((info.id for info in found), reverse=True)
     assert all(verdict.reasons for verdict in verdicts)
     shuffled = list(found)
     rng.shuffle(shuffled)
-    assert decide(shuffled, policy) == verdicts
+    assert judge_checkpoints(shuffled, policy) == verdicts
 
 
 @SUITE
@@ -174,7 +174,7 @@ def test_verdicts_are_newest_first_with_reasons_in_any_order_of_asking(found, po
 def test_no_wall_clock_decides(found, policy, minutes):
     """The whole history moved in time is judged the same: ages are differences between checkpoints."""
     moved = [replace(info, created=info.created + timedelta(minutes=minutes)) for info in found]
-    assert decide(moved, policy) == decide(found, policy)
+    assert judge_checkpoints(moved, policy) == judge_checkpoints(found, policy)
 
 
 @SUITE
@@ -190,7 +190,7 @@ def test_second_pass_of_retention_deletes_nothing_more(found, policy):
 @given(infos(), st.integers(1, 3), st.sampled_from(["min", "max"]))
 def test_the_best_are_the_best(found, count, mode):
     policy = RetentionPolicy(keep_last=1, keep_best=Best(metric="loss", mode=mode, count=count))
-    named = [v.id for v in decide(found, policy) if any("best" in reason for reason in v.reasons)]
+    named = [v.id for v in judge_checkpoints(found, policy) if any("best" in reason for reason in v.reasons)]
     values = {
         info.id: info.metrics["loss"]
         for info in found
@@ -208,31 +208,31 @@ def test_keep_every_keeps_the_same_checkpoint_of_each_interval_after_any_prunes(
     """Judged after every single save, with prunes done at any time in between or never, the same ones are left."""
     policy = RetentionPolicy(keep_last=1, keep_every=every)
     whole = sorted((replace(i, complete=True, verified=True, pinned=False) for i in found), key=lambda info: info.id)
-    named = {v.id for v in decide(whole, policy) if f"one every {every}" in v.reasons}
+    named = {v.id for v in judge_checkpoints(whole, policy) if f"one every {every}" in v.reasons}
     left: list[CheckpointInfo] = []
     for info in whole:
         left.append(info)
         if rng.random() < 0.6:
             gone = deleted(left, policy)
             left = [one for one in left if one.id not in gone]
-    assert {v.id for v in decide(left, policy) if f"one every {every}" in v.reasons} == named
+    assert {v.id for v in judge_checkpoints(left, policy) if f"one every {every}" in v.reasons} == named
     kept = [info for info in whole if info.id in named]
     assert not whole or kept[0] is whole[0], "the oldest is the first"
     for one, following in pairwise(kept):
-        assert abs(following.created - one.created) >= timedelta(seconds=seconds(every))
+        assert abs(following.created - one.created) >= timedelta(seconds=parse_duration(every))
         passed = [info.created for info in whole if one.id < info.id < following.id]
-        assert all(abs(created - one.created) < timedelta(seconds=seconds(every)) for created in passed)
+        assert all(abs(created - one.created) < timedelta(seconds=parse_duration(every)) for created in passed)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("1.5m", 90), ("12h", 43200), ("7d", 604800), ("0s", 0)])
 def test_durations(text, expected):
-    assert seconds(text) == expected
+    assert parse_duration(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "90", "s", "-1s", "1 s", "1s\n", "1w", "1.s", "1e3s", "\u0663s"])
 def test_other_texts_are_no_durations(text):
     with pytest.raises(ValueError, match="no duration"):
-        seconds(text)
+        parse_duration(text)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"keep_within": text}, RetentionPolicy)
 
@@ -241,7 +241,7 @@ def test_other_texts_are_no_durations(text):
 @given(infos(), policies)
 def test_one_more_is_judged_as_if_it_had_been_among_the_others(history, policy):
     """So that a thousand can each be judged alone without judging a thousand times a thousand."""
-    together = {verdict.id: verdict for verdict in decide(history, policy)}
+    together = {verdict.id: verdict for verdict in judge_checkpoints(history, policy)}
     for number, one in enumerate(history):
         alone = Ranking(history[:number] + history[number + 1 :], policy)
         assert alone.verdict(one) == together[one.id]
@@ -253,19 +253,19 @@ def test_one_more_is_judged_as_if_it_had_been_among_the_others(history, policy):
 @SUITE
 @given(infos(), policies, policies)
 def test_merged_policies_keep_each_checkpoint_that_either_keeps(found, one, other):
-    both = merged([one, other])
+    both = merge_policies([one, other])
     assert deleted(found, both) <= deleted(found, one) & deleted(found, other)
 
 
 @SUITE
 @given(st.lists(policies, min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_merging_depends_on_no_order_and_a_policy_adds_nothing_to_itself(found, rng):
-    together = merged(found)
+    together = merge_policies(found)
     shuffled = rng.sample(found, len(found))
-    assert merged(shuffled) == together
-    assert merged([together, together, *found]) == together
-    assert merged(found[:1]) == found[0]
-    assert merged([merged(found[:2]), *found[2:]]) == together
+    assert merge_policies(shuffled) == together
+    assert merge_policies([together, together, *found]) == together
+    assert merge_policies(found[:1]) == found[0]
+    assert merge_policies([merge_policies(found[:2]), *found[2:]]) == together
 
 
 def test_merging_takes_the_most_of_each_rule():
@@ -277,14 +277,14 @@ def test_merging_takes_the_most_of_each_rule():
         keep_every="6h",
         keep_best=[Best(metric="loss"), Best(metric="acc", mode="max")],
     )
-    assert merged([one, other]) == RetentionPolicy(
+    assert merge_policies([one, other]) == RetentionPolicy(
         keep_last=5,
         keep_within="90m",
         keep_every_steps=(10, 15),
         keep_every="6h",
         keep_best=(Best(metric="acc", mode="max"), Best(metric="loss", count=3)),
     )
-    assert merged([]) is None
+    assert merge_policies([]) is None
 
 
 def test_equal_policies_are_equal_however_they_are_written():

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from support.world import part
 
-from tierd.core.timeline.alternatives import runs_there, steps_there
-from tierd.core.timeline.candidates import RestoreOrder, not_found
+from tierd.core.timeline.candidates import RestoreOrder, describe_runs, describe_steps, not_found_error
 
 
 def test_runs_of_a_similar_name_are_first_and_many_are_counted() -> None:
-    assert runs_there("x", []) == "there is no run at all"
-    assert runs_there("lama-7b", ["a", "llama-7b"]) == "the runs there are: llama-7b, a"
+    assert describe_runs("x", []) == "there is no run at all"
+    assert describe_runs("lama-7b", ["a", "llama-7b"]) == "the runs there are: llama-7b, a"
     many = [f"run-{number:03}" for number in range(100)]
-    text = runs_there("zzz", many)
+    text = describe_runs("zzz", many)
     assert "run-000" in text and "run-019" in text and "run-020" not in text and text.endswith(" and 80 more")
 
 
@@ -30,11 +29,13 @@ def test_runs_of_a_similar_name_are_first_and_many_are_counted() -> None:
     ],
 )
 def test_of_many_steps_the_nearest_are_named(step: int, there: list[int], says: str) -> None:
-    assert steps_there(step, there) == says
+    assert describe_steps(step, there) == says
 
 
 def test_an_error_for_a_step_names_those_of_the_run() -> None:
-    found = RestoreOrder((), (), (), None, (), (), whole=frozenset(part(step, run="r").checkpoint for step in (10, 20)))
-    assert str(not_found(found, "r", 15, [])).endswith("no such checkpoint\n  the steps there are: 10, 20")
-    assert "steps there" not in str(not_found(found, "r", None, []))
-    assert "steps there" not in str(not_found(found, "r", 10, ["step 10: bytes differ"]))
+    found = RestoreOrder(
+        (), (), (), None, (), (), complete=frozenset(part(step, run="r").checkpoint for step in (10, 20))
+    )
+    assert str(not_found_error(found, "r", 15, [])).endswith("no such checkpoint\n  the steps there are: 10, 20")
+    assert "steps there" not in str(not_found_error(found, "r", None, []))
+    assert "steps there" not in str(not_found_error(found, "r", 10, ["step 10: bytes differ"]))

@@ -24,17 +24,17 @@ from tierd.core.ids import PartId
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.save_policy import Goal
+from tierd.core.save_policy import MetricGoal
 from tierd.core.timeline.candidates import (
     Candidate,
     RestoreOrder,
-    not_found,
+    not_found_error,
     own_part,
     restore_candidates,
     restore_order,
 )
 from tierd.core.timeline.run_view import RunView, run_view_of
-from tierd.ipc.replies import read_member
+from tierd.ipc.message_codec import read_member
 
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
 B210 = checkpoint(2, 210)
@@ -55,7 +55,7 @@ def test_the_timeline_is_tried_newest_first_and_the_branch_only_named():
     assert tried(found) == [B210, A200, A100]
     assert found.branches == (A300,)
     assert found.attempts == (A, B)
-    assert (found.incomplete, found.lost, found.unreached) == ((), None, ())
+    assert (found.incomplete, found.unknown_origin, found.unreached) == ((), None, ())
 
 
 def test_step_alone_selects_the_timeline_before_a_branch_and_the_newest_branch_otherwise():
@@ -78,19 +78,19 @@ def test_checkpoint_that_was_complete_here_and_lost_a_part_is_gone():
     """Histories, seed 9383."""
     both = part(A300, 0, 2), part(A300, 1, 2)
     found = committed(*both, left={both[0]: facts(300)})
-    assert (found.gone, found.incomplete, tried(found)) == ((A300,), (), [])
+    assert (found.missing, found.incomplete, tried(found)) == ((A300,), (), [])
 
 
 def test_checkpoint_that_was_never_complete_here_may_be_begun_anew():
     first = part(A300, 0, 2)
     found = committed(first, left={first: facts(300)})
-    assert (found.gone, found.incomplete) == ((), (A300,))
+    assert (found.missing, found.incomplete) == ((), (A300,))
 
 
 def test_name_without_a_readable_manifest_does_not_hide_a_lost_part():
     """Histories, seed 5093: an empty object, of a rank that there never was."""
     found = committed(part(A300, 0, 2), left={part(A300, 3, 99_999): None}, why=ManifestError("no JSON"))
-    assert (found.gone, tried(found)) == ((A300,), [])
+    assert (found.missing, tried(found)) == ((A300,), [])
 
 
 @pytest.mark.parametrize(
@@ -154,15 +154,15 @@ def test_quarantined_part_still_names_the_origin_of_its_attempt():
 def test_attempt_without_a_readable_manifest_is_passed_over_and_reported():
     spool = replace(solo(Place(), A100), quarantined={part(B210): None})
     found = restore_candidates(Inventory(spool, {}), "r")
-    assert (tried(found), found.branches, found.lost) == ([A100], (), None)
-    assert (found.unvouched, found.quarantined, found.attempts) == ((B210,), (), (A,))
+    assert (tried(found), found.branches, found.unknown_origin) == ([A100], (), None)
+    assert (found.unproven, found.quarantined, found.attempts) == ((B210,), (), (A,))
 
 
 def test_attempt_with_an_unknown_origin_ends_the_timeline():
     """B is where C came from, and nobody can tell where B did."""
     spool = solo(solo(Place(), A100), checkpoint(3, 220), origin=B210)
     found = restore_candidates(Inventory(spool, {}), "r")
-    assert (tried(found), found.branches, found.lost) == ([checkpoint(3, 220)], (A100,), B)
+    assert (tried(found), found.branches, found.unknown_origin) == ([checkpoint(3, 220)], (A100,), B)
 
 
 def test_other_runs_are_none_of_its_business():
@@ -196,7 +196,7 @@ def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(
 
 def test_checkpoint_error_names_the_request_the_skipped_and_the_existing_checkpoints():
     resume = restore_candidates(Inventory(rolled_back(), {}), "r")
-    error = not_found(resume, "r", None, ["step 210: bytes differ"])
+    error = not_found_error(resume, "r", None, ["step 210: bytes differ"])
     assert isinstance(error, CheckpointNotFound)
     assert str(error).splitlines() == [
         "run 'r': no checkpoint could be verified",
@@ -204,11 +204,11 @@ def test_checkpoint_error_names_the_request_the_skipped_and_the_existing_checkpo
         f"  not tried, off the timeline: step 300 of attempt {A}; restore(step=…, attempt=…) asks for one",
     ]
     assert (
-        str(not_found(RestoreOrder((), (), (), None, (), ()), "r", 7, []))
+        str(not_found_error(RestoreOrder((), (), (), None, (), ()), "r", 7, []))
         == "run 'r' step 7: there is no such checkpoint"
     )
     lost = restore_candidates(Inventory(solo(solo(Place(), A100), checkpoint(3, 220), origin=B210), {}), "r")
-    assert f"what attempt {B} resumed from cannot be told any more" in str(not_found(lost, "r", None, []))
+    assert f"what attempt {B} resumed from cannot be told any more" in str(not_found_error(lost, "r", None, []))
 
 
 @pytest.mark.parametrize(("error", "expected"), [(SpoolUnusable("EIO"), ("local",)), (ManifestError("cut short"), ())])
@@ -216,7 +216,7 @@ def test_place_whose_disk_hides_the_origin_of_the_newest_attempt_has_not_answere
     newest = part(B210, 0, 2)
     place = remade(solo(Place(), A100), {part(A100): facts(), newest: None}, {newest: error})
     found = restore_candidates(Inventory(place, {"a": Place()}), "r")
-    assert (found.unreached, found.unvouched, tried(found)) == (expected, (B210,), [A100])
+    assert (found.unreached, found.unproven, tried(found)) == (expected, (B210,), [A100])
     reported_elsewhere = Place.of({part(B210, 1, 2): facts(origin=A100)})
     found = restore_candidates(Inventory(place, {"a": reported_elsewhere}), "r")
     assert found.unreached == ()
@@ -240,9 +240,9 @@ def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, w
         ):
             for seen in ([run_view_of(Inventory(place, {}), "r")] * own, views(*[Place()] * own, tier=place)):
                 found = restore_order(seen, "r", world=own)
-                assert (found.candidates, found.unvouched) == ((Candidate(A100, own),), passed)
+                assert (found.candidates, found.unproven) == ((Candidate(A100, own),), passed)
                 by_name = restore_order(seen, "r", newer.step, world=own)
-                assert (by_name.candidates, by_name.unvouched) == ((), passed)
+                assert (by_name.candidates, by_name.unproven) == ((), passed)
     both = planted(sound, part(newer, 0, 4 - own), *(part(newer, rank, 4) for rank in range(4)), why=why)
     both = planted(both, *(part(newer, rank, 3 * own) for rank in range(3 * own)), why=why)
     assert restore_order(views(*[Place()] * own, tier=both), "r", world=own).candidates == (Candidate(A100, own),)
@@ -262,7 +262,7 @@ def test_rank_with_another_world_size_refuses_the_world_size_of_a_manifest():
 def test_names_of_another_number_of_ranks_hide_nothing_that_lies_in_the_nodes_own_spools():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
     found = restore_order(views(*spools, tier=planted(Place(), part(A100))), "r", world=2)
-    assert (found.candidates, found.incomplete, found.unvouched) == ((Candidate(A100, 2),), (), ())
+    assert (found.candidates, found.incomplete, found.unproven) == ((Candidate(A100, 2),), (), ())
     moved = restore_order(views(*reversed(spools), tier=planted(Place(), part(A100))), "r", world=2)
     assert moved.candidates == (Candidate(A100, 2, (0, 1)),)
 
@@ -397,7 +397,7 @@ def test_every_rank_can_have_the_agreed_checkpoint_and_passed_over_newer_checkpo
             assert candidate.lacking == tuple(blind)
     first = found.candidates[0].checkpoint if found.candidates else None
     newer = {c for c in owners - whole if not first or c > first}
-    assert newer <= {*found.incomplete, *found.unvouched, *quarantined}, "each newer one is named"
+    assert newer <= {*found.incomplete, *found.unproven, *quarantined}, "each newer one is named"
     # The newest attempt of which anybody could read anything decides; below it, only what it descends from.
     origins = {p.checkpoint.attempt: facts.origin for p, facts in history.items()}
     if found.candidates:
@@ -429,7 +429,7 @@ def test_a_thousand_ranks_and_checkpoints_are_agreed_on_at_once():
 
 # -- the best ---------------------------------------------------------------------------------------------------------
 
-LOSS = Goal("loss")
+LOSS = MetricGoal("loss")
 
 
 def measured(values: dict, place: Place | None = None, **more) -> Place:
@@ -446,11 +446,11 @@ def test_best_of_the_timeline_is_first_and_of_equals_the_newest():
     assert tried(restore_candidates(Inventory(place, {}), "r", best=LOSS)) == [B210, A200, A100], (
         "never 300, which it left"
     )
-    assert tried(restore_candidates(Inventory(place, {}), "r", best=Goal("loss", "max"))) == [A100, B210, A200]
+    assert tried(restore_candidates(Inventory(place, {}), "r", best=MetricGoal("loss", "max"))) == [A100, B210, A200]
     assert tried(restore_candidates(Inventory(place, {}), "r", attempt=A, best=LOSS)) == [A300, A200, A100]
-    found = restore_candidates(Inventory(place, {}), "r", best=Goal("f1"))
+    found = restore_candidates(Inventory(place, {}), "r", best=MetricGoal("f1"))
     assert tried(found) == [] and (found.unread, found.corrupt) == ((), ())
-    assert "metric 'f1'; there are: acc, loss" in str(not_found(found, "r", None, []))
+    assert "metric 'f1'; there are: acc, loss" in str(not_found_error(found, "r", None, []))
     infinite = measured({A100: float("inf"), A200: float("-inf")})
     assert tried(restore_candidates(Inventory(infinite, {}), "r", best=LOSS)) == [A200, A100]
 
@@ -487,7 +487,7 @@ def test_a_corrupt_manifest_says_nothing_where_another_copy_does():
 @settings(max_examples=examples())
 def test_the_best_are_those_of_the_newest_first_in_another_order(history, mode):
     world = Inventory(Place.of(history), {})
-    newest, best = (tried(restore_candidates(world, "r", best=goal)) for goal in (None, Goal("loss", mode)))
+    newest, best = (tried(restore_candidates(world, "r", best=goal)) for goal in (None, MetricGoal("loss", mode)))
     values = {p.checkpoint: f.metrics.get("loss", float("nan")) for p, f in history.items() if p.rank == 0}
     assert set(best) == {one for one in newest if values[one] == values[one]}
     sign = 1 if mode == "max" else -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from support.inventories import checkpoint, histories
 
-from tierd.core.timeline.chain import Timeline, timeline
+from tierd.core.timeline.launch_chain import Timeline, timeline
 
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
 A, B, C = (checkpoint(number, 0).attempt for number in (1, 2, 3))
@@ -62,7 +62,7 @@ def test_every_complete_checkpoint_is_on_the_path_or_a_branch_and_each_step_back
     complete = {part.checkpoint for part in history}
     origins = {part.checkpoint.attempt: facts.origin for part, facts in history.items()}
     found = timeline(complete, complete, origins)
-    assert found.lost is None
+    assert found.unknown_origin is None
     assert sorted(found.path + found.branches) == sorted(complete)
     assert list(found.path) == sorted(found.path, reverse=True)
     assert found.path[0] == max(complete)

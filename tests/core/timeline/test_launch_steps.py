@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from support.world import RUN, attempt
 
-from tierd.core.report import Checkpoint
-from tierd.core.timeline.head import LaunchRecord
-from tierd.core.timeline.launch_steps import launch_steps
+from tierd.core.run_report import Checkpoint, launch_steps
+from tierd.core.timeline.launch_chain import LaunchRecord
 
 FIRST, SECOND = attempt(1), attempt(2)
 

@@ -14,8 +14,8 @@ from support.web import get, sent, serving
 
 from tierd.core.config import HttpConfig, from_toml
 from tierd.core.errors import ConfigError
-from tierd.daemon.http.access import Access, access_of, tls_of
-from tierd.daemon.http.views import SharedAnswer
+from tierd.daemon.http.http_server import Access, make_tls_context, read_access
+from tierd.daemon.runs_report import SharedAnswer
 
 CONNECTIONS = 32  # that the server has at a time
 TOKEN = "0123456789abcdef" * 4
@@ -65,19 +65,19 @@ def test_file_of_a_token_is_private_and_holds_a_single_token(tmp_path: Path) -> 
     path = tmp_path / "token"
     http = HttpConfig(listen="127.0.0.1:0", token_file=str(path))
     with pytest.raises(ConfigError, match="openssl rand -hex 32"):
-        access_of(http)
+        read_access(http)
     path.write_text(TOKEN)
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        access_of(http)
+        read_access(http)
     path.chmod(0o600)
     for text in ("", "short", f"{TOKEN} {TOKEN}", "é" * 20, "x" * 1025):
         path.write_text(text)
         with pytest.raises(ConfigError, match="a token is 16 to 1024") as raised:
-            access_of(http)
+            read_access(http)
         assert not text or text not in str(raised.value)
     path.write_text(f"{TOKEN}\n")
-    assert access_of(http).is_permitted(f"Bearer {TOKEN}")
+    assert read_access(http).is_permitted(f"Bearer {TOKEN}")
 
 
 def test_a_certificate_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_a_certificate_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     key.write_text("no key")
     http = HttpConfig(listen="127.0.0.1:0", cert_file=str(cert), key_file=str(key))
     with pytest.raises(ConfigError, match="chmod 600"):
-        tls_of(http)
+        make_tls_context(http)
     key.chmod(0o600)
     with pytest.raises(ConfigError, match="cert"):
-        tls_of(http)
+        make_tls_context(http)
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import msgspec
 from support.web import get, serving
 from support.world import attempt, commit, part
 
-from tierd.daemon.http.views import SharedAnswer
+from tierd.daemon.runs_report import SharedAnswer
 
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
 
@@ -99,17 +99,17 @@ def test_the_server_s_packages_are_loaded_only_if_it_is_configured() -> None:
 import sys
 for name in ("prometheus_client", "aiohttp"):
     sys.modules[name] = None
-import tierd.daemon.service
-from tierd.daemon.http import start
+import tierd.daemon.daemon_service
+from tierd.daemon import daemon_service
 from tierd.core.config import HttpConfig
 from tierd.core.errors import ConfigError
-assert start.server_of(None) is None
+assert daemon_service.make_http_server(None) is None
 try:
-    start._loaded()
+    daemon_service._loaded()
 except ImportError as error:
     print(error)
 try:
-    start.server_of(HttpConfig(listen="127.0.0.1:0"))
+    daemon_service.make_http_server(HttpConfig(listen="127.0.0.1:0"))
 except ConfigError as error:
     print(error)
 """
@@ -120,6 +120,6 @@ except ConfigError as error:
 
 def test_the_status_of_a_daemon_is_json() -> None:
     """`/status` has the form of `tierd status --json`: both are made of one class."""
-    from tierd.daemon.reports.problems import Problem
+    from tierd.daemon.daemon_status import Problem
 
     assert msgspec.json.encode(Problem("alert", "s3", "why")) == b'{"severity":"alert","place":"s3","why":"why"}'

@@ -12,10 +12,9 @@ from support.world import commit, part, reconciler
 
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
+from tierd.daemon.daemon_status import make_status
 from tierd.daemon.http import metrics
-from tierd.daemon.http.families import FAMILIES, samples
-from tierd.daemon.http.tally import Tally
-from tierd.daemon.status import status
+from tierd.daemon.http.metrics import FAMILIES, EventCounters, sample_names
 from tierd.events.notifier import NotifyStatus
 from tierd.spool.commit import CommittedPart
 
@@ -112,7 +111,7 @@ async def test_metrics_of_a_daemon(spool, tmp_path) -> None:
         for name, family in FAMILIES.items():
             one = families[name.removesuffix("_total")]
             assert (one.type, one.documentation) == (family.kind, family.means)
-            assert {it.name for it in one.samples} <= set(samples(name))
+            assert {it.name for it in one.samples} <= set(sample_names(name))
             assert all(tuple(it.labels) == tuple(sorted(family.labels)) for it in one.samples) or one.samples == []
 
 
@@ -121,7 +120,7 @@ def event(what: str, run: str = "run", place: str = "local", **more: object) -> 
 
 
 def test_events_are_summed_by_run_and_place() -> None:
-    tally = Tally()
+    tally = EventCounters()
     for one in (
         event("persisted", seconds=2.0, blocked_s=0.5),
         event("persisted", seconds=1.0, blocked_s=0.25),
@@ -160,7 +159,7 @@ def test_events_are_summed_by_run_and_place() -> None:
         ("tierd_save_durable_seconds", "run", "s3"): (1, 7.0),
         ("tierd_flush_seconds", "run", "s3"): (1, 4.0),
     }
-    tally.keep({"other"})
+    tally.keep_only({"other"})
     assert {labels for some in tally.counts.values() for labels in some} == {("other",)}
     assert not any(tally.times.values())
 
@@ -170,7 +169,7 @@ async def test_only_runs_in_the_spool_have_series_and_not_too_many(spool, tmp_pa
         commit(spool, part(1, launch=number + 1, run=f"run-{number}"), {"a": b""})
     async with serving(spool, tmp_path / "tier") as http:
         gone = PartId(part(1, run="gone").checkpoint, 0, 1)
-        http.heard(event("persisted", gone.checkpoint.run))
+        http.note_event(event("persisted", gone.checkpoint.run))
         async with asyncio.timeout(60):
             while True:
                 values = read((await get(http.address, "/metrics")).body)
@@ -184,7 +183,7 @@ async def test_only_runs_in_the_spool_have_series_and_not_too_many(spool, tmp_pa
 
 def test_every_counter_of_a_run_begins_at_zero() -> None:
     """Also those that are no count of events: repaired chunks and sent bytes began with their first event."""
-    tally = Tally()
+    tally = EventCounters()
     tally.begin(["run"], ["local", "s3"])
     begun = {(name, *labels) for name, some in tally.counts.items() for labels in some}
     sent = ("tierd_flush_raw_bytes_total", "tierd_flush_sent_bytes_total")
@@ -202,7 +201,7 @@ def test_a_name_in_a_label_is_escaped(spool) -> None:
     """A receiver's name and a tier's are the configuration's; a run's is checked. The format escapes all the same."""
     daemon, name = reconciler(spool, {}), 'a"b\\c\nd'
     receiver = NotifyStatus(name, "command", 1, 0, 0, 0, 0, 0, None)
-    values = read(metrics.Exposition(daemon, Tally()).render(status(daemon, 0, 0, (receiver,))))
+    values = read(metrics.Exposition(daemon, EventCounters()).render(make_status(daemon, 0, 0, (receiver,))))
     assert values["tierd_notifications_total", "delivered", name] == 1
 
 
@@ -212,8 +211,8 @@ def test_a_name_in_a_label_is_escaped(spool) -> None:
 def test_times_of_a_save_reach_the_event(spool) -> None:
     daemon = reconciler(spool, {})
     which = part(5)
-    daemon.taken(which, CommittedPart(10, direct=True, recycled=False, blocked_s=0.0125, durable_s=1.5))
-    daemon.save_events.restored(which, "local", 0.25)
+    daemon.note_commit(which, CommittedPart(10, direct=True, recycled=False, blocked_s=0.0125, durable_s=1.5))
+    daemon.save_events.record_restore(which, "local", 0.25)
     saved, restored = daemon.journal.events
     assert (saved.what, saved.blocked_s, saved.seconds) == ("persisted", 0.0125, 1.5)
     assert (restored.what, restored.seconds, restored.rank, daemon.journal.counters["restores"]) == (
@@ -232,7 +231,7 @@ async def test_counters_of_a_run_begin_at_zero_so_that_an_alert_sees_the_first_e
             while ("tierd_save_failures_total", "run") not in before:  # the spool was not observed yet
                 before = read((await get(http.address, "/metrics")).body)
         for one in (event("persist failed"), event("fell back"), event("quarantined", place="disk")):
-            http.heard(one)
+            http.note_event(one)
         after = before
         async with asyncio.timeout(60):
             while after["tierd_save_failures_total", "run"] == 0:  # an answer is up to a second old

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from support.promql import read
 
-from tierd.daemon.http.families import FAMILIES, samples
+from tierd.daemon.http.metrics import FAMILIES, sample_names
 
 SYSTEMD = Path(__file__).parents[3] / "systemd"
 RULES = (SYSTEMD / "alerts.yml").read_text()
 DASHBOARD = json.loads((SYSTEMD / "grafana.json").read_text())
-KNOWN = {sample: family for name, family in FAMILIES.items() for sample in samples(name)}
+KNOWN = {sample: family for name, family in FAMILIES.items() for sample in sample_names(name)}
 FOREIGN = {"up": ("job",), "process_resident_memory_bytes": ("job",)}  # Prometheus' own, and prometheus_client's
 EXPRESSIONS = [
     *re.findall(r"^        expr: (.+)$", RULES, re.M),
@@ -115,7 +115,7 @@ def test_dashboard_has_the_shape_that_grafana_imports() -> None:
 
 def test_the_dashboard_shows_all_that_a_node_owner_needs() -> None:
     named = {name for expression in EXPRESSIONS for name, _, _ in read(expression).metrics}
-    left = {name for name in FAMILIES if not {*samples(name)} & named}
+    left = {name for name in FAMILIES if not {*sample_names(name)} & named}
     assert left <= {
         "tierd_build_info", "tierd_runs", "tierd_pruned_copies_total", "tierd_tier_failed_tries", "tierd_alerts_total",
         "tierd_problems", "tierd_spool_parts", "tierd_scrubbed_bytes_total", "tierd_notifications_total",

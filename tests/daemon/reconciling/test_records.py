@@ -11,20 +11,20 @@ from support.inventories import checkpoint, config, solo
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon.reconciling import records
-from tierd.daemon.tiers.heads import following
+from tierd.daemon.reconciling import flusher
+from tierd.daemon.tiers.tier_run_records import next_head
 
 
 async def test_of_two_tiers_that_are_done_at_the_same_time_both_heads_are_remembered(monkeypatch):
     saved = solo(Place(), checkpoint(1, 1))
 
     def tier(by: str) -> Place:
-        return saved.with_heads("r", (following(Inventory(saved, {"x": saved}, who=by), saved, "r", by, ()),))
+        return saved.with_heads("r", (next_head(Inventory(saved, {"x": saved}, node_id=by), saved, "r", by, ()),))
 
     tiers, made = {"a": tier("0000000a"), "b": tier("0000000b")}, config(RetentionPolicy(), RetentionPolicy())
-    live = SimpleNamespace(place=saved, inventory=lambda: Inventory(live.place, tiers, who="0000000a"))
+    live = SimpleNamespace(place=saved, inventory=lambda: Inventory(live.place, tiers, node_id="0000000a"))
     setup = SimpleNamespace(live=live, config=made, spool=SimpleNamespace(control=None))
-    monkeypatch.setattr(records, "remember", lambda *_: time.sleep(0.05))
-    kept = records.RunRecords(setup)
+    monkeypatch.setattr(flusher, "record_head", lambda *_: time.sleep(0.05))
+    kept = flusher.RunRecords(setup)
     await asyncio.gather(kept._remember("a", ["r"]), kept._remember("b", ["r"]))
     assert sorted(live.place.heads["r"][0].tiers) == ["/tier/0", "/tier/1"]

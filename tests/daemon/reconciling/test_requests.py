@@ -7,43 +7,43 @@ import re
 import pytest
 from support.world import part, reconciler
 
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.reconciling.requests import ClientRequests
-from tierd.stores.memory import MemoryStore
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.reconciling.client_requests import ClientRequests
+from tierd.stores.memory_store import MemoryStore
 
 
 def test_a_run_is_of_interest_while_a_request_about_it_is_answered():
     requests = ClientRequests()
-    with pytest.raises(OSError), requests.asking("run"):
+    with pytest.raises(OSError), requests.request_context("run"):
         requests.lose_interest((), 0.0)
-        assert requests.interest == {"run"}
+        assert requests.requested_runs == {"run"}
         raise OSError
     requests.lose_interest(["run"], 0.0)  # it is in the spool, so it is observed anyway
-    assert requests.interest == {"run"}
+    assert requests.requested_runs == {"run"}
     requests.lose_interest((), 3600.0)
-    assert requests.interest == {"run"}
+    assert requests.requested_runs == {"run"}
     requests.lose_interest((), 0.0)
-    assert not requests.interest
-    with requests.asking(None):
-        assert not requests.interest
+    assert not requests.requested_runs
+    with requests.request_context(None):
+        assert not requests.requested_runs
 
 
 def test_a_part_is_awaited_until_the_wait_ends_however_it_ends():
     requests, one = ClientRequests(), part(1)
-    with requests.waiting(one, needed=False):
-        with pytest.raises(TimeoutError), requests.waiting(one, needed=True):
-            assert requests.awaited[one] == 2 and requests.needed[one.checkpoint] == 1
+    with requests.awaiting_flush(one, needed=False):
+        with pytest.raises(TimeoutError), requests.awaiting_flush(one, needed=True):
+            assert requests.awaited_parts[one] == 2 and requests.needed_checkpoints[one.checkpoint] == 1
             raise TimeoutError
-        assert requests.awaited[one] == 1 and not requests.needed
-    assert not requests.awaited
+        assert requests.awaited_parts[one] == 1 and not requests.needed_checkpoints
+    assert not requests.awaited_parts
 
 
 def test_a_run_is_trained_while_its_trainer_is_attached_or_will_write_again():
     requests = ClientRequests()
-    requests.presence.came("attached")
+    requests.trainer_activity.trainer_attached("attached")
     requests.writers = lambda: frozenset({"handing.00000-of-00001"})
     assert [run for run in ("attached", "handing", "other") if requests.is_trained(run)] == ["attached", "handing"]
-    requests.presence.left("attached")
+    requests.trainer_activity.trainer_detached("attached")
     assert not requests.is_trained("attached")
 
 

@@ -11,13 +11,13 @@ from support.timed import timed
 from support.waiting import until
 from support.world import RUN, commit, content, converge, part, read, reconciler, running
 
-from tierd.client.restoring.source import NodeSource
-from tierd.core.corruption import UnstableRead
+from tierd.client.restoring.part_source import NodeSource
 from tierd.core.errors import StoreUnavailable
+from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon.status import status
-from tierd.daemon.tiers.verify import verify
+from tierd.core.storage_faults import UnstableRead
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.tiers.tier_objects import verify_part
 from tierd.spool.spool import Spool
 
 PART = part(7)
@@ -78,7 +78,7 @@ async def test_a_tier_whose_answers_differ_is_not_corrupt(tmp_path, of, left):
         assert left <= 5
     network.left = left
     try:
-        assert (await verify(network, PART, lambda size: None))[1] == []
+        assert (await verify_part(network, PART, lambda size: None))[1] == []
     except UnstableRead:
         assert left > 5
     assert [info.key async for info in tier.scan("")] == keys
@@ -107,7 +107,7 @@ async def test_a_disk_that_flips_bits_is_an_alert_until_every_copy_can_be_read(t
     with monkeypatch.context() as patched:
         BadDisk(patched, tmp_path / RUN, 1, 1)
         await scrub(daemon, first, second)
-    (problem,) = (one for one in status(daemon, 0, 0).problems if one.severity == "alert")
+    (problem,) = (one for one in make_status(daemon, 0, 0).problems if one.severity == "alert")
     assert problem.place == SPOOL and str(tmp_path / RUN) in problem.why and "smartctl" in problem.why
     await scrub(daemon, first)
     assert alerts(daemon) == ["failing"] and daemon.journal.alerts()

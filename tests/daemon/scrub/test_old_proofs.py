@@ -14,13 +14,13 @@ from support.world import commit, converge, corrupt, part, read, reconciler, run
 from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest_codec import decode, encode
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.tiers.holders import holds
-from tierd.daemon.tiers.prune import manifest_bytes, quarantine
-from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.tiers.tier_probes import is_part_held
+from tierd.daemon.tiers.tier_prune import manifest_bytes, quarantine
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 PART = part(1)
 KEY = PART.manifest_key
@@ -47,7 +47,7 @@ def put_there(store: Double, key: str, data: bytes) -> None:
 def of_another_node(spool: Spool, stores) -> tuple[Repairer, Journal]:
     """The repairer of a node that lacks the part."""
     journal = Journal()
-    return Repairer(Spool(spool.root.parent / "other"), stores, journal, Budget()), journal
+    return Repairer(Spool(spool.root.parent / "other"), stores, journal, MemoryBudget()), journal
 
 
 async def is_usable(store: Double, data: bytes) -> bool:
@@ -116,7 +116,7 @@ async def test_a_copy_that_was_repaired_during_the_search_for_its_chunk_is_not_q
     bad = [where for where, chunk in manifest.places() if victim.endswith(chunk.stored.key)]
     repairer, journal = of_another_node(spool, stores)
     work = await repairer.repair("tier", PART, manifest, bad)
-    assert work.lost, "it was judged when it was bad, so it is read again"
+    assert work.lost_reasons, "it was judged when it was bad, so it is read again"
     now = replaced(good) if what == "manifest" else good
     assert await is_usable(tier, now) == (what != "nothing")
     assert journal.counters["quarantined"] == (what == "nothing")
@@ -128,7 +128,7 @@ async def test_a_manifest_that_was_replaced_before_its_repair_is_not_quarantined
     good = await manifest_bytes(stores["tier"], PART)
     repairer, journal = of_another_node(spool, stores)
     if has_part:
-        repairer = Repairer(spool, stores, journal, Budget())
+        repairer = Repairer(spool, stores, journal, MemoryBudget())
     assert not await repairer.rebuild("tier", PART, "it was bad when it was read")
     assert await is_usable(stores["tier"], good) and not journal.events
 
@@ -183,7 +183,7 @@ async def test_a_manifest_that_was_replaced_while_its_tier_was_asked_for_it_prov
     tier = (await flushed(spool, "tier"))["tier"]
     good = await manifest_bytes(tier, PART)
     await flip(tier.inner, KEY)
-    assert await holds(tier, PART, None) == await manifest_bytes(tier, PART), "it is the proof's own"
+    assert await is_part_held(tier, PART, None) == await manifest_bytes(tier, PART), "it is the proof's own"
 
     def replace(operation: str, key: str) -> None:
         if tier.calls.count(("get", KEY)) == 3:  # the first two find the same damage
@@ -191,8 +191,8 @@ async def test_a_manifest_that_was_replaced_while_its_tier_was_asked_for_it_prov
 
     tier.calls.clear()
     tier.before = replace
-    assert await holds(tier, PART, None) is False
-    assert await holds(tier, PART, None) is True
+    assert await is_part_held(tier, PART, None) is False
+    assert await is_part_held(tier, PART, None) is True
 
 
 @pytest.mark.parametrize("ask", ["holds", "lacking"])

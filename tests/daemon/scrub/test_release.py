@@ -14,7 +14,7 @@ from support.world import commit, converge, corrupt, part, read, reconciler, run
 
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 KEEP = {"keep_local": 2}  # so that a quarantined part with two newer ones is deleted
 

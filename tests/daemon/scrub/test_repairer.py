@@ -26,7 +26,7 @@ from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.manifest_codec import decode
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 
 async def test_corrupt_local_part_is_repaired_from_the_other_tier_and_then_flushed(spool):

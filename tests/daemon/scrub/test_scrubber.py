@@ -18,16 +18,16 @@ from support.waiting import until
 from support.world import commit, content, converge, corrupt, part, read, reconciler, running, settle
 
 from benchmarks.scrub import run
-from tierd.codec import codec
+from tierd.codec import chunk_codec
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.manifest_codec import decode, encode
+from tierd.core.planning.background_schedule import ScrubbedCopy, scrub_agenda
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda
-from tierd.daemon.status import status
-from tierd.daemon.tiers.verify import verify
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.tiers.tier_objects import verify_part
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 HARMS = ("flip", "truncate", "missing", "lengthen", "swap")
 
@@ -75,7 +75,7 @@ async def harm(store, key: str, how: str) -> None:
 
 async def is_right(store, which, held: dict[str, bytes]) -> bool:
     """Whether a tier's copy is whole and holds these files, whatever form an encoder that goes by speed gave it."""
-    manifest, wrong = await verify(store, which, lambda size: None)
+    manifest, wrong = await verify_part(store, which, lambda size: None)
     described = {file.path: [(chunk.size, chunk.xxh3_128) for chunk in file.chunks] for file in manifest.files}
     return not wrong and described.keys() == held.keys() and sum(map(len, held.values())) == manifest.size
 
@@ -209,7 +209,7 @@ async def test_a_copy_that_was_just_quarantined_holds_up_no_prune(spool):
     await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(1)))
     assert set(spool.quarantined()) == {part(1)}
     assert not await daemon.scrubber.is_right(part(1))
-    assert daemon.scrubber.rests_s(part(1)) == 0
+    assert daemon.scrubber.postponed_s(part(1)) == 0
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("timeout"), StoreRefused("403")], ids=["unavailable", "refused"])
@@ -341,8 +341,8 @@ async def test_where_the_encoder_has_changed_a_chunk_is_stored_anew_and_the_mani
     victim = chunk_keys(await contents(store), part(1))[0]
     assert victim.endswith(".zst")
     await flip(store, victim)
-    real, changed = codec.zstandard.ZstdCompressor, {"level": 19, "write_checksum": True}
-    monkeypatch.setattr(codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, **changed}))
+    real, changed = chunk_codec.zstandard.ZstdCompressor, {"level": 19, "write_checksum": True}
+    monkeypatch.setattr(chunk_codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, **changed}))
     daemon = await scrub(scrubber(spool, {"tier": store}), "tier", parts={part(1)})
     objects = await contents(store)
     manifest = decode(objects[part(1).manifest_key], part(1))
@@ -367,8 +367,8 @@ async def test_a_rebuilt_manifest_names_a_chunk_where_it_had_to_move(spool, monk
         await flip(store, packed)
     await flip(stores["first"], part(1).manifest_key)
     corrupt(spool.path(part(1)) / MANIFEST_NAME)  # what it described is right
-    real = codec.zstandard.ZstdCompressor
-    monkeypatch.setattr(codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, "write_checksum": True}))
+    real = chunk_codec.zstandard.ZstdCompressor
+    monkeypatch.setattr(chunk_codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, "write_checksum": True}))
     await scrub(scrubber(spool, stores), "first")
     assert await is_right(stores["first"], part(1), content(1))
 
@@ -409,7 +409,7 @@ async def test_daemon_scrubs_due_copies_by_itself_and_the_next_daemon_remembers(
     corrupt(spool.path(part(2)) / "weights.bin")
     async with running(scrubber(spool, {"tier": store})) as daemon:  # what it holds is of long ago
         await until(lambda: daemon.journal.counters["scrubbed"] >= 10 and not daemon.scrubber.status().due)
-        reported = status(daemon, 0, 0).scrub
+        reported = make_status(daemon, 0, 0).scrub
         assert reported.oldest.startswith("20") and reported.due == 0
     assert await contents(store) == pristine and read(spool, part(2)) == content(2)
     assert counted(daemon, "scrubbed", "scrub_findings") == [10, 2]
@@ -432,9 +432,9 @@ async def test_schedule_is_computed_beside_the_loop_and_once_for_each_inventory(
 
     def noted(*args):
         built.append(threading.current_thread())
-        return agenda(*args)
+        return scrub_agenda(*args)
 
-    monkeypatch.setattr("tierd.daemon.scrub.scrubber.agenda", noted)
+    monkeypatch.setattr("tierd.daemon.scrub.scrubber.scrub_agenda", noted)
     store = MemoryStore()
     for step in range(5):
         commit(spool, part(step))
@@ -542,8 +542,8 @@ async def test_a_shared_chunk_that_had_to_move_makes_its_sharers_be_read_again_a
     digest = spool.manifest(part(1)).files[0].chunks[0].xxh3_128
     (shared,) = (key for key in await contents(store) if digest in key)
     await flip(store, shared)
-    real = codec.zstandard.ZstdCompressor
-    monkeypatch.setattr(codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, "write_checksum": True}))
+    real = chunk_codec.zstandard.ZstdCompressor
+    monkeypatch.setattr(chunk_codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, "write_checksum": True}))
     daemon = scrubber(spool, {"tier": store})
     await daemon.observe(SPOOL)
     await daemon.observe("tier")
@@ -557,7 +557,7 @@ async def test_a_shared_chunk_that_had_to_move_makes_its_sharers_be_read_again_a
     assert counted(daemon, "scrub_findings", "repaired_chunks", "quarantined") == [1, count, 0]
     assert daemon.journal.counters["scrubbed"] <= 2 * count  # the one under whose name it lay more than once
     for step in range(count):
-        assert not (await verify(store, part(step), lambda size: None))[1]
+        assert not (await verify_part(store, part(step), lambda size: None))[1]
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "lengthen", "remove"])
@@ -645,7 +645,7 @@ async def test_repair_takes_the_object_size_of_the_manifest_from_the_memory_budg
     monkeypatch.setattr(daemon._budget, "take", lambda size: taken.append(size) or real(size))
     await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
     assert len(taken) == 2 and min(taken) >= 1 << 20
-    assert not (await verify(store, part(1), lambda size: None))[1]
+    assert not (await verify_part(store, part(1), lambda size: None))[1]
 
 
 @pytest.mark.parametrize("spooled", [True, False], ids=["spool", "other tier"])
@@ -666,7 +666,7 @@ async def test_a_manifest_that_names_a_wrong_codec_gets_no_object_that_cannot_be
     await scrub(scrubber(spool, stores), "first", parts={part(1)})
     ((_, now),) = decode(bytes(await stores["first"].get(part(1).manifest_key)), part(1)).places()
     data = bytes(await stores["first"].get(f"{part(1).checkpoint.run}/{now.stored.key}"))
-    assert bytes(codec.decode(now, data, "first")) == b"w" * 900
+    assert bytes(chunk_codec.decode(now, data, "first")) == b"w" * 900
 
 
 async def test_shared_chunk_is_read_again_though_each_checkpoint_that_names_it_is_young(spool, monkeypatch):

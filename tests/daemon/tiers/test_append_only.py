@@ -18,18 +18,18 @@ from support.waiting import until
 from support.world import commit, converge, part, reconciler, running, settle, steps_in, steps_on
 
 from tierd.cli import run
-from tierd.cli.reading.status import COLUMNS
+from tierd.cli.commands.status_commands import TIER_COLUMNS
 from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 from tierd.core.urls import parse_url
-from tierd.daemon.status import status
-from tierd.daemon.timings import USUAL
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.daemon_timings import USUAL
 from tierd.spool.spool import Spool
-from tierd.stores import deletions
-from tierd.stores.deletions import DeletionGuard
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores import store_wrappers
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.open import open_store
-from tierd.stores.s3.answers import ACTIONS
+from tierd.stores.s3.server_errors import ACTIONS
+from tierd.stores.store_wrappers import DeletionGuard
 
 __all__ = ["credentials"]  # the fixture
 
@@ -69,7 +69,7 @@ async def test_every_save_reaches_a_bucket_without_delete_object(spool: Spool) -
             assert not daemon.journal.alerts()
             [why] = reported(daemon)
             assert "s3:DeleteObject" in why
-            [tier] = status(daemon, 0, 0).tiers
+            [tier] = make_status(daemon, 0, 0).tiers
             assert tier.append_only
             assert tier.pending_prunes == 0
             assert tier.failures == 0
@@ -113,7 +113,7 @@ async def test_a_directory_whose_entries_cannot_be_removed_is_append_only_too(
         assert not marks()
         [why] = reported(daemon)
         assert "chattr +a" in why
-        assert status(daemon, 0, 0).tiers[0].append_only
+        assert make_status(daemon, 0, 0).tiers[0].append_only
     await store.aclose()
 
 
@@ -170,7 +170,7 @@ async def test_retention_continues_when_deleting_is_allowed_again(spool: Spool, 
         store.words = ("never",)
         daemon.tiers._guards["tier"]._until.clear()  # ten minutes later
         await settle(daemon)
-        await until(lambda: not status(daemon, 0, 0).tiers[0].append_only)
+        await until(lambda: not make_status(daemon, 0, 0).tiers[0].append_only)
     assert steps_on(await contents(store.inner)) == [3]
 
 
@@ -279,7 +279,7 @@ def test_policy_of_the_how_to_allows_the_actions_of_tierd() -> None:
 
 
 def test_status_shows_it_where_the_copies_to_prune_stand() -> None:
-    shown = COLUMNS["TO PRUNE"]
+    shown = TIER_COLUMNS["TO PRUNE"]
     assert shown({"append_only": True, "pending_prunes": 0}) == "append-only"
     assert shown({"append_only": False, "pending_prunes": 3}) == shown({"pending_prunes": 3}) == "3"
 
@@ -288,17 +288,17 @@ async def test_the_guard_asks_for_each_sort_by_itself_and_again_later(monkeypatc
     store = Lasting("/manifests/")
     guard = DeletionGuard(store)
     await guard.check("run/pruning/none")
-    assert not guard.rests
+    assert not guard.is_resting
     for _ in range(3):
         with pytest.raises(DeleteRefused):
             await guard.delete(["run/manifests/a"])
         await guard.delete(["run/flushing/a"])
     assert store.asked() == 1 + 1 + 3
-    assert guard.rests
+    assert guard.is_resting
     assert "AccessDenied" in guard.refused
-    now = deletions.time.monotonic()
-    monkeypatch.setattr(deletions.time, "monotonic", lambda: now + 601)
-    assert not guard.rests
+    now = store_wrappers.time.monotonic()
+    monkeypatch.setattr(store_wrappers.time, "monotonic", lambda: now + 601)
+    assert not guard.is_resting
     store.words = ("never",)
     await guard.delete(["run/manifests/a"])
     assert not guard.refused

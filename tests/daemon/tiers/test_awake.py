@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from tierd.daemon.tiers.awake import awake_timeout
+from tierd.daemon.concurrency import suspend_aware_timeout
 
 
 def test_timeout_ends_a_task_that_does_not_answer():
     async def work() -> float:
         begun = time.monotonic()
         with pytest.raises(TimeoutError):
-            async with awake_timeout(0.2):
+            async with suspend_aware_timeout(0.2):
                 await asyncio.sleep(60)
         return time.monotonic() - begun
 
@@ -23,7 +23,7 @@ def test_timeout_ends_a_task_that_does_not_answer():
 
 def test_answer_that_arrived_while_the_loop_was_stopped_counts():
     async def work() -> str:
-        async with awake_timeout(0.4):
+        async with suspend_aware_timeout(0.4):
             loop = asyncio.get_running_loop()
             answer = loop.create_future()
             loop.call_soon(time.sleep, 1.0)
@@ -36,7 +36,7 @@ def test_answer_that_arrived_while_the_loop_was_stopped_counts():
 
 
 async def test_each_answer_begins_the_time_anew():
-    async with awake_timeout(2.0) as begin_anew:
+    async with suspend_aware_timeout(2.0) as begin_anew:
         for _ in range(8):
             await asyncio.sleep(0.5)
             begin_anew()
@@ -45,7 +45,7 @@ async def test_each_answer_begins_the_time_anew():
 async def test_nothing_ends_a_block_that_has_ended():
     failed = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    async with awake_timeout(0.05):
+    async with suspend_aware_timeout(0.05):
         pass
     await asyncio.sleep(0.5)
     assert failed == []

@@ -19,20 +19,20 @@ from support.world import commit, converge, part, running, settle, steps_on
 
 import tierd
 from tierd.cli import run as command
-from tierd.cli.acting import prune
+from tierd.cli.commands import prune_commands
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
 from tierd.core.ids import IDENTITY_KEY
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.urls import parse_url
-from tierd.daemon.opening import open_tiers
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.identity import check_identities, ensure_identity, put_identity, read_identity
-from tierd.doctor.examine import ExaminationScope, examine
-from tierd.doctor.tier import Subject
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.tier_identity import check_identities, ensure_identity, put_identity, read_identity
+from tierd.doctor.examination import ExaminationScope, examine
+from tierd.doctor.tier_checks import ExaminedTier
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
+from tierd.stores.open import open_tiers
 
 __all__ = ["credentials"]  # the fixture
 
@@ -179,7 +179,7 @@ def test_the_command_prune_compares_again_before_each_deletion(tmp_path, spool, 
     for step in range(1, 4):
         commit(spool, part(step))
     asyncio.run(converge(spool, {name: FileStore(tmp_path / name) for name in ("poor", "rich")}))
-    observe = prune.observe_places
+    observe = prune_commands.observe_places
 
     async def observed(*places: object) -> object:
         try:
@@ -187,7 +187,7 @@ def test_the_command_prune_compares_again_before_each_deletion(tmp_path, spool, 
         finally:
             point(link, tmp_path / "poor")
 
-    monkeypatch.setattr(prune, "observe_places", observed)
+    monkeypatch.setattr(prune_commands, "observe_places", observed)
     assert command(["prune", "--config", str(file)]) == 3
     assert steps_below(tmp_path / "poor") == [1, 2, 3]
 
@@ -349,7 +349,7 @@ def test_doctor_names_the_tier_that_is_the_place_of_another(tmp_path, recorded):
     store = FileStore(tmp_path / "a")
     if recorded:
         asyncio.run(put_identity(store))
-    tiers = [Subject(name, parse_url(str(tmp_path / name)), store, None) for name in "ab"]
+    tiers = [ExaminedTier(name, parse_url(str(tmp_path / name)), store, None) for name in "ab"]
     findings = asyncio.run(examine(ExaminationScope(None, 3, 60.0, tiers)))
     assert [result.place for result in findings if result.finding == "another tier's place"] == ["b"]
     assert recorded or not (tmp_path / "a" / "README.md.id").exists()

@@ -16,14 +16,15 @@ from support.waiting import until
 from support.world import CHUNK, RUN, commit, converge, described, part, reconciler, running
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
-from tierd.core.manifest import Chunk, File, Stored
+from tierd.core.manifest import Chunk, File, StoredChunk
 from tierd.core.manifest_codec import decode, encode
-from tierd.daemon import timings
-from tierd.daemon.tiers import announcements, intents, stamps
-from tierd.daemon.tiers.prune import prune
-from tierd.daemon.timings import USUAL, DaemonTimings
+from tierd.daemon import daemon_timings
+from tierd.daemon.daemon_timings import USUAL, DaemonTimings
+from tierd.daemon.tiers import announcements, intents
+from tierd.daemon.tiers import announcements as stamps
+from tierd.daemon.tiers.tier_prune import prune
 from tierd.stores.base import ObjectInfo
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 MADE = 0x19_0000_0000  # ms: when the nodes' first stamps are made
 YOUNG = DaemonTimings(wall_ns=Ticking(MADE), own_stale_ms=NEVER_MS, mark_reads=20, mark_pause_s=0.0)
@@ -37,7 +38,7 @@ def aged(ms: int) -> DaemonTimings:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     YOUNG.wall_ns.at_ms = MADE  # the same in every run of a seed
-    monkeypatch.setattr(timings, "given", lambda: YOUNG)
+    monkeypatch.setattr(daemon_timings, "given", lambda: YOUNG)
 
 
 @pytest.mark.parametrize("folder", ["manifests", "flushing"])
@@ -52,7 +53,7 @@ async def test_prune_deletes_nothing_beside_a_manifest_that_is_listed_and_missin
     if folder == "flushing":
         raw = objects[part(2).manifest_key][0]
         await store.inner.delete([part(2).manifest_key])
-        naming = intents.naming(store, part(2), raw, [], "aaaaaaaa")
+        naming = intents.protect_chunks(store, part(2), raw, [], "aaaaaaaa")
         await naming.__aenter__()
     chunks = {key for key in objects if "/chunks/" in key}
 
@@ -65,7 +66,7 @@ async def test_prune_deletes_nothing_beside_a_manifest_that_is_listed_and_missin
 
     store.before = miss
     if gone:
-        assert (await prune(store, [part(1).checkpoint])).gone
+        assert (await prune(store, [part(1).checkpoint])).deleted
         return
     with pytest.raises(StoreUnavailable, match="is listed, but cannot be found"):
         await prune(store, [part(1).checkpoint])
@@ -76,8 +77,8 @@ def test_a_flush_that_has_ended_leaves_another_nodes_intent_of_the_same_part():
     store = MemoryStore()
 
     async def left() -> list[str]:
-        async with intents.naming(store, part(1), b"one", [], "aaaaaaaa"):
-            async with intents.naming(store, part(1), b"other", [], "bbbbbbbb"):
+        async with intents.protect_chunks(store, part(1), b"one", [], "aaaaaaaa"):
+            async with intents.protect_chunks(store, part(1), b"other", [], "bbbbbbbb"):
                 pass
             return [info.key[-8:] async for info in store.scan(f"{RUN}/flushing/")]
 
@@ -95,7 +96,7 @@ def test_a_flush_takes_its_intent_back_where_a_listing_does_not_show_it_yet():
     store = Stale()
 
     async def left() -> list[str]:
-        async with intents.naming(store, part(1), b"one", [], "aaaaaaaa"):
+        async with intents.protect_chunks(store, part(1), b"one", [], "aaaaaaaa"):
             pass
         return list(store.keys)
 
@@ -105,15 +106,15 @@ def test_a_flush_takes_its_intent_back_where_a_listing_does_not_show_it_yet():
 async def test_announcement_of_a_node_lasts_during_its_flush_and_counts_for_other_nodes():
     store, own = MemoryStore(), part(1).checkpoint
     async with announcements.announcing(store, own, "aaaaaaaa"):
-        assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
-        assert await announcements.announced(store, RUN, "aaaaaaaa") == {}
+        assert await announcements.find_senders(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+        assert await announcements.find_senders(store, RUN, "aaaaaaaa") == {}
         await intents.sweep(
             store, RUN, "aaaaaaaa", replace(YOUNG, own_stale_ms=0)
         )  # a flush may take longer than a quarter of an hour
-        assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+        assert await announcements.find_senders(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
     assert await contents(store) == {}
     await store.put(f"{RUN}/flushing/{own.name}/sending.{0:012x}-aaaaaaaa", b"")  # of 1970
-    assert await announcements.announced(store, RUN, "bbbbbbbb") == {}
+    assert await announcements.find_senders(store, RUN, "bbbbbbbb") == {}
     await intents.sweep(store, RUN, "bbbbbbbb")
     assert await contents(store) == {}
 
@@ -122,10 +123,10 @@ async def test_a_mark_from_far_ahead_holds_nothing_up():
     """By a clock that was wrong, or by somebody who wants to."""
     store, own = MemoryStore(), part(1).checkpoint
     await store.put(f"{RUN}/pruning/{own.name}.ffffffffffff-00000000", b"")
-    async with intents.naming(store, part(2), b"manifest", [own], "aaaaaaaa"):
+    async with intents.protect_chunks(store, part(2), b"manifest", [own], "aaaaaaaa"):
         pass
     assert (await intents.sweep(store, RUN, "aaaaaaaa"))[0]
-    assert not (await prune(store, [own])).gone
+    assert not (await prune(store, [own])).deleted
     assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
 
 
@@ -136,7 +137,7 @@ def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(ag
 
     async def names(who: str) -> bool:
         try:
-            async with intents.naming(store, part(2), b"manifest", [own], who, aged(age)):
+            async with intents.protect_chunks(store, part(2), b"manifest", [own], who, aged(age)):
                 return True
         except StoreUnavailable:
             return False
@@ -155,7 +156,7 @@ def test_chunk_marked_by_a_prune_that_an_outage_interrupted_is_sent_instead_of_w
 
     async def work() -> bool:
         await store.put(f"{RUN}/pruning/{own.name}.{MADE:012x}-aaaaaaaa", b"")
-        return own not in await intents.left_over(store, RUN, aged(1000 * age_s))
+        return own not in await intents.long_marked(store, RUN, aged(1000 * age_s))
 
     assert asyncio.run(work()) == shared
 
@@ -210,13 +211,13 @@ def most_in_memory(survivors: int) -> int:
     async def pruned() -> None:
         for step in range(survivors + 1):
             which, home = part(step), f"chunks/{part(0).checkpoint.name}/00000"
-            stored = [Stored(codec="raw", size=1, xxh3_128=name, key=f"{home}/{name}.raw") for name in names]
+            stored = [StoredChunk(codec="raw", size=1, xxh3_128=name, key=f"{home}/{name}.raw") for name in names]
             chunks = tuple(Chunk(size=1, xxh3_128=one.xxh3_128, stored=one) for one in stored)
             await store.put(
                 which.manifest_key, encode(described(which, files=(File(path="w", size=1000, chunks=chunks),)))
             )
         tracemalloc.start()
-        assert (await prune(store, [part(1).checkpoint])).gone
+        assert (await prune(store, [part(1).checkpoint])).deleted
 
     try:
         asyncio.run(pruned())

@@ -8,9 +8,9 @@ from support.world import RUN, commit, converge, part, reconciler
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId
-from tierd.daemon.tiers.holders import holds
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.tiers.tier_probes import is_part_held
+from tierd.daemon.tiers.tier_prune import prune
 from tierd.stores.base import ObjectInfo
 
 
@@ -34,7 +34,7 @@ async def test_tier_holds_a_part_that_it_does_not_list_yet(spool, gone):
     assert store.hidden
     if gone:
         await store.inner.delete([max(store.hidden)])
-    assert (await holds(store, part(1), spool.manifest(part(1))) is True) is not gone
+    assert (await is_part_held(store, part(1), spool.manifest(part(1))) is True) is not gone
 
 
 async def test_a_prune_leaves_no_manifest_that_was_not_listed(spool):
@@ -45,11 +45,11 @@ async def test_a_prune_leaves_no_manifest_that_was_not_listed(spool):
         commit(spool, part(2, rank=rank, world=2))
     await converge(spool, {"tier": store})
     daemon = reconciler(spool, {"tier": store})
-    daemon.requests.interest.add(both[0].checkpoint.run)
+    daemon.requests.requested_runs.add(both[0].checkpoint.run)
     await daemon.observe("tier")
     seen = daemon.inventory().tiers["tier"]
     store.hidden = frozenset({both[1].manifest_key})
-    await prune(store, {both[0].checkpoint}, seen=seen)
+    await prune(store, {both[0].checkpoint}, decided_on=seen)
     assert not [key for key in store.inner.objects if both[0].checkpoint.name in key]
     assert [key for key in store.inner.objects if part(2, world=2).checkpoint.name in key]
 
@@ -62,16 +62,16 @@ async def test_a_prune_reports_a_checkpoint_that_no_listing_shows_if_it_deleted_
         commit(spool, part(step))
     await converge(spool, {"tier": store})
     daemon = reconciler(spool, {"tier": store})
-    daemon.requests.interest.add(part(1).checkpoint.run)
+    daemon.requests.requested_runs.add(part(1).checkpoint.run)
     await daemon.observe("tier")
     seen = daemon.inventory().tiers["tier"]
     store.hidden = frozenset(key for key in store.inner.objects if part(1).checkpoint.name in key)
     if gone:
         await store.inner.delete(sorted(store.hidden))
     both = {part(1).checkpoint, part(2).checkpoint}
-    pruned = await prune(store, both, seen=seen, deleted=reported.extend)
+    pruned = await prune(store, both, decided_on=seen, deleted=reported.extend)
     assert part(1).manifest_key not in store.inner.objects
-    assert sorted(reported) == sorted(pruned.gone) == sorted(both)[gone:]
+    assert sorted(reported) == sorted(pruned.deleted) == sorted(both)[gone:]
 
 
 async def test_a_deleted_manifest_that_a_listing_still_shows_is_looked_for_once(spool):

@@ -21,12 +21,12 @@ from support.waiting import BOUND_S
 from support.world import RUN, commit, hurry, part, reconciler, running, settle, steps_on
 
 from tierd.core.ids import parse_retention
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.node_identity import NodeIdentity
-from tierd.spool.node_id import is_elsewhere, node_id
-from tierd.spool.records import mark_saved
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.node_records import NodeIdentity
+from tierd.spool.run_records import mark_saved
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.spool.spool_directory import may_be_copied_volume, node_id
+from tierd.stores.memory_store import MemoryStore
 
 
 def cloned(spool: Spool, root: Path) -> Spool:
@@ -109,7 +109,7 @@ async def test_node_that_was_restarted_elsewhere_keeps_its_id_and_prunes_after_t
             daemon.wake()
             await asyncio.sleep(0.1)
         assert daemon.tiers.who == before.tiers.who and await recorded_by(store) == {daemon.tiers.who}
-    assert not is_elsewhere(spool.root)
+    assert not may_be_copied_volume(spool.root)
 
 
 async def test_restart_on_the_same_boot_obeys_a_poorer_policy_at_once(tmp_path):
@@ -124,9 +124,9 @@ async def test_restart_on_the_same_boot_obeys_a_poorer_policy_at_once(tmp_path):
 
 def test_new_id_is_kept_and_that_of_an_earlier_version_may_be_a_copy(tmp_path):
     spool = Spool(tmp_path / "spool")
-    assert not is_elsewhere(spool.root)
+    assert not may_be_copied_volume(spool.root)
     (spool.control / "boot").unlink()
-    assert is_elsewhere(spool.root)
+    assert may_be_copied_volume(spool.root)
     assert NodeIdentity(spool.root).id == node_id(spool.root)
 
 

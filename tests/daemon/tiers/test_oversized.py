@@ -12,15 +12,14 @@ from support.s3stub import Bucket, serving
 from support.world import commit, converge, part, read, reconciler
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused
-from tierd.core.manifest import Stored
-from tierd.core.manifest_codec import decode
-from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.core.manifest import StoredChunk
+from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers.objects import get_object, read_manifest
+from tierd.daemon.tiers.tier_objects import get_object, read_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import LARGEST
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.s3.s3_store import S3Store
 
 
@@ -60,7 +59,7 @@ async def test_error_of_a_manifest_is_kept_without_the_bytes_that_were_read(spoo
 @pytest.mark.parametrize("repaired", [True, False])
 def test_an_object_that_is_repaired_between_its_read_and_the_listing_is_read_again(repaired):
     data = b"right"
-    stored = Stored(key="chunks/x", size=len(data), codec="raw", xxh3_128="")
+    stored = StoredChunk(key="chunks/x", size=len(data), codec="raw", xxh3_128="")
     double = Double()
 
     def before(operation: str, _: str) -> None:
@@ -83,7 +82,7 @@ def test_an_object_that_is_repaired_between_its_read_and_the_listing_is_read_aga
 
 
 def test_an_object_that_is_deleted_before_it_is_read_again_leaves_the_refusal():
-    stored, double = Stored(key="chunks/x", size=5, codec="raw", xxh3_128=""), Double()
+    stored, double = StoredChunk(key="chunks/x", size=5, codec="raw", xxh3_128=""), Double()
 
     def before(operation: str, _: str) -> None:
         if operation == "get" and len(double.calls) > 2:

@@ -15,18 +15,18 @@ from support.world import attempt, commit, described, part
 
 from tierd.cli import run as tierd
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Stored
+from tierd.core.manifest import Chunk, File, StoredChunk
 from tierd.core.manifest_codec import encode
-from tierd.daemon.tiers.overview import RunOverview, observe, overview
+from tierd.daemon.tiers.run_overview import RunOverview, compare_runs, observe_runs
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, listed_names
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.file import FileStore
-from tierd.stores.file_listing import list_directory
-from tierd.stores.keys import Key
-from tierd.stores.limit import LimitedStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.base import Store, list_names
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.file_descriptors import list_directory
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.retry import RetryingStore
+from tierd.stores.store_wrappers import LimitedStore
 
 __all__ = ["credentials"]  # the fixture
 SIZE, STORED = 2000, 1500
@@ -37,7 +37,7 @@ NOW = MADE + timedelta(hours=5)
 def manifest(which: PartId) -> bytes:
     digest = "ab" * 16
     key = f"chunks/{which.checkpoint.name}/{which.rank:05}/{digest}.zstd"
-    chunk = Chunk(size=SIZE, xxh3_128=digest, stored=Stored(codec="zstd", size=STORED, xxh3_128=digest, key=key))
+    chunk = Chunk(size=SIZE, xxh3_128=digest, stored=StoredChunk(codec="zstd", size=STORED, xxh3_128=digest, key=key))
     made = (MADE + timedelta(minutes=which.checkpoint.step)).isoformat()
     return encode(described(which, created=made, files=(File(path="w.bin", size=SIZE, chunks=(chunk,)),)))
 
@@ -55,7 +55,7 @@ def parts(step: int, world: int, launch: int = 1, run: str = "a", without: tuple
 def lines(store: Store, *wanted: PartId, local: tuple[CheckpointId, ...] = ()) -> list[RunOverview]:
     async def work() -> list[RunOverview]:
         await fill(store, *wanted)
-        return list(overview({"t": await observe(store)}, local, NOW))
+        return list(compare_runs({"t": await observe_runs(store)}, local, NOW))
 
     return asyncio.run(work())
 
@@ -93,8 +93,8 @@ def test_other_places_show_how_far_a_tier_is_behind() -> None:
         fast, slow = MemoryStore(), MemoryStore()
         await fill(fast, *parts(60, 1), *parts(120, 1))
         await fill(slow, *parts(60, 1))
-        return overview(
-            {"fast": await observe(fast), "slow": await observe(slow)}, [part(180, run="a").checkpoint], NOW
+        return compare_runs(
+            {"fast": await observe_runs(fast), "slow": await observe_runs(slow)}, [part(180, run="a").checkpoint], NOW
         )
 
     assert [(one.tier, one.step, one.lag_steps) for one in asyncio.run(work())] == [
@@ -166,13 +166,13 @@ async def test_directories_are_the_names_that_a_listing_shows(tmp_path: Path, wr
         "plain": lambda: inner,
         "retrying": lambda: RetryingStore(inner),
         "limited": lambda: LimitedStore(inner, 10**9, None),
-        "encrypted": lambda: EncryptedStore(inner, Key(b"k" * 32)),
+        "encrypted": lambda: EncryptedStore(inner, EncryptionKey(b"k" * 32)),
     }[wrap]()
     key = f"a/chunks/{part(1).checkpoint.name}/00000/{'ab' * 16}.raw"
     for one in (key, "a/pins/x", "b/pins/y", "README.md"):
         await store.put(one, b"x")
     for prefix in ("", "a/", "a/chunks/", "none/"):
-        assert set(await store.directories(prefix) or ()) == await listed_names(store, prefix)
+        assert set(await store.directories(prefix) or ()) == await list_names(store, prefix)
     hidden = await store.directories(key.rpartition("/")[0] + "/")
     assert hidden == (None if wrap == "encrypted" else [key.rpartition("/")[2]])
     assert await MemoryStore().directories("") is None

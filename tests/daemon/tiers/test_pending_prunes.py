@@ -11,16 +11,16 @@ from support.world import RUN, commit, converge, part, reconciler, running, sett
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.planning.pruning import PruneBacklog
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon.status import status
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.tiers.tier_prune import prune
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
 from tierd.events.journal import Journal
 
 
 def pending(daemon) -> int:
-    return status(daemon, 0, 0).tiers[0].pending_prunes
+    return make_status(daemon, 0, 0).tiers[0].pending_prunes
 
 
 async def test_status_counts_the_copies_that_wait_to_be_pruned(spool):
@@ -48,7 +48,7 @@ async def test_the_backlog_alert_of_a_tier_that_was_taken_out_ends(spool):
     stores = {"tier": Double(), "gone": Double()}
     stores["gone"].error = StoreUnavailable("its worker counts nothing")
     async with running(reconciler(spool, stores)) as daemon:
-        daemon.journal.waiting("gone", 5, True)
+        daemon.journal.record_backlog("gone", 5, True)
         assert "prune" in [alert.doing for alert in daemon.journal.alerts()]
         config = msgspec.structs.replace(daemon.config, tier=daemon.config.tier[:1])
         await daemon.reconfigure(config, {"tier": stores["tier"]})
@@ -59,13 +59,13 @@ def test_a_backlog_that_grows_is_an_alert_until_it_is_gone():
     reported = []
     journal, backlog = Journal(reported.append), PruneBacklog()
     for number in range(200):
-        journal.waiting("tier", number, backlog.count(number, 5.0 * number))
+        journal.record_backlog("tier", number, backlog.record(number, 5.0 * number))
     assert [event.what for event in reported] == ["failing"]
     assert (reported[0].doing, reported[0].place, reported[0].level) == ("prune", "tier", "alert")
     assert "ever more" in reported[0].why
     assert [alert.doing for alert in journal.alerts()] == ["prune"]
     assert journal.counters["alerts"] == 1
-    journal.waiting("tier", 0, backlog.count(0, 1005.0))
+    journal.record_backlog("tier", 0, backlog.record(0, 1005.0))
     assert [event.what for event in reported] == ["failing", "works again"] and journal.alerts() == ()
 
 
@@ -87,7 +87,7 @@ async def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
 
     store.before = note
     done = await prune(store, to_delete, "", eye.manifests, seen)
-    assert done.gone == set(to_delete)
+    assert done.deleted == set(to_delete)
     assert marked and all(found == to_delete for found in marked)
 
 
@@ -103,7 +103,7 @@ async def test_checkpoint_that_a_node_is_flushing_is_kept_while_others_of_its_pa
     await flush(spool, part(1, rank=1, world=2), TierUploadContext(store))
     to_delete = [part(step, rank=0, world=2).checkpoint for step in range(2)]
     done = await prune(store, to_delete, "", eye.manifests, seen)
-    assert done.gone == {to_delete[0]}
+    assert done.deleted == {to_delete[0]}
     left = (await TierObserver(store).observe({RUN})).checkpoints
     assert set(left) == {to_delete[1], part(2).checkpoint}
     assert not [info.key async for info in store.scan(f"{RUN}/pruning/")], "marks are left"
@@ -138,5 +138,5 @@ async def test_a_prune_that_waits_for_another_tier_keeps_no_alert_of_a_flush(spo
             node.wake()
             await until(lambda step=step: node.retry_now() or step in steps_on(near.inner.objects))
         await until(lambda: node.retry_now() or not node.journal.alerts())
-        assert node.workers["near"].off_for > 600, "the prune still waits"
-        assert node.workers["near"].trouble is None
+        assert node.workers["near"].deferred_s > 600, "the prune still waits"
+        assert node.workers["near"].blocking_error is None

@@ -14,9 +14,8 @@ from support.world import commit, converge, part
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import pin_key
-from tierd.daemon.tiers.intents import deleting
-from tierd.daemon.tiers.pins import pin
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.intents import deletion_marks, pin
+from tierd.daemon.tiers.tier_prune import prune
 
 
 @pytest.mark.parametrize("deletes", [True, False])
@@ -32,8 +31,8 @@ async def test_a_pin_waits_for_a_prune_that_may_not_see_it(spool, deletes):
             asked.set()
 
     store.before = note
-    async with deleting(store, "run", timings=QUICK) as marks:
-        await marks.put([one.checkpoint])
+    async with deletion_marks(store, "run", timings=QUICK) as marks:
+        await marks.put_marks([one.checkpoint])
         pinning = asyncio.ensure_future(pin(spool, [store], one.checkpoint, QUICK))
         await asked.wait()
         await asyncio.sleep(0.05)
@@ -71,8 +70,8 @@ async def test_prune_that_does_not_end_is_reported_also_if_it_may_have_been_inte
     one = part(1).checkpoint
     store = Double()
     commit(spool, part(1))
-    async with deleting(store, "run", timings=QUICK) as marks:
-        await marks.put([one])
+    async with deletion_marks(store, "run", timings=QUICK) as marks:
+        await marks.put_marks([one])
         later = replace(QUICK, wall_ns=lambda: time.time_ns() + age_s * 10**9)
         with pytest.raises(StoreUnavailable, match=r"is pinned, but .* still there in 10 minutes"):
             await pin(spool, [store], one, later)
@@ -102,7 +101,7 @@ async def test_a_pin_does_not_report_success_while_a_node_whose_clock_is_behind_
     await asyncio.sleep(0.05)
     assert not pinning.done()
     go.set()
-    assert (await pruning).gone == {one.checkpoint}
+    assert (await pruning).deleted == {one.checkpoint}
     with pytest.raises(ObjectNotFound, match="is gone"):
         await pinning
 
@@ -113,8 +112,8 @@ def test_tier_gets_its_pin_though_the_pin_fails_on_another(spool, what):
 
     async def work():
         first, second = Double(), Double()
-        async with deleting(first, "run", timings=QUICK) as marks:
-            await marks.put([one])
+        async with deletion_marks(first, "run", timings=QUICK) as marks:
+            await marks.put_marks([one])
             if what == "fails":
                 first.before = lambda operation, key: fail() if key == pin_key(one) else None
             with pytest.raises(StoreUnavailable):
@@ -131,8 +130,8 @@ async def test_a_prune_that_is_cancelled_before_it_deletes_takes_its_marks_back(
     store = Double()
 
     async def prune() -> None:
-        async with deleting(store, "run", timings=QUICK) as marks:
-            await marks.put([part(1).checkpoint])
+        async with deletion_marks(store, "run", timings=QUICK) as marks:
+            await marks.put_marks([part(1).checkpoint])
             await asyncio.sleep(60)
 
     task = asyncio.ensure_future(prune())

@@ -14,9 +14,9 @@ from support.world import RUN, commit, converge, part, reconciler, running, sett
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import IDENTITY_KEY, pin_key
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon.tier_worker import TierWorker
-from tierd.daemon.tiers.manifests import READERS
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.reconciling.tier_worker import TierWorker
+from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS
+from tierd.daemon.tiers.tier_prune import prune
 
 
 def once_marked(store: Double, act) -> list[str]:
@@ -113,21 +113,21 @@ async def test_nothing_is_deleted_because_of_checkpoints_that_were_deleted_meanw
 
 async def test_one_loss_is_enough_to_end_a_pass(spool):
     """Flushes and pins wait for its marks while it reads, and somebody may have deleted a thousand parts."""
-    lost = [part(2, rank=rank, world=4 * READERS) for rank in range(4 * READERS)]
+    lost = [part(2, rank=rank, world=4 * MAX_MANIFEST_READS) for rank in range(4 * MAX_MANIFEST_READS)]
     store = Double()
     for one in (part(1), *lost):
         commit(spool, one)
     await converge(spool, {"tier": store})
     daemon = reconciler(spool, {"tier": store})
-    daemon.requests.interest.add(RUN)
+    daemon.requests.requested_runs.add(RUN)
     await daemon.observe("tier")
     quarantine_there(store, *lost)
     store.calls.clear()
     store.delay = 0.001
-    done = await prune(store, {part(1).checkpoint}, seen=daemon.inventory().tiers["tier"])
-    assert done.is_stale and not done.gone
+    done = await prune(store, {part(1).checkpoint}, decided_on=daemon.inventory().tiers["tier"])
+    assert done.is_stale and not done.deleted
     keys = {one.manifest_key for one in lost}
-    assert 0 < sum(operation == "get" and key in keys for operation, key in store.calls) <= READERS
+    assert 0 < sum(operation == "get" and key in keys for operation, key in store.calls) <= MAX_MANIFEST_READS
 
 
 @pytest.mark.parametrize("what", ["gone", "corrupt", "no_answer"])
@@ -183,14 +183,14 @@ async def test_incomplete_copy_in_the_spool_counts_as_wanted_until_its_deletion(
     await converge(spool, {"tier": store}, keep=2, keep_local=1)
     commit(spool, part(1, rank=0, world=2))
     daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
-    are_past, asked = daemon.tiers.are_past, []
+    are_past, asked = daemon.tiers.have_newer_copies, []
 
     async def meanwhile(checkpoint, inventory):
         asked.append(checkpoint)
         spool.pin(checkpoint, pinned=is_pinned)
         return await are_past(checkpoint, inventory)
 
-    monkeypatch.setattr(daemon.tiers, "are_past", meanwhile)
+    monkeypatch.setattr(daemon.tiers, "have_newer_copies", meanwhile)
     async with running(daemon):
         await until(lambda: asked)
         await settle(daemon)
@@ -225,7 +225,7 @@ async def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool, mon
             node.wake()
             await asyncio.sleep(0.02)
         assert asked() == known, "it is not asked for each minute"
-        monkeypatch.setattr(TierWorker, "is_off", lambda self, what: False)  # as an hour later
+        monkeypatch.setattr(TierWorker, "is_deferred", lambda self, what: False)  # as an hour later
         await until(lambda: node.wake() or asked() > known + 5)
         (found,) = [event for event in node.journal.events if event.what == "corrupt"]  # and not told each hour
         assert "cannot be quarantined: delete" in found.why
@@ -305,5 +305,5 @@ async def test_a_tier_that_answers_slowly_is_asked_to_the_end(spool, monkeypatch
 
         far.before = lambda operation, key: names[operation].append(key) if operation in names else None
         far.delay = 0.12
-        assert await node.tiers.holds("far", [part(0)]) == {}
+        assert await node.tiers.find_corrupt_parts("far", [part(0)]) == {}
         assert len(names["scan"]) + len(names["get"]) >= 2, "all answers together took longer than the limit"

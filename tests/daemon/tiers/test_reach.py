@@ -15,12 +15,12 @@ from support.s3stub import Bucket, serving
 from tierd.cli import run
 from tierd.core.errors import DeleteRefused, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.reach import TierAccess, reach
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.tiers.tier_probes import TierAccess, probe_access
 from tierd.stores.base import Store
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 from tierd.stores.file_tree import FileTree
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
@@ -33,7 +33,7 @@ def reached(bucket: Bucket) -> tuple[TierAccess, set[str]]:
     async def work() -> TierAccess:
         store = S3Store(parse_url(bucket.url()))
         try:
-            return await reach(store)
+            return await probe_access(store)
         finally:
             await store.aclose()
 
@@ -109,7 +109,7 @@ class Locked(MemoryStore):
 def test_reach_detects_an_object_lock(silent: bool) -> None:
     store = Locked()
     store.silent = silent
-    assert asyncio.run(reach(store)).mode == "append-only"
+    assert asyncio.run(probe_access(store)).mode == "append-only"
     assert asyncio.run(TierObserver(store).runs()) == set()  # what it left is no run
 
 
@@ -128,7 +128,7 @@ def test_tier_that_keeps_some_kinds_of_objects_is_append_only_and_names_them(run
         store = Partly()
         if run:
             await store.put(f"{run}/pins/x", b"")
-        return await reach(store), list(store.keys)
+        return await probe_access(store), list(store.keys)
 
     found, left = asyncio.run(work())
     assert found.mode == "append-only"
@@ -142,7 +142,7 @@ def test_a_directory_that_is_mounted_read_only_answers_and_takes_nothing(tmp_pat
 
     monkeypatch.setattr(FileTree, "put", refuse)
     monkeypatch.setattr(FileTree, "delete", refuse)
-    found = asyncio.run(reach(FileStore(tmp_path)))
+    found = asyncio.run(probe_access(FileStore(tmp_path)))
     assert found.mode == "read-only" and "mounted read-only" in found.why
 
 
@@ -160,7 +160,7 @@ def test_tier_that_refuses_to_list_is_distinguished_from_a_silent_tier() -> None
         error = StoreFull
 
     for store, failure in ((Silent(), "no answer"), (Refusing(), "refused"), (Full(), "full")):
-        assert asyncio.run(reach(store)) == TierAccess(None, "injected", failure)
+        assert asyncio.run(probe_access(store)) == TierAccess(None, "injected", failure)
 
 
 def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Path, monkeypatch) -> None:
@@ -175,7 +175,7 @@ def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Pa
     (tmp_path / "tier").mkdir()
     (tmp_path / "tierd.toml").write_text(f'spool = "/s"\n[[tier]]\nname = "nas"\nurl = "{tmp_path / "tier"}"\n')
     assert run(["config", "check", str(tmp_path / "tierd.toml"), "--reach"]) == 0
-    assert asyncio.run(reach(FileStore(tmp_path / "tier"))).mode == "append-only"
+    assert asyncio.run(probe_access(FileStore(tmp_path / "tier"))).mode == "append-only"
 
 
 def test_reach_requires_a_put_to_read_back_and_leaves_no_object() -> None:
@@ -184,7 +184,7 @@ def test_reach_requires_a_put_to_read_back_and_leaves_no_object() -> None:
             return await super().put(key, b"other")
 
     store = Forgetful()
-    assert asyncio.run(reach(store)).mode is None
+    assert asyncio.run(probe_access(store)).mode is None
     assert store.objects == {}
 
 
@@ -213,7 +213,7 @@ def test_another_node_that_tries_at_the_same_moment_is_no_fault(moment: str) -> 
                 await super().put(keys[0], b"the other's")
 
     store = Shared()
-    assert asyncio.run(reach(store)) == TierAccess("read-write")
+    assert asyncio.run(probe_access(store)) == TierAccess("read-write")
     assert not store.left and not list(store.keys)
 
 
@@ -223,7 +223,7 @@ def test_a_store_that_refuses_all_is_no_error() -> None:
             raise StoreRefused("no")
 
     closed: Store = Closed()
-    assert asyncio.run(reach(closed)) == TierAccess("read-only", "no")
+    assert asyncio.run(probe_access(closed)) == TierAccess("read-only", "no")
 
 
 def test_the_command_says_which_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,12 @@ from support.waiting import until
 from support.world import RUN, commit, converge, part, reconciler, running, steps_on
 
 from tierd.core.errors import FormatTooNew, StoreUnavailable
-from tierd.daemon.tiers.objects import read_manifest
-from tierd.daemon.tiers.prune import prune, quarantine
-from tierd.daemon.tiers.release import QuarantinedCopy
+from tierd.daemon.tiers.tier_objects import read_manifest
+from tierd.daemon.tiers.tier_probes import QuarantinedCopy
+from tierd.daemon.tiers.tier_prune import prune, quarantine
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 KEEP = {"keep": 2, "every": 1, "keep_local": 1}  # a quarantined part is deleted, and a right one is kept
 

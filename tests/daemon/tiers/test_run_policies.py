@@ -16,21 +16,27 @@ from support.world import RUN, commit, config, converge, part, reconciler, runni
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import retention_key
-from tierd.core.report import report
-from tierd.core.retention.policy import Best, RetentionPolicy
-from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.status import status
+from tierd.core.retention.policy import (
+    MAX_POLICY_SIZE,
+    Best,
+    RetentionPolicy,
+    StoredRetention,
+    decode_policy,
+    encode_policy,
+)
+from tierd.core.run_report import make_report
+from tierd.daemon.concurrency import MemoryBudget
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.memory_budget import Budget
-from tierd.spool.node_id import node_id
-from tierd.spool.records import set_policy
+from tierd.daemon.transfer.tier_fetch import fetch
+from tierd.spool.run_records import record_policy
 from tierd.spool.spool import Spool
+from tierd.spool.spool_directory import node_id
 from tierd.stores.base import Buffer, Store
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.keys import Key
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.memory_store import MemoryStore
 
 TEN = RetentionPolicy(keep_last=10)
 
@@ -39,7 +45,7 @@ def policies(store: MemoryStore) -> dict[str, StoredRetention]:
     """What lies on a tier, by file name."""
     found = asyncio.run(contents(store, policies=True))
     return {
-        key.split("/")[2]: decode(data, RUN, *key.split("/")[2].split(".")[:2])
+        key.split("/")[2]: decode_policy(data, RUN, *key.split("/")[2].split(".")[:2])
         for key, data in found.items()
         if "/retention/" in key
     }
@@ -79,7 +85,7 @@ def test_a_daemon_beside_a_reader_deletes_nothing(trained, tmp_path, keep, store
 
     async def work():
         async with running(reconciler(other, {"tier": trained}, keep=keep, rescan="0.05s")) as daemon:
-            daemon.requests.interest.add(RUN)
+            daemon.requests.requested_runs.add(RUN)
             await settle(daemon)
             for step in (8, 3):
                 await daemon.repairs.fetch(part(step))
@@ -96,7 +102,7 @@ async def test_reader_does_not_delete_leftover_intents_of_others(trained, tmp_pa
     old = f"{RUN}/pruning/{part(1).checkpoint.name}.000000000001-abcdef01"
     other = Spool(tmp_path / "evaluation")
     await trained.put(old, b"")
-    await fetch(other, part(8), {"tier": trained}, Budget(), Progress())
+    await fetch(other, part(8), {"tier": trained}, MemoryBudget(), Progress())
     async with running(reconciler(other, {"tier": trained}, keep=None)) as daemon:
         await settle(daemon)
     assert old in await contents(trained)
@@ -185,22 +191,22 @@ def test_default_policy_is_recorded_and_logged_and_gives_way_to_any_given_policy
 def test_a_trainers_policy_needs_no_file_and_outlives_trainer_and_daemon(spool):
     store = MemoryStore()
     save(spool, *range(1, 9))
-    set_policy(spool.control, RUN, RetentionPolicy(keep_last=6))
+    record_policy(spool.control, RUN, RetentionPolicy(keep_last=6))
     for _ in range(2):
         daemon = asyncio.run(converge(spool, {"tier": store}, keep=None))
     assert steps(store) == steps_in(spool) == [3, 4, 5, 6, 7, 8]
     assert [(one.given, one.retention.keep_last) for one in policies(store).values()] == [("trainer", 6)]
-    assert not any(one.disagrees for one in status(daemon, 0, 0).policies)
+    assert not any(one.disagrees for one in make_status(daemon, 0, 0).policies)
 
 
 def test_policy_that_keeps_more_wins_where_file_and_trainer_disagree_and_status_shows_both(spool):
     store = MemoryStore()
     save(spool, *range(1, 9))
-    set_policy(spool.control, RUN, RetentionPolicy(keep_last=1, keep_every_steps=4))
+    record_policy(spool.control, RUN, RetentionPolicy(keep_last=1, keep_every_steps=4))
     daemon = asyncio.run(converge(spool, {"tier": store}, keep=2))
     assert steps(store) == [4, 7, 8]
     assert steps_in(spool) == [7, 8]  # of its disk the configuration knows more
-    shown = {one.given: one for one in status(daemon, 0, 0).policies}
+    shown = {one.given: one for one in make_status(daemon, 0, 0).policies}
     assert shown["configuration"].retention == RetentionPolicy(keep_last=2) and shown["configuration"].disagrees
     assert shown["trainer"].retention.keep_every_steps == 4 and shown["trainer"].disagrees
     assert {one.key for one in shown.values()} == {
@@ -213,11 +219,11 @@ def test_configurations_of_two_nodes_merge_until_either_is_deleted(trained, tmp_
     save(other, 9, 10, 11, 12, launch=2)
     daemon = asyncio.run(converge(other, {"tier": trained}, keep=2))
     assert steps(trained) == list(range(3, 13))
-    assert {(one.retention.keep_last, one.disagrees) for one in status(daemon, 0, 0).policies} == {
+    assert {(one.retention.keep_last, one.disagrees) for one in make_status(daemon, 0, 0).policies} == {
         (10, True),
         (2, True),
     }
-    (gone,) = [one.key for one in status(daemon, 0, 0).policies if one.retention == TEN]
+    (gone,) = [one.key for one in make_status(daemon, 0, 0).policies if one.retention == TEN]
     asyncio.run(trained.delete([gone]))
     asyncio.run(converge(other, {"tier": trained}, keep=2))
     assert steps(trained) == [11, 12]
@@ -237,9 +243,9 @@ async def test_observation_reads_at_once_the_policy_that_another_node_wrote(trai
     await daemon.observe("tier")
     for keep in (5, 7):
         theirs = StoredRetention(RUN, "abcdef01", "configuration", retention=RetentionPolicy(keep_last=keep))
-        await trained.put(retention_key(RUN, theirs.by, theirs.given), encode(theirs))
+        await trained.put(retention_key(RUN, theirs.by, theirs.given), encode_policy(theirs))
         await daemon.observe("tier")
-        kept = [one for one in report(daemon.inventory(), daemon.config).checkpoints if one.copies[-1].keep]
+        kept = [one for one in make_report(daemon.inventory(), daemon.config).checkpoints if one.copies[-1].keep]
         assert len(kept) == keep
 
 
@@ -255,11 +261,11 @@ RULE = {**NEWER, "format": 1, "retention": {"keep_last": 1, "keep_fibonacci": Tr
         b"",
         b"garbage",
         b"[" * 100_000,
-        b" " * (MAX_SIZE + 1),
+        b" " * (MAX_POLICY_SIZE + 1),
         json.dumps(NEWER).encode(),
         json.dumps(RULE).encode(),
         json.dumps({**RULE, "retention": {"keep_last": 0}}).encode(),
-        encode(StoredRetention("another", "abcdef01", "configuration", retention=TEN)),
+        encode_policy(StoredRetention("another", "abcdef01", "configuration", retention=TEN)),
     ],
     ids=["empty", "garbage", "deep", "large", "newer", "unknown rule", "bad value", "of another run"],
 )
@@ -271,9 +277,9 @@ def test_while_a_policy_cannot_be_read_nothing_of_the_run_is_pruned(trained, spo
         daemon = asyncio.run(converge(spool, {"tier": trained}, keep=1))
     assert steps(trained) == list(range(1, 13))
     assert any(key in record.message and "not known" in record.message for record in caplog.records)
-    (bad,) = [one for one in status(daemon, 0, 0).policies if one.key == key]
+    (bad,) = [one for one in make_status(daemon, 0, 0).policies if one.key == key]
     assert bad.disagrees and bad.retention is None and bad.why
-    oldest = report(daemon.inventory(), daemon.config).checkpoints[-1]
+    oldest = make_report(daemon.inventory(), daemon.config).checkpoints[-1]
     assert "not known" in oldest.copies[-1].reasons[0]
     asyncio.run(trained.delete([key]))
     asyncio.run(converge(spool, {"tier": trained}, keep=None))
@@ -322,11 +328,11 @@ def test_a_node_that_does_not_prune_records_no_policy_and_changes_none(trained, 
 def test_a_damaged_trainers_policy_in_the_spool_keeps_everything_on_the_tier(spool):
     store = MemoryStore()
     save(spool, *range(1, 6))
-    set_policy(spool.control, RUN, RetentionPolicy(keep_last=4))
+    record_policy(spool.control, RUN, RetentionPolicy(keep_last=4))
     (spool.control / "retention" / f"{RUN}.json").write_bytes(b"garbage")
     asyncio.run(converge(spool, {"tier": store}, keep=None))
     assert steps(store) == [1, 2, 3, 4, 5]
-    set_policy(spool.control, RUN, RetentionPolicy(keep_last=4))  # as the next launch does
+    record_policy(spool.control, RUN, RetentionPolicy(keep_last=4))  # as the next launch does
     asyncio.run(converge(spool, {"tier": store}, keep=None))
     assert steps(store) == [2, 3, 4, 5]
 
@@ -370,7 +376,7 @@ def test_policy_that_is_misread_once_with_a_smaller_number_deletes_nothing(train
 
 def test_policy_that_is_missing_once_is_not_taken_for_deleted(trained, spool):
     key = retention_key(RUN, "abcdef01", "configuration")
-    asyncio.run(trained.put(key, encode(StoredRetention(RUN, "abcdef01", "configuration", retention=TEN))))
+    asyncio.run(trained.put(key, encode_policy(StoredRetention(RUN, "abcdef01", "configuration", retention=TEN))))
     store, answers = Double(trained), [ObjectNotFound(key)]
 
     def miss_once(operation, asked):
@@ -384,18 +390,18 @@ def test_policy_that_is_missing_once_is_not_taken_for_deleted(trained, spool):
 
 def test_policy_of_which_all_reads_differ_is_not_known_and_deletes_nothing(trained, spool):
     key = retention_key(RUN, "abcdef01", "configuration")
-    asyncio.run(trained.put(key, encode(StoredRetention(RUN, "abcdef01", "configuration", retention=TEN))))
+    asyncio.run(trained.put(key, encode_policy(StoredRetention(RUN, "abcdef01", "configuration", retention=TEN))))
     network = BadNetwork(trained, lambda asked: asked == key)
     daemon = asyncio.run(converge(spool, {"tier": network}, keep=1))
-    (unknown,) = [one for one in status(daemon, 0, 0).policies if one.key == key]
+    (unknown,) = [one for one in make_status(daemon, 0, 0).policies if one.key == key]
     assert unknown.retention is None and "reads gave different" in unknown.why
     assert steps(trained) == list(range(1, 9))
 
 
-KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))
+KEY, OTHER = EncryptionKey(bytes(range(32))), EncryptionKey(bytes(32))
 
 
-def view(inner: MemoryStore, key: Key | None) -> Store:
+def view(inner: MemoryStore, key: EncryptionKey | None) -> Store:
     return EncryptedStore(inner, key) if key else inner
 
 
@@ -449,11 +455,11 @@ def test_a_policy_that_a_daemon_with_another_key_left_names_the_way_out(spool, o
     theirs = StoredRetention(RUN, "abcdef01", "default", retention=TEN)
     save(spool, 1, 2)
     asyncio.run(converge(spool, {"tier": view(inner, own)}, keep=2))
-    asyncio.run(view(inner, stray).put(key, encode(theirs)))
+    asyncio.run(view(inner, stray).put(key, encode_policy(theirs)))
     save(spool, 3, 4, launch=2)
     daemon = asyncio.run(converge(spool, {"tier": view(inner, own)}, keep=2))
     assert steps_on(asyncio.run(contents(inner))) == [1, 2, 3, 4]
-    (why,) = [one.why for one in status(daemon, 0, 0).policies if one.retention is None]
+    (why,) = [one.why for one in make_status(daemon, 0, 0).policies if one.retention is None]
     assert key in why and says in why and "delete that object" in why
     asyncio.run(inner.delete([key]))
     asyncio.run(converge(spool, {"tier": view(inner, own)}, keep=2))

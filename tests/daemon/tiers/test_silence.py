@@ -22,18 +22,18 @@ from support.waiting import until
 from support.world import commit, part, reconciler, running, settle
 
 from tierd.core.urls import parse_url
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.status import TierStatus, status
-from tierd.daemon.tiers.silence import Silence
+from tierd.daemon.daemon_status import TierStatus, make_status
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.tier_pauses import SilenceMonitor
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.keys import Key
-from tierd.stores.limit import LimitedStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.memory_store import MemoryStore
 from tierd.stores.open import open_store
 from tierd.stores.retry import RetryingStore
+from tierd.stores.store_wrappers import LimitedStore
 
 _SHORT = {
     "listen_s": 0.02,
@@ -51,11 +51,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tier_of(daemon: Reconciler) -> TierStatus:
-    return status(daemon, 0, 0).tiers[0]
+    return make_status(daemon, 0, 0).tiers[0]
 
 
 def problems(daemon: Reconciler) -> list[tuple[str, str]]:
-    return [(one.severity, one.why) for one in status(daemon, 0, 0).problems if one.place == "tier"]
+    return [(one.severity, one.why) for one in make_status(daemon, 0, 0).problems if one.place == "tier"]
 
 
 def events(daemon: Reconciler) -> list[str]:
@@ -133,7 +133,7 @@ async def test_calls_that_never_return_are_an_alert(spool: Spool, tmp_path: Path
     if wrapped == "limited":
         store = LimitedStore(store, 1 << 30, None)
     if wrapped == "encrypted":
-        store = EncryptedStore(store, Key(bytes(32)))
+        store = EncryptedStore(store, EncryptionKey(bytes(32)))
     daemon = reconciler(spool, {"tier": store})
     async with running(daemon):
         await until(lambda: tier_of(daemon).waiting_since)
@@ -178,7 +178,7 @@ def test_bytes_that_arrive_are_a_sign_of_life() -> None:
         journal = Journal()
 
         async def work() -> None:
-            checking = asyncio.ensure_future(Silence({"tier": store}, journal, replace(QUICK, **_SHORT)).run())
+            checking = asyncio.ensure_future(SilenceMonitor({"tier": store}, journal, replace(QUICK, **_SHORT)).run())
             assert len(await store.get("run/x", memoryview(bytearray(40)))) == 40
             checking.cancel()
             await store.aclose()
@@ -208,7 +208,7 @@ def test_bytes_in_the_buffers_of_a_hung_server_are_no_sign_of_life() -> None:
 async def test_time_in_which_the_daemon_was_stopped_does_not_count() -> None:
     store = RetryingStore(Hung())
     journal = Journal()
-    silence = Silence({"tier": store}, journal, replace(QUICK, **_SHORT))
+    silence = SilenceMonitor({"tier": store}, journal, replace(QUICK, **_SHORT))
     checking = asyncio.ensure_future(silence.run())
     asking = asyncio.ensure_future(store.get("run/x"))
     await asyncio.sleep(0.05)

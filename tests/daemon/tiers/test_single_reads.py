@@ -9,15 +9,15 @@ from support.bad_readers import BadNetwork
 from support.doubles import Double, flip, is_chunk, is_manifest
 from support.world import RUN, commit, converge, part, reconciler
 
-from tierd.codec.codec import RAW
+from tierd.codec.chunk_codec import RAW
 from tierd.core.ids import IDENTITY_KEY, heads_prefix, retention_prefix
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
+from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers.identity import TiersOverlap, check_identities, read_identity
-from tierd.daemon.tiers.objects import manifest_now, put_manifest, read_manifest
-from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.tiers.tier_identity import TiersOverlap, check_identities, read_identity
+from tierd.daemon.tiers.tier_objects import put_manifest, read_manifest, reread_manifest
+from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.spool.verified_reads import read_chunk
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 PART = part(1)
 
@@ -68,7 +68,7 @@ async def test_a_manifest_that_is_misread_once_is_not_judged_corrupt(spool):
     commit(spool, PART)
     tier = MemoryStore()
     await converge(spool, {"tier": tier})
-    data, manifest = await manifest_now(BadNetwork(tier, is_manifest, 1), PART)
+    data, manifest = await reread_manifest(BadNetwork(tier, is_manifest, 1), PART)
     assert manifest is not None and data == bytes(await tier.get(PART.manifest_key))
     await put_manifest(BadNetwork(tier, is_manifest, 1), PART.manifest_key, data, reread=True)
 

@@ -25,12 +25,12 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import LocalLaunch, Place
 from tierd.core.planning.plan import flushes
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.timeline.head import together
-from tierd.daemon import service
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.status import status
-from tierd.daemon.tiers.observations import Observations
-from tierd.daemon.tiers.observe import TierObserver
+from tierd.core.timeline.launch_chain import merge_heads
+from tierd.daemon import daemon_service
+from tierd.daemon.daemon_status import make_status
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.tier_observations import Observations
+from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.events.notifier import Notifier
 from tierd.spool.spool import Spool
 
@@ -82,12 +82,12 @@ async def test_new_tier_gets_the_wanted_checkpoints_of_runs_that_nobody_saves_he
         assert 2 * 2 * 4 <= daemon.journal.counters["flushed"] <= 2 * 2 * 4 + 2
     for run in RUNS:
         assert sorted(set(await on(new, run))) == [10, 20, 24, 25]
-        place = await TierObserver(new).observe({run}, few=1000)
+        place = await TierObserver(new).observe({run}, spare_reads=1000)
         (policy,) = place.policies[run]
         assert policy.retention == TENS and policy.given == "configuration"
-        known = together(place.heads[run])
+        known = merge_heads(place.heads[run])
         assert known[attempt(2)].resumed_from.step == 12 and known[attempt(2)].newest == 25
-        assert {one.step for one in place.run(run).whole} == {10, 20, 24, 25}
+        assert {one.step for one in place.run(run).usable} == {10, 20, 24, 25}
     theirs, ours = await contents(old.inner), await contents(new.inner)
     assert {key: data for key, data in ours.items() if is_chunk(key)}.items() <= theirs.items()
     assert not old.puts() and not [key for operation, key in old.calls if operation == "delete"]
@@ -106,11 +106,11 @@ async def test_a_filled_tier_that_takes_long_to_observe_is_not_observed_once_mor
     tmp_path, monkeypatch, slow
 ):
     def good_for(observed, tier: str) -> float:
-        knows = all(observed.knows(name, RUNS[0]) for name in observed.places)
+        knows = all(observed.has_observed_run(name, RUNS[0]) for name in observed.places)
         return 3600.0 if slow in (tier, "both") and knows else 0.0
 
     old, new = await old_tier(tmp_path, range(1, 4)), Double()
-    monkeypatch.setattr(Observations, "good_for", good_for)
+    monkeypatch.setattr(Observations, "send_validity_s", good_for)
     async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
         await until(lambda: is_filled(daemon))
         # Nothing is sent again because an observation does not show any more what is there.
@@ -130,12 +130,12 @@ def serve_until_idle(monkeypatch, spool: Spool, stores: dict[str, Double]) -> tu
     async def opened(*_: object, **__: object) -> tuple[dict[str, Double], Notifier]:
         return stores, Notifier((), str(spool.root))
 
-    monkeypatch.setattr(service, "open_all", opened)
+    monkeypatch.setattr(daemon_service, "open_all", opened)
     made = config(spool, *stores)
     tiers = tuple(
         TierConfig(name=name, url=f"file:///{name}", retention=TENS, backfill=name == "new") for name in stores
     )
-    return asyncio.run(service.serve(msgspec.structs.replace(made, tier=tiers), until_idle=True))
+    return asyncio.run(daemon_service.serve(msgspec.structs.replace(made, tier=tiers), until_idle=True))
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1])
@@ -159,7 +159,7 @@ async def test_part_that_another_node_may_still_send_is_no_problem(tmp_path, mon
     await converge(sender, {"new": new}, keep=1)
     async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
         await until(lambda: is_filled(daemon))
-        assert not [one for one in status(daemon, 0, 0).problems if one.place == "new"]
+        assert not [one for one in make_status(daemon, 0, 0).problems if one.place == "new"]
 
 
 async def test_the_copies_outlive_a_trainer_that_saves_the_run_elsewhere_later(tmp_path):
@@ -197,7 +197,7 @@ def test_saves_of_this_node_are_sent_before_other_runs():
     tiers = tuple(
         TierConfig(name=name, url=f"file:///{name}", retention=TENS, backfill=name == "new") for name in ("old", "new")
     )
-    inventory = Inventory(spool, {"old": others, "new": Place()}, filling=frozenset({"other"}), who="0a0a0a0a")
+    inventory = Inventory(spool, {"old": others, "new": Place()}, filling=frozenset({"other"}), node_id="0a0a0a0a")
     planned = flushes(inventory, Config(spool="/s", tier=tiers), {}, 0.0)
     on_new = [(one.part.checkpoint.run, one.part.checkpoint.step, one.relayed) for one in planned if one.tier == "new"]
     assert on_new[:2] == [("mine", 2, False), ("mine", 1, False)]

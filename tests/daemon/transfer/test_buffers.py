@@ -12,12 +12,12 @@ from support.doubles import Double, is_chunk
 from support.world import commit, part
 
 from tierd.core.errors import StoreUnavailable
-from tierd.daemon.transfer import buffers as buffers_module
+from tierd.daemon import concurrency as buffers_module
+from tierd.daemon.concurrency import MAX_IDLE_BYTES, Buffers
 from tierd.daemon.transfer import download
-from tierd.daemon.transfer.buffers import KEPT, Buffers
-from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool.direct_io import LARGE
 from tierd.spool.spool import Spool
 
@@ -41,18 +41,23 @@ def test_released_buffer_is_used_again_for_a_similar_size():
 
 def test_no_more_is_kept_than_is_said():
     made = Buffers()
-    with made.hold(KEPT - LARGE), made.hold(3 * LARGE), made.hold(2 * LARGE), made.hold(KEPT + LARGE):
+    with (
+        made.hold(MAX_IDLE_BYTES - LARGE),
+        made.hold(3 * LARGE),
+        made.hold(2 * LARGE),
+        made.hold(MAX_IDLE_BYTES + LARGE),
+    ):
         pass
-    assert 0 < sum(map(len, made._idle)) <= KEPT
+    assert 0 < sum(map(len, made._idle)) <= MAX_IDLE_BYTES
 
 
 def test_buffers_may_keep_the_unused_rest_of_a_budget_idle():
-    made = Buffers(3 * KEPT)
-    with made.hold(KEPT), made.hold(KEPT):
-        with made.hold(KEPT), made.hold(KEPT // 2):
+    made = Buffers(3 * MAX_IDLE_BYTES)
+    with made.hold(MAX_IDLE_BYTES), made.hold(MAX_IDLE_BYTES):
+        with made.hold(MAX_IDLE_BYTES), made.hold(MAX_IDLE_BYTES // 2):
             pass
-        assert sum(map(len, made._idle)) <= KEPT
-    assert 2 * KEPT < sum(map(len, made._idle)) <= 3 * KEPT
+        assert sum(map(len, made._idle)) <= MAX_IDLE_BYTES
+    assert 2 * MAX_IDLE_BYTES < sum(map(len, made._idle)) <= 3 * MAX_IDLE_BYTES
     made.clear()
     assert not made._idle
 

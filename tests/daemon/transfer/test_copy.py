@@ -17,21 +17,20 @@ from support.world import RUN, attempt, commit, content, converge, part, steps_o
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused
 from tierd.core.ids import CheckpointId, PartId, pin_key, retention_key
 from tierd.core.manifest_codec import decode
-from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.stored import StoredRetention, encode
-from tierd.core.timeline.head import together
-from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.verify import verify
-from tierd.daemon.transfer.copy import CopiedRun, copy_run
+from tierd.core.retention.policy import RetentionPolicy, StoredRetention, encode_policy
+from tierd.core.timeline.launch_chain import merge_heads
+from tierd.daemon.tiers.tier_objects import verify_part
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.run_copy import CopiedRun, copy_run
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.keys import Key
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.memory_store import MemoryStore
 
 STRIDE = int(os.environ.get("TIERD_COPY_KILLS", "9"))
 NEW = "new"
@@ -51,7 +50,7 @@ async def source(spool: Spool, steps=(1, 2), world: int = 1, frozen: bool = Fals
 
 @pytest.mark.parametrize("encrypted", [True, False], ids=["a key is left out", "a key is too much"])
 async def test_a_tier_does_not_become_half_encrypted(spool, encrypted):
-    store, inner, key = await source(spool), MemoryStore(), Key(b"k" * 32)
+    store, inner, key = await source(spool), MemoryStore(), EncryptionKey(b"k" * 32)
     with_key = EncryptedStore(inner, key)
     right, wrong = (with_key, inner) if encrypted else (inner, with_key)
     await copy(store, right)
@@ -70,7 +69,7 @@ def copy(store: Store, target: Store, to_run: str = RUN, step: int | None = None
 async def files_of(store: Store, which: PartId) -> dict[str, bytes]:
     """A part's files as a tier has them, every byte verified."""
     copies = Replicas(which, {"it": store})
-    await copies.ask()
+    await copies.read_manifests()
     (manifest,) = copies.contents()
     copies.trust(manifest)
     return {
@@ -81,12 +80,12 @@ async def files_of(store: Store, which: PartId) -> dict[str, bytes]:
 
 async def check(store: Store, run: str = RUN, steps=(1, 2), world: int = 1) -> None:
     """Exactly these checkpoints are whole on a tier, and right."""
-    place = await TierObserver(store).observe({run}, few=1000)
-    assert [one.step for one in place.run(run).whole] == list(steps)
+    place = await TierObserver(store).observe({run}, spare_reads=1000)
+    assert [one.step for one in place.run(run).usable] == list(steps)
     for step in steps:
         for rank in range(world):
             which = part(step, rank=rank, world=world, run=run)
-            _, wrong = await verify(store, which, lambda size: None)
+            _, wrong = await verify_part(store, which, lambda size: None)
             assert not wrong
             assert (await files_of(store, which)).items() >= content(step, rank=rank).items()
 
@@ -139,8 +138,8 @@ async def test_a_copy_that_is_killed_shows_no_half_and_continues(spool):
         target = MemoryStore()
         with pytest.raises(Killed):
             await copy(store, dying(target, at, after=bool(at % 2)), NEW)
-        place = await TierObserver(target).observe({NEW}, few=1000)
-        done = [one.step for one in place.run(NEW).whole]
+        place = await TierObserver(target).observe({NEW}, spare_reads=1000)
+        done = [one.step for one in place.run(NEW).usable]
         await check(target, NEW, done, world=2)
         if steps_on(await contents(target)):
             assert place.policies[NEW], f"request {at}: a checkpoint, and nothing that keeps it"
@@ -178,13 +177,13 @@ async def test_copy_ends_with_every_right_checkpoint_and_nothing_incomplete_in_a
         if chance.random() < 0.6:
             with suppress(Killed, CheckpointNotFound):
                 await copy(store, dying(target, chance.randrange(1, 60), chance.random() < 0.5), to_run)
-        place = await TierObserver(target).observe({to_run}, few=1000)
-        await check(target, to_run, [one.step for one in place.run(to_run).whole], world)
+        place = await TierObserver(target).observe({to_run}, spare_reads=1000)
+        await check(target, to_run, [one.step for one in place.run(to_run).usable], world)
     if not left:
         return
     done = await copy(store, target, to_run)
-    place = await TierObserver(target).observe({to_run}, few=1000)
-    whole = {one.step for one in place.run(to_run).whole}
+    place = await TierObserver(target).observe({to_run}, spare_reads=1000)
+    whole = {one.step for one in place.run(to_run).usable}
     assert left.keys() - bad <= whole and {one.step for one in done.checkpoints} <= whole
     assert {int(one.split()[1]) for one in done.failed} <= bad and not done.vanished
     await check(target, to_run, sorted(whole), world)
@@ -192,7 +191,7 @@ async def test_copy_ends_with_every_right_checkpoint_and_nothing_incomplete_in_a
 
 async def _given(store: Store, run: str = RUN, keep: int = 10, by: str = "0a0b0c0d", given: str = "trainer") -> None:
     one = StoredRetention(run, by, given, "node", "2026-01-01", RetentionPolicy(keep_last=keep), tiers=("s3",))
-    await store.put(retention_key(run, by, given), encode(one))
+    await store.put(retention_key(run, by, given), encode_policy(one))
 
 
 async def test_checkpoint_that_is_corrupt_at_the_source_is_named_and_never_copied(spool):
@@ -328,8 +327,8 @@ def test_a_launch_of_which_nothing_is_left_still_links_the_copy(spool):
         await store.delete([key for key in await contents(store) if two.name in key])
         target = MemoryStore()
         done = await copy(store, target, NEW)
-        place = await TierObserver(target).observe({NEW}, few=1000)
-        known = together(place.heads[NEW])
+        place = await TierObserver(target).observe({NEW}, spare_reads=1000)
+        known = merge_heads(place.heads[NEW])
         assert [known[attempt(at)].newest for at in (1, 2, 3)] == [1, None, 3]
         assert known[attempt(2)].resumed_from.attempt == attempt(1)
         return done
@@ -348,5 +347,5 @@ async def test_daemon_that_saves_the_run_under_its_new_name_obeys_the_copied_pol
     await check(target, NEW, range(1, 7))
     commit(here, part(7, launch=2, run=NEW), origin=CheckpointId(NEW, attempt(1), 6))
     await converge(here, {"tier": target}, keep=None)
-    place = await TierObserver(target).observe({NEW}, few=1000)
-    assert [one.step for one in place.run(NEW).whole] == [3, 4, 5, 6, 7]
+    place = await TierObserver(target).observe({NEW}, spare_reads=1000)
+    assert [one.step for one in place.run(NEW).usable] == [3, 4, 5, 6, 7]

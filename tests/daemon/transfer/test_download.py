@@ -17,23 +17,21 @@ from support.timed import timed
 from support.waiting import until
 from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler, running, settle
 
-from tierd.codec.codec import CODECS, encode
+from tierd.codec.chunk_codec import CODECS, encode
 from tierd.core.errors import CorruptChunk, SpoolFull, SpoolUnusable, StoreUnavailable
 from tierd.core.ids import chunk_key
 from tierd.core.manifest import MANIFEST_NAME
+from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
 from tierd.daemon.transfer import download as download_module
-from tierd.daemon.transfer import fetch as fetch_module
-from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer import tier_fetch as fetch_module
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.daemon.transfer.shared_encoding import Encoding
-from tierd.daemon.transfer.throughput import Throughput
+from tierd.daemon.transfer.shared_encoding import SharedEncoder, Throughput
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool.direct_io import LARGE, PAGE
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 PART = part(7)
 CHUNKS = 6
@@ -55,9 +53,9 @@ def gets(store: Double) -> list[str]:
     return [key for operation, key in store.calls if operation == "get" and is_chunk(key)]
 
 
-def budget(hands: int) -> Budget:
+def budget(hands: int) -> MemoryBudget:
     """One for this many chunks at a time: 8 is the most, and a budget too small for two lets one through."""
-    return Budget(1) if hands == 1 else Budget()
+    return MemoryBudget(1) if hands == 1 else MemoryBudget()
 
 
 def interrupted(spool: Spool, store: Double, after: int, how: str = "error", hands: int = 1) -> None:
@@ -83,7 +81,7 @@ def interrupted(spool: Spool, store: Double, after: int, how: str = "error", han
 
 def right(spool: Spool) -> int:
     """How many chunks of the partial download are right on disk."""
-    home, found = spool.fetching(PART), 0
+    home, found = spool.fetch_directory(PART), 0
     for name, data in FILES.items():
         path = home / name
         there = path.read_bytes() if path.exists() else b""
@@ -115,7 +113,7 @@ HARMS = ["flip", "truncate", "empty", "lengthen", "remove", "directory", "symlin
 @pytest.mark.parametrize("harm", [*HARMS, "holes"])
 def test_partial_file_that_was_damaged_meanwhile_is_fetched_again(spool, store, harm, victim):
     interrupted(spool, store, ALL - 1)
-    path = spool.fetching(PART) / victim
+    path = spool.fetch_directory(PART) / victim
     size = path.stat().st_size
     if harm == "holes":
         os.truncate(path, 0)
@@ -128,7 +126,7 @@ def test_partial_file_that_was_damaged_meanwhile_is_fetched_again(spool, store, 
 
 def test_nothing_but_the_manifests_files_is_ever_made_visible(spool, store, tmp_path):
     interrupted(spool, store, 3)
-    home = spool.fetching(PART)
+    home = spool.fetch_directory(PART)
     (home / MANIFEST_NAME).write_bytes(b"of a commit that was cut off")
     (home / "stray").write_bytes(b"x")
     (home / "deep" / "stray").mkdir(parents=True)
@@ -148,7 +146,7 @@ async def test_two_fetches_of_one_part_get_every_chunk_once(spool, store):
         await settle(daemon)
         store.calls = []
         await asyncio.gather(daemon.repairs.fetch(PART), daemon.repairs.fetch(PART))
-        assert not daemon._repairer.fetching
+        assert not daemon._repairer.running_fetches
     assert read(spool, PART) == FILES and len(gets(store)) == ALL
 
 
@@ -167,7 +165,7 @@ def test_small_disk_accepts_a_part_that_fits_beside_a_small_reserve(spool, store
 
 
 def test_abandoned_partial_fetch_gives_way_to_a_wanted_part(spool, store, monkeypatch):
-    other = spool.fetching(part(3))
+    other = spool.fetch_directory(part(3))
     other.mkdir()
     (other / "weights.bin").write_bytes(b"half of something else")
     monkeypatch.setattr(Spool, "free", lambda self: (0 if other.exists() else 1 << 40, 1 << 40))
@@ -181,13 +179,13 @@ def test_progress_only_grows_and_ends_at_the_whole(spool, store):
     asyncio.run(fetch(spool, PART, {"tier": store}, progress=progress))
     whole = sum(map(len, FILES.values()))
     assert seen == sorted(seen) and seen[0] == (0, whole) and seen[-1] == (whole, whole)
-    assert progress.tiers == ("tier",) and progress.written == ALL and not progress.kept
+    assert progress.tiers == ("tier",) and progress.written_chunks == ALL and not progress.kept_bytes
     again = Progress()
     asyncio.run(fetch(spool, PART, {"tier": store}, progress=again))
-    assert again.kept == again.done == whole and not again.written
+    assert again.kept_bytes == again.done == whole and not again.written_chunks
 
 
-class Counting(Budget):
+class Counting(MemoryBudget):
     """Notes the most that was held at once."""
 
     most = 0
@@ -225,7 +223,7 @@ def test_no_more_than_the_budget_is_in_hand(spool, store, total):
 
 
 def test_a_fetch_that_fails_gives_the_budget_back(spool, store):
-    budget = Budget(3000)
+    budget = MemoryBudget(3000)
     store.before = lambda operation, key: _raise(StoreUnavailable("gone")) if is_chunk(key) else None
     with pytest.raises(StoreUnavailable):
         asyncio.run(fetch(spool, PART, {"tier": store}, budget))
@@ -319,7 +317,7 @@ def test_a_file_that_could_not_be_synced_is_not_believed(spool, store, monkeypat
     with pytest.raises(SpoolUnusable):
         asyncio.run(fetch(spool, PART, {"tier": store}))
     monkeypatch.setattr(os, "fsync", real)
-    assert not (spool.fetching(PART) / "weights.bin").exists()
+    assert not (spool.fetch_directory(PART) / "weights.bin").exists()
     store.calls = []
     asyncio.run(fetch(spool, PART, {"tier": store}))
     assert read(spool, PART) == FILES and len(gets(store)) >= CHUNKS
@@ -340,7 +338,7 @@ def test_large_chunks_that_begin_anywhere_in_a_page(spool, tmp_path, monkeypatch
     packing = Throughput()
     packing.encode = encode  # however fast the link is
     commit(home, PART, files)
-    asyncio.run(flush(home, PART, TierUploadContext(store, encoding=Encoding(packing))))
+    asyncio.run(flush(home, PART, TierUploadContext(store, encoding=SharedEncoder(packing))))
     assert {key.rpartition(".")[2] for key in asyncio.run(_keys(store)) if is_chunk(key)} == set(CODECS)
     asyncio.run(fetch(spool, PART, {"tier": store}))
     assert read(spool, PART) == files
@@ -360,7 +358,7 @@ def test_a_stored_chunk_that_grew_is_corrupt_and_no_refusal(spool, store):
 
 
 def test_fetch_that_is_cancelled_while_it_waits_for_its_place_releases_it(spool, store, monkeypatch):
-    entered, real = threading.Event(), fetch_module.make_locked
+    entered, real = threading.Event(), fetch_module.make_locked_directory
 
     def slow(path: Path) -> int:
         fd = real(path)
@@ -375,7 +373,7 @@ def test_fetch_that_is_cancelled_while_it_waits_for_its_place_releases_it(spool,
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    monkeypatch.setattr(fetch_module, "make_locked", slow)
+    monkeypatch.setattr(fetch_module, "make_locked_directory", slow)
     asyncio.run(work())
     assert len(spool.leftovers()) == 1, "nobody holds it"
 
@@ -448,10 +446,10 @@ def test_interrupted_fetch_is_kept_for_a_while_and_then_deleted(spool, store, mo
             daemon.wake()
             await settle(daemon)
             if not patience:
-                await until(lambda: daemon.wake() or not spool.fetching(PART).exists())
+                await until(lambda: daemon.wake() or not spool.fetch_directory(PART).exists())
 
     asyncio.run(work(1000.0))
-    assert spool.fetching(PART).exists()
+    assert spool.fetch_directory(PART).exists()
     asyncio.run(work(0.0))
     assert listing(spool) == listing(Spool(spool.root)) and not spool.leftovers()
 
@@ -465,7 +463,7 @@ def test_interrupted_fetch_that_is_in_the_way_is_deleted_at_once(spool, store, w
     async def work() -> None:
         low = {"min_free_percent": 99.99} if why == "low" else {}
         async with running(reconciler(spool, {"tier": store}, **low)) as daemon:
-            await until(lambda: daemon.wake() or not spool.fetching(PART).exists())
+            await until(lambda: daemon.wake() or not spool.fetch_directory(PART).exists())
             if why == "there":
                 assert read(spool, PART) == FILES
 
@@ -492,7 +490,7 @@ async def test_cancelled_thread_is_at_rest_when_the_cancellation_is_raised():
         threading.Event().wait(0.1)
         ended.append(True)
 
-    task = asyncio.ensure_future(to_the_end(work))
+    task = asyncio.ensure_future(thread_uncancelled(work))
     await asyncio.to_thread(begun.wait)
     task.cancel()
     await asyncio.sleep(0.01)

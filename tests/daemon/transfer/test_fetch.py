@@ -14,18 +14,17 @@ from support.doubles import Double, contents, damage, flip, is_chunk
 from support.world import RUN, commit, content, listing, part, read, reconciler
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored
-from tierd.core.manifest_codec import decode, encode
-from tierd.core.seal import seal
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, StoredChunk
+from tierd.core.manifest_codec import decode, encode, seal
 from tierd.daemon.transfer import download as download_module
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import export
-from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.restore_to_directory import restore_to_directory
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 PART = part(7)
 FILES = content(7)
@@ -200,7 +199,7 @@ def test_tier_whose_manifest_describes_other_content_is_not_believed(spool):
     chunk = Chunk(
         size=len(other),
         xxh3_128=digest(other),
-        stored=Stored(codec="raw", size=len(other), xxh3_128=digest(other), key=key),
+        stored=StoredChunk(codec="raw", size=len(other), xxh3_128=digest(other), key=key),
     )
     lie = msgspec.structs.replace(manifest, files=(File(path="weights.bin", size=len(other), chunks=(chunk,)),))
     asyncio.run(store.put(f"{RUN}/{key}", other))
@@ -230,13 +229,13 @@ def test_forged_manifest_on_a_tier_does_not_lose_the_right_copy_of_another(spool
     fresh = Spool(tmp_path / "fresh")
     fetched = asyncio.run(fetch(fresh, PART, stores))
     assert read(fresh, PART) == FILES and set(fetched.defects) == {"first"}
-    found = asyncio.run(export(stores, RUN, tmp_path / "to", None, None, Progress()))
+    found = asyncio.run(restore_to_directory(stores, RUN, tmp_path / "to", None, None, Progress()))
     assert found.step == PART.checkpoint.step and not found.skipped
     for name, data in FILES.items():
         assert (tmp_path / "to" / PART.name / name).read_bytes() == data
     daemon = reconciler(Spool(tmp_path / "some"), stores)
     for some in ({}, {"weights.bin": ((0, 1),)}):  # proves nothing: the place that was asked first may lie
-        asyncio.run(daemon.repairs.fetch(PART, wanted=some))
+        asyncio.run(daemon.repairs.fetch(PART, chunk_runs=some))
         assert asyncio.run(stores["second"].get(PART.manifest_key))
 
 

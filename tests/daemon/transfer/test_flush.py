@@ -16,16 +16,15 @@ from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUn
 from tierd.core.ids import pruning_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.manifest_codec import decode
-from tierd.daemon.tiers.observe import base_of, observe_places
-from tierd.daemon.tiers.prune import quarantine
-from tierd.daemon.timings import USUAL
-from tierd.daemon.transfer.chunk_source import ReferenceCopy
-from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.concurrency import MemoryBudget
+from tierd.daemon.daemon_timings import USUAL
+from tierd.daemon.tiers.tier_observer import find_base, observe_places
+from tierd.daemon.tiers.tier_prune import quarantine
+from tierd.daemon.transfer.chunk_source import ReferenceCopy, TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.stores.file_store import FileStore
 
 PART = part(7)
 FILES = content(7)
@@ -208,7 +207,7 @@ async def test_a_base_that_cannot_be_read_is_not_shared_with(spool, error):
     await flush(spool, old, TierUploadContext(store))
     place = (await observe_places(spool, {"a": store}, "run")).tiers["a"]
     assert place is not None
-    found, _ = await base_of(store, place, new)
+    found, _ = await find_base(store, place, new)
     assert found is not None and found.step == 1
 
     def unreadable(operation, key):
@@ -216,7 +215,7 @@ async def test_a_base_that_cannot_be_read_is_not_shared_with(spool, error):
             raise error
 
     store.before = unreadable
-    assert await base_of(store, place, new) == (None, frozenset())
+    assert await find_base(store, place, new) == (None, frozenset())
 
 
 def test_a_put_whose_answer_was_lost_is_settled_by_the_next_try(spool):
@@ -315,7 +314,7 @@ def test_shared_chunk_that_its_owner_has_lost_is_sent(spool):
     asyncio.run(flush(spool, part(1), TierUploadContext(store), base=first))
     assert manifest_on(store, part(1)).owners == {part(0).checkpoint, part(1).checkpoint}
     shutil.rmtree(spool.path(part(1)))
-    asyncio.run(fetch(spool, part(1), {"tier": store}, Budget()))
+    asyncio.run(fetch(spool, part(1), {"tier": store}, MemoryBudget()))
     assert read(spool, part(1)) == {"w": b"x" * CHUNK + b"y" * CHUNK}
 
 
@@ -382,7 +381,7 @@ def test_a_manifest_that_only_grew_too_large_is_no_corruption(spool, monkeypatch
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-class Counting(Budget):
+class Counting(MemoryBudget):
     """Notes the most that was out at a time."""
 
     most = 0

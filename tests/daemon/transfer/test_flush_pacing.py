@@ -9,10 +9,10 @@ from support.doubles import Double, is_chunk
 from support.waiting import until
 from support.world import CHUNK, commit, content, part, reconciler, running, settle
 
-from tierd.daemon.transfer import flush_pacing
+from tierd.daemon.tiers import tier_pauses
+from tierd.daemon.tiers.tier_pauses import FlushSpread, SaveCadence
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.flush_pacing import Cadence, Spread
-from tierd.daemon.transfer.route import TierUploadContext
 
 
 class Time:
@@ -26,7 +26,7 @@ class Time:
             self.now += seconds
             await real(0)
 
-        monkeypatch.setattr(flush_pacing.asyncio, "sleep", sleep)
+        monkeypatch.setattr(tier_pauses.asyncio, "sleep", sleep)
 
     def __call__(self) -> float:
         return self.now
@@ -34,7 +34,7 @@ class Time:
 
 async def test_chunks_of_a_spread_flush_begin_in_order_however_many_wait(monkeypatch):
     clock, begun = Time(monkeypatch), list[float]()
-    pauses = Spread(10.0, lambda: False, clock)
+    pauses = FlushSpread(10.0, lambda: False, clock)
 
     async def hand() -> None:
         while len(begun) < 13:
@@ -50,7 +50,7 @@ def test_the_last_chunk_of_a_flush_begins_before_its_time_is_over(spool, monkeyp
     commit(spool, part(7), content(7, chunks=20))
     store = Double()
     store.before = lambda operation, key: begun.append(clock.now) if operation == "put" and is_chunk(key) else None
-    asyncio.run(flush(spool, part(7), TierUploadContext(store), spread=Spread(10.0, lambda: False, clock)))
+    asyncio.run(flush(spool, part(7), TierUploadContext(store), spread=FlushSpread(10.0, lambda: False, clock)))
     assert len(begun) == 21 and 109 < max(begun) <= 110
 
 
@@ -58,24 +58,24 @@ def test_it_hurries_as_soon_as_it_is_waited_for(spool, monkeypatch):
     clock = Time(monkeypatch)
     commit(spool, part(7), content(7, chunks=20))
     asyncio.run(
-        flush(spool, part(7), TierUploadContext(Double()), spread=Spread(1000.0, lambda: clock.now > 150, clock))
+        flush(spool, part(7), TierUploadContext(Double()), spread=FlushSpread(1000.0, lambda: clock.now > 150, clock))
     )
     assert 150 < clock.now < 151
 
 
 def test_saves_are_counted_by_run_and_launch_and_once_for_all_ranks():
     now = [0.0]
-    cadence = Cadence(lambda: now[0])
+    cadence = SaveCadence(lambda: now[0])
     for step in range(1, 6):
         now[0] = 10.0 * step
-        cadence.saw([part(step, rank=rank, world=2) for rank in (0, 1)])
-        cadence.saw([part(step, rank=1, world=2)])  # once more
+        cadence.note_saves([part(step, rank=rank, world=2) for rank in (0, 1)])
+        cadence.note_saves([part(step, rank=1, world=2)])  # once more
     assert cadence.spread_s("run") == 5
     assert cadence.spread_s("other") == 0
-    cadence.saw([part(6, launch=2)])
+    cadence.note_saves([part(6, launch=2)])
     assert cadence.spread_s("run") == 0
-    cadence.keep(["other"])
-    cadence.saw([part(7, launch=2)])
+    cadence.keep_only(["other"])
+    cadence.note_saves([part(7, launch=2)])
     assert cadence.spread_s("run") == 0
 
 
@@ -87,10 +87,10 @@ def saved_often(spool):
     def made(**options):
         daemon = reconciler(spool, {"tier": Double()}, **options)
         now = [0.0]
-        daemon._live.cadence = Cadence(lambda: now[0])
+        daemon._live.cadence = SaveCadence(lambda: now[0])
         for step in range(4, 9):
             now[0] += 3600.0
-            daemon._live.cadence.saw([part(step)])
+            daemon._live.cadence.note_saves([part(step)])
         return daemon
 
     return made
@@ -146,15 +146,15 @@ async def test_two_tiers_of_different_speed_share_one_pass_where_it_is_spread(sp
             await asyncio.sleep(0.01 * is_chunk(key))
             return await super().put(key, data)
 
-    from tierd.daemon.transfer.memory_budget import Budget
-    from tierd.daemon.transfer.shared_encoding import Encoding
+    from tierd.daemon.concurrency import MemoryBudget
+    from tierd.daemon.transfer.shared_encoding import SharedEncoder
 
-    shared = Encoding(budget=Budget(CHUNK))  # hardly anything can be kept
+    shared = SharedEncoder(budget=MemoryBudget(CHUNK))  # hardly anything can be kept
     ways = [
         TierUploadContext(Double(), encoding=shared),
-        TierUploadContext(Slow(), budget=Budget(2 * CHUNK), encoding=shared),
+        TierUploadContext(Slow(), budget=MemoryBudget(2 * CHUNK), encoding=shared),
     ]
-    pauses = [Spread(1.0, lambda: False) for _ in ways]
+    pauses = [FlushSpread(1.0, lambda: False) for _ in ways]
     await asyncio.gather(*(flush(spool, part(7), way, spread=one) for way, one in zip(ways, pauses, strict=True)))
     assert len(reads) <= 31  # of 21 chunks; apart from each other 42, and on a busy machine a few are read again
 

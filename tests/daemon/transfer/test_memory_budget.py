@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.concurrency import MemoryBudget
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_budget_never_grants_more_than_its_total_under_any_cancellation(seed):
     rng = random.Random(seed)
-    budget, out = Budget(100), 0
+    budget, out = MemoryBudget(100), 0
 
     async def use(size: int) -> None:
         nonlocal out
@@ -23,7 +23,7 @@ async def test_budget_never_grants_more_than_its_total_under_any_cancellation(se
             await asyncio.sleep(rng.random() / 1000)
             kept = rng.randrange(hold.size + 1)
             out -= hold.size - kept
-            hold.keep(kept)
+            hold.shrink_to(kept)
             await asyncio.sleep(0)
             out -= kept
 
@@ -37,7 +37,7 @@ async def test_budget_never_grants_more_than_its_total_under_any_cancellation(se
 
 
 async def test_large_request_is_not_starved_by_small_requests():
-    budget, order = Budget(10), []
+    budget, order = MemoryBudget(10), []
 
     async def use(name: str, size: int) -> None:
         async with budget.take(size):
@@ -49,7 +49,7 @@ async def test_large_request_is_not_starved_by_small_requests():
 
 
 async def test_grant_of_a_waiter_that_was_cancelled_meanwhile_passes_to_the_next():
-    budget = Budget(1)
+    budget = MemoryBudget(1)
     async with budget.take(1):
         waiting = [asyncio.ensure_future(budget._wait_for(1)) for _ in range(2)]
         await asyncio.sleep(0)
@@ -59,13 +59,13 @@ async def test_grant_of_a_waiter_that_was_cancelled_meanwhile_passes_to_the_next
 
 
 async def test_take_at_once_never_waits_and_overtakes_no_waiter():
-    budget = Budget(10)
-    assert budget.take_at_once(11) is None
-    held = budget.take_at_once(6)
-    assert held and budget.take_at_once(5) is None and budget.has(4) and not budget.has(5)
+    budget = MemoryBudget(10)
+    assert budget.try_take(11) is None
+    held = budget.try_take(6)
+    assert held and budget.try_take(5) is None and budget.has_free(4) and not budget.has_free(5)
     waiting = asyncio.ensure_future(budget._wait_for(8))
     await asyncio.sleep(0)
-    assert budget.is_wanted and budget.take_at_once(1) is None
-    held.keep(0)
+    assert budget.has_waiters and budget.try_take(1) is None
+    held.shrink_to(0)
     await waiting
-    assert not budget.is_wanted and budget.take_at_once(2)
+    assert not budget.has_waiters and budget.try_take(2)

@@ -10,8 +10,8 @@ import pytest
 from support.doubles import Double, flipped, is_manifest
 from support.world import commit, converge, part, reconciler, running, settle, steps_on
 
-from tierd.daemon.tiers.holders import holds
-from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.tier_probes import is_part_held
+from tierd.daemon.tiers.tier_prune import prune
 from tierd.spool.spool import Spool
 
 
@@ -44,7 +44,7 @@ async def test_observation_that_reads_a_manifest_wrong_quarantines_nothing(tier,
     store = FlipsOnTheWay(tier)
     fresh = Spool(tmp_path / "fresh")
     daemon = reconciler(fresh, {"tier": store})
-    daemon.requests.interest.add(part(1).checkpoint.run)
+    daemon.requests.requested_runs.add(part(1).checkpoint.run)
     async with running(daemon):
         await settle(daemon)
         assert len(store.spoilt) == 3
@@ -55,7 +55,7 @@ async def test_observation_that_reads_a_manifest_wrong_quarantines_nothing(tier,
 
 
 async def test_tier_with_flips_on_the_way_still_holds_its_parts(tier, spool):
-    assert await holds(FlipsOnTheWay(tier), part(2), spool.manifest(part(2))) is True
+    assert await is_part_held(FlipsOnTheWay(tier), part(2), spool.manifest(part(2))) is True
 
 
 async def test_manifest_that_read_wrong_for_a_while_is_not_flushed_for_ever(tier, spool):
@@ -72,5 +72,5 @@ async def test_manifest_that_read_wrong_for_a_while_is_not_flushed_for_ever(tier
 
 
 async def test_a_prune_is_not_held_up(tier):
-    assert (await prune(FlipsOnTheWay(tier), [part(1).checkpoint])).gone
+    assert (await prune(FlipsOnTheWay(tier), [part(1).checkpoint])).deleted
     assert steps_on([info.key async for info in tier.scan("")]) == [2, 3]

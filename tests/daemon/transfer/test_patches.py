@@ -11,20 +11,18 @@ import pytest
 from support.doubles import Double, contents, flip, flipped, is_chunk
 from support.world import CHUNK, commit, converge, manifest_on, part, read, steps_on
 
-from tierd.codec.patch import BLOCK
+from tierd.codec.chunk_codec import BLOCK
 from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest import PATCHED, Chunk, Manifest
-from tierd.core.planning import sharing
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon.tiers.prune import prune
-from tierd.daemon.tiers.verify import verify
-from tierd.daemon.transfer.chunk_source import ReferenceCopy
-from tierd.daemon.transfer.copy import copy_run
+from tierd.core.planning import flush_order
+from tierd.core.planning.background_schedule import ScrubbedCopy
+from tierd.daemon.tiers.tier_objects import verify_part
+from tierd.daemon.tiers.tier_prune import prune
+from tierd.daemon.transfer.chunk_source import ReferenceCopy, TierUploadContext
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import FlushResult, flush
-from tierd.daemon.transfer.relay import relay
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.run_copy import copy_run
+from tierd.daemon.transfer.tier_fetch import fetch, relay
 from tierd.spool.spool import Spool
 
 ROWS = 4 * (CHUNK // BLOCK)
@@ -32,7 +30,7 @@ ROWS = 4 * (CHUNK // BLOCK)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(sharing, "SMALLEST_SHARED_BYTES", 1)
+    monkeypatch.setattr(flush_order, "SMALLEST_SHARED_BYTES", 1)
 
 
 def table(step: int) -> dict[str, bytes]:
@@ -88,7 +86,7 @@ async def test_changed_row_is_the_only_data_sent_and_the_patch_restores_it(spool
 
 
 async def test_a_chain_of_patches_ends_and_a_whole_chunk_begins_the_next(spool, monkeypatch):
-    monkeypatch.setattr(sharing, "MOST_PATCHES", 3)
+    monkeypatch.setattr(flush_order, "MOST_PATCHES", 3)
     committed(spool, *range(1, 10))
     store = Double()
     await sent(spool, store, *range(1, 10))
@@ -138,7 +136,7 @@ async def test_a_prune_keeps_the_bases_that_a_patch_needs_and_deletes_them_with_
     await prune(store, [part(1).checkpoint, part(2).checkpoint])
     assert steps_on(await contents(store)) == [3]
     assert await fetched(spool, 3, tier=store) == table(3)
-    assert (await verify(store, part(3), lambda size: None))[1] == []
+    assert (await verify_part(store, part(3), lambda size: None))[1] == []
     await prune(store, [part(3).checkpoint])
     assert not [key for key in await contents(store) if is_chunk(key)]
 
@@ -149,7 +147,7 @@ async def test_verify_names_a_corrupt_base_and_a_restore_does_not_return_its_byt
     await sent(spool, store, 1, 2)
     base = next(iter(list(of_table(await manifest_on(store, part(2)))[0].objects())[1:])).key
     await flip(store, f"run/{base}")
-    assert [base in one for one in (await verify(store, part(2), lambda size: None))[1]] == [True]
+    assert [base in one for one in (await verify_part(store, part(2), lambda size: None))[1]] == [True]
     with pytest.raises(CorruptChunk):
         await fetched(spool, 2, tier=store)
 

@@ -16,7 +16,7 @@ from support.world import commit, config, part, running, settle, steps_in, steps
 from tierd.core.config import TierConfig
 from tierd.core.errors import DeleteRefused, StoreFull, StoreUnavailable
 from tierd.core.retention.policy import Best, RetentionPolicy
-from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.reconciler import Reconciler
 
 FAST = RetentionPolicy(keep_last=3)
 RICH = RetentionPolicy(keep_last=5, keep_every_steps=10, keep_best=Best(metric="loss", count=2))
@@ -75,7 +75,7 @@ def test_tier_slower_than_the_saves_gets_every_wanted_checkpoint(spool, every):
             for _ in range(100):
                 slow.room.release()
             await settle(node)
-            assert not node.backlog.parts() and node.backlog.of("s3") == {}
+            assert not node.backlog.parts() and node.backlog.pending_sizes("s3") == {}
             on = {name: await contents(store.inner) for name, store in (("nfs", fast), ("s3", slow))}
         return on, node
 
@@ -160,7 +160,7 @@ async def test_checkpoint_that_no_tier_has_right_is_not_relayed_and_scrubbed_at_
         for key in [key for key in stores["a"].inner.objects if is_chunk(key) and "000000000010" in key]:
             await flip(stores["a"].inner, key)
         stores["b"].error = None
-        await until(lambda: node.workers["b"].is_off(part(10)))
+        await until(lambda: node.workers["b"].is_deferred(part(10)))
         await until(lambda: steps_on(stores["b"].inner.objects) == [11])
         await until(lambda: steps_on(stores["a"].inner.objects) == [11])  # and is quarantined, scrub or no scrub
 
@@ -272,7 +272,7 @@ async def test_hold_for_a_tier_ends_only_after_time_in_which_the_tier_was_asked_
     """A daemon at rest looks seldom, and a machine is frozen: a look that fails then says nothing of before."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr("tierd.daemon.tiers.observations.time", clock)
+    monkeypatch.setattr("tierd.daemon.tiers.tier_observations.time", clock)
     store = Double()
     node = daemon(spool, {"a": Double(), "b": store}, (ONE, TENS), hold_for="1h")
     commit(spool, part(1))
@@ -287,7 +287,7 @@ async def test_hold_for_a_tier_ends_only_after_time_in_which_the_tier_was_asked_
     down = StoreUnavailable("no route")
     assert not await silent(0.0)
     now[0] += 86_400.0
-    node.tiers.observed.doubt("b")  # what was seen there does not count any more, and nobody has asked yet
+    node.tiers.observed.invalidate("b")  # what was seen there does not count any more, and nobody has asked yet
     assert not node.inventory().silent
     assert not await silent(0.0, down)
     for _ in range(5):

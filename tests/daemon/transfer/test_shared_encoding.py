@@ -12,21 +12,20 @@ from support.world import CHUNK, commit, part
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
 from tierd.core.manifest_codec import decode
-from tierd.daemon.transfer import buffers
+from tierd.daemon import concurrency
+from tierd.daemon.concurrency import MemoryBudget
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.daemon.transfer.shared_encoding import Encoding
-from tierd.daemon.transfer.throughput import Throughput
+from tierd.daemon.transfer.shared_encoding import SharedEncoder, Throughput
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 PART = part(7)
 CHUNKS = 24
 
 
-class Counted(Budget):
+class Counted(MemoryBudget):
     """Notes the most that was out at a time."""
 
     most = 0
@@ -35,8 +34,8 @@ class Counted(Budget):
         await super()._wait_for(size)
         self.most = max(self.most, self._total - self._free)
 
-    def take_at_once(self, size: int):
-        hold = super().take_at_once(size)
+    def try_take(self, size: int):
+        hold = super().try_take(size)
         self.most = max(self.most, self._total - self._free)
         return hold
 
@@ -71,7 +70,7 @@ class Slow(Double):
 @pytest.fixture
 def work(monkeypatch) -> Counter[str]:
     """How often chunks were read and encoded."""
-    from tierd.daemon.transfer import chunk_source, throughput
+    from tierd.daemon.transfer import chunk_source, shared_encoding
 
     count: Counter[str] = Counter()
 
@@ -83,7 +82,7 @@ def work(monkeypatch) -> Counter[str]:
         return work
 
     monkeypatch.setattr(chunk_source, "read_recent_chunk", counted("read", chunk_source.read_recent_chunk))
-    monkeypatch.setattr(throughput, "encode", counted("encoded", throughput.encode))
+    monkeypatch.setattr(shared_encoding, "encode", counted("encoded", shared_encoding.encode))
     return count
 
 
@@ -91,15 +90,15 @@ def saved(spool: Spool, chunks: int = CHUNKS) -> dict[str, bytes]:
     return commit(spool, PART, {"w": random.Random(1).randbytes(CHUNK * chunks)})
 
 
-def encoding(total: int = 1 << 20) -> Encoding:
-    return Encoding(Throughput(), Counted(total))
+def encoding(total: int = 1 << 20) -> SharedEncoder:
+    return SharedEncoder(Throughput(), Counted(total))
 
 
-def way(store, shared: Encoding, name: str = "", total: int = 1 << 20) -> TierUploadContext:
+def way(store, shared: SharedEncoder, name: str = "", total: int = 1 << 20) -> TierUploadContext:
     return TierUploadContext(store, name, budget=Counted(total), encoding=shared)
 
 
-def at_rest(shared: Encoding, *ways: TierUploadContext) -> bool:
+def at_rest(shared: SharedEncoder, *ways: TierUploadContext) -> bool:
     """Whether nothing is kept, and every byte was given back; and no more was ever out than there is."""
     budgets = [shared._budget, *(way.budget for way in ways)]
     assert [(budget._free, budget.most <= budget._total) for budget in budgets] == [
@@ -115,8 +114,8 @@ async def chunks(store) -> dict[str, bytes]:
 async def test_memory_is_used_again_once_no_flush_sends_its_bytes(spool, monkeypatch):
     """Two tiers that take their time with each chunk: nobody else writes to its memory meanwhile."""
     saved(spool)
-    made, real = [], buffers.memory_for
-    monkeypatch.setattr(buffers, "memory_for", lambda size: made.append(size) or real(size))
+    made, real = [], concurrency.memory_for
+    monkeypatch.setattr(concurrency, "memory_for", lambda size: made.append(size) or real(size))
     shared, stores = encoding(), [Slow(), Slow()]
     ways = [way(store, shared) for store in stores]
     await asyncio.gather(*(flush(spool, PART, one) for one in ways))
@@ -187,7 +186,7 @@ async def test_tier_that_stands_still_holds_up_neither_another_tier_nor_memory(s
     shared, fast, stopped = encoding(window), Double(), Gated()
     ways = [way(fast, shared, total=CHUNK), way(stopped, shared, total=3 * CHUNK)]
     waiting = asyncio.ensure_future(flush(spool, PART, ways[1]))
-    while not ways[1].budget.is_wanted:  # it has all that it may have
+    while not ways[1].budget.has_waiters:  # it has all that it may have
         await asyncio.sleep(0.001)
     async with asyncio.timeout(60):
         await flush(spool, PART, ways[0])
@@ -248,11 +247,11 @@ async def test_whether_a_chunk_is_compressed_is_decided_once_for_all_flushes_of_
     class Moody(Throughput):
         answers = 0
 
-        def packs(self) -> bool:
+        def should_compress(self) -> bool:
             self.answers += 1
             return self.answers % 2 == 0
 
-    shared, stores = Encoding(Moody(), Counted(1)), [Double(), Gated()]
+    shared, stores = SharedEncoder(Moody(), Counted(1)), [Double(), Gated()]
     ways = [way(store, shared, total=CHUNK) for store in stores]
     late = asyncio.ensure_future(flush(spool, PART, ways[1]))
     await flush(spool, PART, ways[0])

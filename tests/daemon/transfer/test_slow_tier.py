@@ -13,10 +13,10 @@ from support.waiting import until
 from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on
 
 from tierd.core.errors import StoreUnavailable
+from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.stores.base import Buffer
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 _SENT = 12
 
@@ -139,7 +139,7 @@ async def test_only_copy_that_becomes_wanted_before_its_deletion_is_kept(spool, 
         if what == "pin":
             spool.pin(one, pinned=True)
         else:
-            daemon.requests.needed[one] += 1
+            daemon.requests.needed_checkpoints[one] += 1
         return await is_right(copy)
 
     monkeypatch.setattr(daemon.scrubber, "is_right", meanwhile)
@@ -182,7 +182,7 @@ async def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_f
             raise AssertionError
 
     daemon = reconciler(spool, {"tier": Down()}, keep=1, keep_local=1)
-    real, wrong = daemon.tiers.lacking, daemon.scrubber._reader.read
+    real, wrong = daemon.tiers.find_missing_parts, daemon.scrubber._reader.read
 
     async def lacking(parts):
         observed.append(parts)
@@ -196,13 +196,13 @@ async def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_f
     async def is_right(part):
         return not failing
 
-    monkeypatch.setattr(daemon.tiers, "lacking", lacking)
+    monkeypatch.setattr(daemon.tiers, "find_missing_parts", lacking)
     monkeypatch.setattr(daemon.scrubber._reader, "read", read)
     monkeypatch.setattr(daemon.scrubber._reader, "is_right", is_right)
     for step in (1, 2):
         commit(spool, part(step))
     async with running(daemon):
-        await until(lambda: observed and daemon.scrubber.rests_s(part(2)) > 60)
+        await until(lambda: observed and daemon.scrubber.postponed_s(part(2)) > 60)
         await asyncio.sleep(0.1)
         before = len(observed)
         for _ in range(10):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.world import part
 
-from tierd.codec.codec import RAW
+from tierd.codec.chunk_codec import RAW
 from tierd.core.manifest import Chunk
-from tierd.daemon.transfer.throughput import Throughput, ThroughputMeter
+from tierd.daemon.transfer.shared_encoding import Throughput, ThroughputMeter
 from tierd.spool.file_io import digest
 
 
@@ -22,12 +22,12 @@ def test_a_rate_is_bytes_over_the_time_in_which_something_moved():
     clock = Clock()
     meter = ThroughputMeter(clock, enough=1)
     assert meter.rate is None
-    with meter.moving(100):
+    with meter.measured(100):
         clock.now += 2
-        with meter.moving(300):  # at once with the first: two seconds are not counted twice
+        with meter.measured(300):  # at once with the first: two seconds are not counted twice
             clock.now += 2
     clock.now += 1000  # nothing moves
-    with pytest.raises(OSError), meter.moving(10**9):
+    with pytest.raises(OSError), meter.measured(10**9):
         clock.now += 1
         raise OSError
     assert meter.rate == 400 / 5
@@ -37,7 +37,7 @@ def test_old_measurements_fade():
     clock = Clock()
     meter = ThroughputMeter(clock, enough=1)
     for size in [1000] * 1000 + [10] * 1000:
-        with meter.moving(size):
+        with meter.measured(size):
             clock.now += 1
     assert meter.rate == pytest.approx(10, rel=0.2)
 
@@ -60,7 +60,7 @@ def codecs(throughput: Throughput, count: int = 200) -> list[str]:
     chunk, raw = one_chunk()
     found = []
     for _ in range(count):
-        found.append(throughput.encode(part(0), chunk, raw, throughput.packs()).stored.codec)
+        found.append(throughput.encode(part(0), chunk, raw, throughput.should_compress()).stored.codec)
         throughput._encoder._bytes, throughput._encoder._seconds = 1e9, 1.0
     return found
 

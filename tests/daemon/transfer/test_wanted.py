@@ -12,10 +12,10 @@ from support.world import CHUNK, RUN, Daemon, commit, content, part, read
 from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.manifest import DRAFT_NAME
 from tierd.core.manifest_codec import decode
-from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.ipc.client import Link
+from tierd.daemon.transfer.tier_fetch import fetch
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Fetch
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -44,12 +44,12 @@ def chunks_got(store: Double) -> int:
 
 
 def bring(spool: Spool, store: Store, wanted: dict | None):
-    return asyncio.run(fetch(spool, PART, {"tier": store}, wanted=wanted))
+    return asyncio.run(fetch(spool, PART, {"tier": store}, chunk_runs=wanted))
 
 
 def test_no_chunk_at_all_brings_the_manifest(spool, store, fresh):
     assert bring(fresh, store, {}).chunks == 0
-    place = fresh.fetching(PART)
+    place = fresh.fetch_directory(PART)
     assert [path.name for path in place.iterdir()] == [DRAFT_NAME]
     assert decode((place / DRAFT_NAME).read_bytes(), PART).same_content(spool.manifest(PART))
     assert fresh.parts() == [] and chunks_got(store) == 0
@@ -57,7 +57,7 @@ def test_no_chunk_at_all_brings_the_manifest(spool, store, fresh):
 
 def test_wanted_chunks_are_fetched_and_nothing_else(store, fresh):
     assert bring(fresh, store, {WEIGHTS: [(1, 2), (4, 5)]}).chunks == 2
-    found = (fresh.fetching(PART) / WEIGHTS).read_bytes()
+    found = (fresh.fetch_directory(PART) / WEIGHTS).read_bytes()
     for number in range(6):
         here = slice(number * CHUNK, (number + 1) * CHUNK)
         assert (found[here] == FILES[WEIGHTS][here]) == (number in (1, 4))
@@ -113,13 +113,13 @@ async def _keys(store: Store) -> list[str]:
 
 def test_readers_of_a_part_share_its_fetched_chunks_and_the_last_reader_removes_them(store, fresh):
     with Daemon(fresh.root, {"tier": store}) as daemon:
-        place = fresh.fetching(PART)
-        first, second = Link(fresh), Link(fresh)
+        place = fresh.fetch_directory(PART)
+        first, second = DaemonConnection(fresh), DaemonConnection(fresh)
         first.ask(Fetch(part=PART, wanted={WEIGHTS: ((0, 2),)}))
         second.ask(Fetch(part=PART, wanted={WEIGHTS: ((1, 3),)}))
         assert chunks_got(store) == 3
         first.close()
-        wait_until(lambda: daemon.reconciler.requests.held[PART.checkpoint] == 1)
+        wait_until(lambda: daemon.reconciler.requests.held_checkpoints[PART.checkpoint] == 1)
         assert fresh.leftovers() == []
         daemon.settle()
         assert (place / WEIGHTS).read_bytes()[: 3 * CHUNK] == FILES[WEIGHTS][: 3 * CHUNK]
@@ -130,7 +130,7 @@ def test_readers_of_a_part_share_its_fetched_chunks_and_the_last_reader_removes_
             return not place.exists()
 
         wait_until(gone)
-        with Link(fresh) as third:  # and all over again
+        with DaemonConnection(fresh) as third:  # and all over again
             third.ask(Fetch(part=PART, wanted={WEIGHTS: ((0, 1),)}))
             assert chunks_got(store) == 4
             third.ask(Fetch(part=PART))  # the whole part, beside its own partial

@@ -26,12 +26,12 @@ from support.doubles import Double
 from tierd.client.restoring.restorer import VerifiedPart
 from tierd.core.errors import CheckpointNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
+from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.tiers import observe
-from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.tiers import tier_observer
 from tierd.events.journal import Journal
-from tierd.priority import hasten
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
+from tierd.threads import mark_foreground
 
 ANSWERS = ("the newest", "an older one", "refused", "nothing", "anew", "of another key", "a place is silent")
 REPORTED = ("gone", "unvouched", "passed over")
@@ -113,7 +113,7 @@ class Histories(Trials):
 
     async def resume(self, noise: random.Random) -> list[str]:
         """Harm, let a launch resume, compare, put back; notes of what was done and what came."""
-        hasten()
+        mark_foreground()
         try:
             history = History(self.places, noise)
             history.make()
@@ -124,8 +124,10 @@ class Histories(Trials):
             due = self._due(silent=silent, at_least=noise.choice([None, None, None, 2, 4, 5]))
             before, journal = self._whole(), Journal()
             # A reader of few manifests reads all of them; a daemon, one a checkpoint, and of its own ranks.
-            with mock.patch.object(observe, "_FEW", noise.choice([0, 1000])):
-                came = await self._ask(Repairer(self.places.spool, self.places.stores, journal, Budget()), due.at_least)
+            with mock.patch.object(tier_observer, "_FEW", noise.choice([0, 1000])):
+                came = await self._ask(
+                    Repairer(self.places.spool, self.places.stores, journal, MemoryBudget()), due.at_least
+                )
             try:
                 answer = judged(due, came)
                 self._nothing_got_worse(before, journal)

@@ -10,13 +10,13 @@ from typing import Any
 from faults.corruption.places import RUN, Places
 
 from tierd.client.ranks.attempts import RankClock
-from tierd.client.restoring.consensus import Agreement
+from tierd.client.restoring.consensus import RestoreAgreement
 from tierd.client.restoring.restorer import Restorer, VerifiedPart
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.timeline.run_view import RunView, run_view_of
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.tiers.observe import observe_places
+from tierd.daemon.tiers.tier_observer import observe_places
 
 Read = Callable[[PartId], "Mapping[str, bytes] | None"]  # what the spool gives of a part, None where it is corrupt
 
@@ -39,7 +39,7 @@ class _Ranks:
 
 
 class _Source:
-    """As `tierd.client.restoring.source.NodeSource`, with the daemon's own code at the other end of no line."""
+    """As `tierd.client.restoring.part_source.NodeSource`, with the daemon's own code at the other end of no line."""
 
     arena = link = None
     deep = True
@@ -83,7 +83,7 @@ async def launch(
         ranks: Any = _Ranks(rank, said, barrier)
         restorer = Restorer(places.spool, RUN, ranks, tiers=True)
         restorer.source = source  # type: ignore[assignment]
-        restorer.agreement = Agreement(ranks, RUN, source.run_view, lambda: RankClock(1, "00000000", None))
+        restorer.agreement = RestoreAgreement(ranks, RUN, source.run_view, lambda: RankClock(1, "00000000", None))
         try:
             return restorer.restore(None, None, at_least=at_least)
         except CheckpointNotFound as error:

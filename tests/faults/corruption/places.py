@@ -23,16 +23,15 @@ from support.world import attempt
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import VERSION, Manifest, Origin
 from tierd.core.manifest_codec import decode
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.daemon.transfer.shared_encoding import Encoding
-from tierd.daemon.transfer.throughput import Throughput
+from tierd.daemon.transfer.shared_encoding import SharedEncoder, Throughput
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.stores.encrypted import EncryptedStore
-from tierd.stores.keys import Key
-from tierd.stores.memory import MemoryStore
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.memory_store import MemoryStore
 
 SECRET = bytes(range(32))
 RUN, OTHER = "run", "other"
@@ -47,7 +46,7 @@ ORIGIN = {attempt(1): None, attempt(2): (attempt(1), 2)}
 class Plain(Throughput):
     """An encoder that never finds packing worth it."""
 
-    def packs(self) -> bool:
+    def should_compress(self) -> bool:
         return False
 
 
@@ -158,7 +157,7 @@ class Places:
             store = self.memory[tier] = MemoryStore()
             store.objects = {key: (data, number) for number, (key, data) in enumerate(objects.items())}
             store.keys, store.sequence = sorted(objects), len(objects)
-            self.stores[tier] = EncryptedStore(store, Key(SECRET)) if self._cipher(tier) else store
+            self.stores[tier] = EncryptedStore(store, EncryptionKey(SECRET)) if self._cipher(tier) else store
         self.gone.clear()
         (self.spool.control / "scrubbed.json").unlink(missing_ok=True)
         for room in ("fetch", "quarantine", "trash", "stage", "recycle"):
@@ -213,7 +212,7 @@ def build(root: Path, *, encrypted: bool) -> Places:
     stores: dict[str, Store] = dict(memory)
     cipher = Cipher(SECRET) if encrypted else None
     if encrypted:
-        stores["near"] = EncryptedStore(memory["near"], Key(SECRET))
+        stores["near"] = EncryptedStore(memory["near"], EncryptionKey(SECRET))
     parts = [
         PartId(CheckpointId(run, attempt(n), step), rank, WORLD) for run, n, step in CHECKPOINTS for rank in (0, 1)
     ]
@@ -227,7 +226,7 @@ def build(root: Path, *, encrypted: bool) -> Places:
             commit(spool, part, held[part], ORIGIN[part.checkpoint.attempt] if run == RUN else None)
             for tier, store in stores.items():
                 way = TierUploadContext(
-                    store, tier=tier, encoding=Encoding(Throughput() if tier == "near" else Plain())
+                    store, tier=tier, encoding=SharedEncoder(Throughput() if tier == "near" else Plain())
                 )
                 await flush(spool, part, way, base=base_copies.get((tier, run, rank)))
                 base_copies[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))

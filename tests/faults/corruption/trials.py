@@ -26,21 +26,21 @@ from support.world import reconciler, running, settle
 from tierd.client.restoring.restorer import VerifiedPart
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound, StoreRefused
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon.pause import at_once
-from tierd.daemon.reconcile import Reconciler
+from tierd.core.planning.background_schedule import ScrubbedCopy
+from tierd.daemon.concurrency import MemoryBudget
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.scrub.copy_verifier import CopyVerifier
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.scrub.verifier import CopyVerifier
-from tierd.daemon.tiers.observe import observe_places
-from tierd.daemon.tiers.verify import verify
+from tierd.daemon.tiers.tier_objects import verify_part
+from tierd.daemon.tiers.tier_observer import observe_places
+from tierd.daemon.tiers.tier_pauses import no_pause
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.route import TierUploadContext
+from tierd.daemon.transfer.restore_to_directory import restore_to_directory
 from tierd.events.journal import Journal
-from tierd.priority import hasten
 from tierd.spool.verified_reads import bad_chunks
+from tierd.threads import mark_foreground
 
 Whole = dict[tuple[str, PartId], bool]  # a place and a part -> whether its copy is right
 
@@ -88,7 +88,7 @@ class Trials:
 
     async def one(self, noise: random.Random) -> tuple[int, list[str]]:
         """Harm, ask, compare, put back."""
-        hasten()  # a machine that others load has no idle time to give
+        mark_foreground()  # a machine that others load has no idle time to give
         kind = noise.choices(list(KINDS), list(KINDS.values()))[0]
         try:
             mine = [part for part in self.places.parts if part.checkpoint.run == RUN]
@@ -155,7 +155,7 @@ class Trials:
         if self.judge.manifest(tier, part) is None:
             return True
         try:
-            _, wrong = await verify(self.places.stores[tier], part, lambda size: None)
+            _, wrong = await verify_part(self.places.stores[tier], part, lambda size: None)
         except ManifestError:
             if reported is not None:
                 raise Lost(f"{tier}: the manifest of {part} is right and was refused") from None
@@ -208,7 +208,7 @@ class Trials:
     # -- repair -------------------------------------------------------------------------------------------------------
 
     async def _heal(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
-        repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
+        repairer = Repairer(self.places.spool, self.places.stores, journal, MemoryBudget())
         there = self.judge.exists(focus)
         can, lenient = self.judge.can_be_had(focus), self.judge.lenient(focus)
         try:
@@ -234,9 +234,9 @@ class Trials:
     async def _scrub(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         place = noise.choice(PLACES)
         judge = self.judge
-        repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
+        repairer = Repairer(self.places.spool, self.places.stores, journal, MemoryBudget())
         reader = CopyVerifier(
-            self.places.spool, self.places.stores, repairer, journal, Budget(), 1 << 50, at_once, Counter()
+            self.places.spool, self.places.stores, repairer, journal, MemoryBudget(), 1 << 50, no_pause, Counter()
         )
         lenient = judge.lenient(focus)
         there = self._there(place, focus)
@@ -285,7 +285,7 @@ class Trials:
 
     async def _restore(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         """What the ranks of a launch do: the newest on the timeline of which every part is right, or can be made so."""
-        repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
+        repairer = Repairer(self.places.spool, self.places.stores, journal, MemoryBudget())
         line = self._line(spool=True)
         found = await launch(self.places, repairer, WORLD, self._read)
         one = found[0]
@@ -301,7 +301,7 @@ class Trials:
         got: CheckpointId | None = None
         reported: dict[CheckpointId, str] = {}
         try:
-            found = await export(self.places.stores, RUN, target, None, None, Progress())
+            found = await restore_to_directory(self.places.stores, RUN, target, None, None, Progress())
             got, reported = CheckpointId(RUN, found.attempt, found.step), _skipped(found.skipped)
             for rank in range(WORLD):
                 part = PartId(got, rank, WORLD)
@@ -359,7 +359,7 @@ class Trials:
     def _daemon(self, journal: Journal, **options: Any) -> Reconciler:
         daemon = reconciler(self.places.spool, self.places.stores, **options)
         journal.events = daemon.journal.events = deque()
-        daemon.requests.interest |= {RUN, OTHER}
+        daemon.requests.requested_runs |= {RUN, OTHER}
         return daemon
 
     async def _scrub_all(self, daemon: Reconciler) -> None:

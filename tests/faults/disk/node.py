@@ -23,8 +23,8 @@ from support.waiting import holds
 from support.world import Daemon, settle
 
 import tierd
-from tierd.client.checkpointer import made_of
-from tierd.client.saving.save import Save
+from tierd.client.checkpointer import internals
+from tierd.client.saving.save_jobs import Save
 from tierd.core.errors import (
     CheckpointNotFound,
     CorruptChunk,
@@ -38,12 +38,12 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning import sharing
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon import tier_worker
-from tierd.daemon.reconciling import agenda, worker_loop
-from tierd.daemon.transfer import fetch
-from tierd.stores.file import FileStore
+from tierd.core.planning import flush_order
+from tierd.core.planning.background_schedule import ScrubbedCopy
+from tierd.daemon.reconciling import tier_worker, worker_loop
+from tierd.daemon.reconciling import worker_loop as agenda
+from tierd.daemon.transfer import tier_fetch
+from tierd.stores.file_store import FileStore
 
 DEADLINE = 120.0  # seconds in which the daemon has to converge, and in which any call ends; the machine may be busy
 BACKOFF = 0.2  # seconds at most between two tries of a tier worker here; half of it at least
@@ -54,8 +54,8 @@ def hurry() -> None:
     """Waits of seconds become waits of milliseconds; their order stays."""
     give(**HASTE | {"backoff_s": BACKOFF, "tick_s": 0.05})
     give_client(start_s=0.5)
-    sharing.SMALLEST_SHARED_BYTES = 1
-    fetch._SPARE = 0  # a fetch begins, however full the disk is
+    flush_order.SMALLEST_SHARED_BYTES = 1
+    tier_fetch._SPARE = 0  # a fetch begins, however full the disk is
     _watch_workers()
 
 
@@ -279,7 +279,7 @@ class Node:
     def wait_for(self, step: int, tier: str) -> None:
         """A tier's copy has to come, in bounded time."""
         part = PartId(CheckpointId("run", self.trainer.attempt, step), 0, 1)
-        save = Save(part, made_of(self.trainer).spool)
+        save = Save(part, internals(self.trainer).spool)
         save.finish(None)
         try:
             save.wait(tier, timeout=DEADLINE)

@@ -62,7 +62,7 @@ def age(homes: list[Path], by_s: float) -> None:
 
 
 def _daemon() -> int:
-    for name in ("tierd.cli", "tierd.daemon.service", "tierd.stores.file"):
+    for name in ("tierd.cli", "tierd.daemon.daemon_service", "tierd.stores.file_store"):
         importlib.import_module(name)
     follow(Path(sys.argv[1]))
     from tierd.__main__ import main

@@ -17,7 +17,7 @@ from faults.rounds import Lost
 from support.waiting import holds
 
 from tierd.core.errors import DaemonUnavailable
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
 
@@ -104,7 +104,7 @@ class Node:
     def status(self) -> dict[str, Any] | None:
         """What `tierd status --json` shows; None while nobody answers."""
         try:
-            with Link(Spool(self.spool)) as link:
+            with DaemonConnection(Spool(self.spool)) as link:
                 return link.ask(StatusRequest(), DEADLINE_S)["status"]
         except (DaemonUnavailable, OSError):
             return None

@@ -22,14 +22,14 @@ from support.by_hand import seal
 from support.world import Daemon, commit, part
 
 from tierd.core.errors import TierdError
-from tierd.daemon.pause import TierPause
-from tierd.daemon.scrub.history import ScrubHistory
-from tierd.daemon.tiers.observe import observe_places
-from tierd.ipc.client import Link
+from tierd.daemon.scrub.scrub_history import ScrubHistory
+from tierd.daemon.tiers.tier_observer import observe_places
+from tierd.daemon.tiers.tier_pauses import TierPause
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
-from tierd.stores.memory import MemoryStore
+from tierd.stores.file_store import FileStore
+from tierd.stores.memory_store import MemoryStore
 
 
 def control(noise: random.Random, room: Path, canary: Path) -> int:
@@ -42,7 +42,7 @@ def control(noise: random.Random, room: Path, canary: Path) -> int:
                 _frames(noise, home / ".tierd" / "control.sock", socket.SOCK_STREAM, REQUESTS)
                 _packets(noise, home / ".tierd" / "handoff.sock")
                 done += 2
-            with Link(daemon.spool) as link:
+            with DaemonConnection(daemon.spool) as link:
                 if "status" not in link.ask(StatusRequest(), 60):
                     raise Lost("the daemon answers no more")
     finally:

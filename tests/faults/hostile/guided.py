@@ -22,9 +22,9 @@ _MODULES = [
     "tierd.core.manifest_codec",
     "tierd.core.config",
     "tierd.state.tensor_file",
-    "tierd.state.json_tree",
+    "tierd.state.state_tree",
     "tierd.state.tree_parser",
-    "tierd.state.tree_tags",
+    "tierd.state.value_kinds",
     "tierd.codec.byte_planes",
 ]
 
@@ -57,7 +57,7 @@ def main() -> None:
         from tierd.codec import byte_planes
         from tierd.core.config import from_toml
         from tierd.core.manifest_codec import decode
-        from tierd.ipc import decoding, messages
+        from tierd.ipc import message_codec, messages
         from tierd.state.tensor_file import parse_layout
         from tierd.state.tree_parser import parse_tree
     import msgspec
@@ -81,7 +81,7 @@ def main() -> None:
             json.dumps(readers.TREE).encode(),
         ),
         "planes": (lambda data: byte_planes.unpack(data, len(readers.RAW)), readers.PACKED),
-        "wire": (decoding.decode_request, messages.encode_line(readers.REQUESTS[4])),
+        "wire": (message_codec.decode_request, messages.encode_line(readers.REQUESTS[4])),
     }
     read, first = given[what]
     with open(f"{corpus}/first", "wb") as file:

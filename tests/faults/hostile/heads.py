@@ -22,12 +22,11 @@ from support.world import attempt
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.timeline.chain import timeline
-from tierd.core.timeline.head import decode, encode
+from tierd.core.timeline.launch_chain import decode_head, encode_head, timeline
 from tierd.core.timeline.run_view import run_view_of
-from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.stores.base import is_key
-from tierd.stores.memory import MemoryStore
+from tierd.stores.memory_store import MemoryStore
 
 BY = "0123abcd"
 RUN = "run"
@@ -97,7 +96,7 @@ def head(noise: random.Random) -> None:
         data = seal(dumped(tree, noise) if kind < 0.8 else json.dumps(tree).encode("utf-8", "surrogatepass"))
     if 0.1 < kind < 0.3:
         data = spoiled(data, noise)
-    found = only(lambda: decode(data, RUN, BY), ManifestError, FormatTooNew)
+    found = only(lambda: decode_head(data, RUN, BY), ManifestError, FormatTooNew)
     if found is None:
         if kind < 0.01 and data in (huge()[1], huge()[3]):
             raise Lost("the largest head that there may be was refused")
@@ -114,7 +113,7 @@ def head(noise: random.Random) -> None:
             raise Lost(f"a step that is none: {known}")
     if any(ord(one) < 32 or ord(one) == 127 for one in found.written):
         raise Lost(f"a control character was taken: {found.written!r}")
-    if decode(encode(found), RUN, BY) != found:
+    if decode_head(encode_head(found), RUN, BY) != found:
         raise Lost(f"written again it is another one: {found}")
 
 
@@ -146,7 +145,7 @@ def listing(noise: random.Random) -> None:
     # What no store takes, none lists; `is_key` is what any of them is asked with.
     store.objects = {key: (data, number) for number, (key, data) in enumerate(planted) if is_key(key)}
     store.keys = sorted(store.objects)
-    place = asyncio.run(TierObserver(store).observe({RUN}, {RUN: (0,)}, few=noise.choice([0, 100])))
+    place = asyncio.run(TierObserver(store).observe({RUN}, {RUN: (0,)}, spare_reads=noise.choice([0, 100])))
     names = {key: match for key in store.keys if (match := _MANIFEST.fullmatch(key))}
     right = {
         (int(match[1]), match[2]) for match in names.values() if int(match[3]) < int(match[4]) and _is_launch(match[2])

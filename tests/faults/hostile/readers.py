@@ -27,7 +27,7 @@ from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from tierd.codec import byte_planes, codec, patch
+from tierd.codec import byte_planes, chunk_codec
 from tierd.core import ids
 from tierd.core.config import from_toml
 from tierd.core.errors import (
@@ -41,17 +41,16 @@ from tierd.core.errors import (
     StepRefused,
     TierdError,
 )
-from tierd.core.manifest import Chunk, Stored
+from tierd.core.manifest import Chunk, StoredChunk
 from tierd.core.manifest_codec import decode
-from tierd.core.rate import rate
-from tierd.core.retention.policy import seconds
-from tierd.core.retention.stored import decode as decode_retention
+from tierd.core.retention.policy import decode_policy as decode_retention
+from tierd.core.retention.policy import parse_duration, parse_rate
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.dcp.metadata import read_metadata
-from tierd.ipc import decoding, handoff_messages, replies
-from tierd.ipc.replies import read_member
-from tierd.state.tensor_file import parse_layout, plan_layout, view
+from tierd.ipc import message_codec
+from tierd.ipc.message_codec import read_member
+from tierd.state.tensor_file import parse_layout, plan_layout, tensor_view
 from tierd.state.tree_parser import parse_tree
 from tierd.stores.base import is_key
 
@@ -281,7 +280,7 @@ def config(noise: random.Random) -> None:
     if not found.spool.startswith("/") or "\x00" in found.spool:
         raise Lost(f"a spool was taken that is no path: {found.spool!r}")
     for duration in (found.rescan, found.drain, found.scrub):
-        if not 0 <= seconds(duration) < 1e12:
+        if not 0 <= parse_duration(duration) < 1e12:
             raise Lost(f"a duration was taken that no clock can count: {duration[:40]}")
     for tier in found.tier:
         if parse_url(str(parse_url(tier.url))) != parse_url(tier.url):
@@ -320,8 +319,8 @@ def names(noise: random.Random) -> None:
     only(lambda: ids.check_attempt(name), ConfigError)
     only(lambda: ids.check_step(noise.choice([*NUMBERS, name, None, True, [1]])), StepRefused)
     only(lambda: ids.check_rank(noise.choice([*NUMBERS, name]), noise.choice(NUMBERS)), ConfigError)
-    only(lambda: rate(name), ValueError)
-    only(lambda: seconds(name), ValueError)
+    only(lambda: parse_rate(name), ValueError)
+    only(lambda: parse_duration(name), ValueError)
     url = only(lambda: parse_url(name), ConfigError)
     if url is not None and (".." in url.path.split("/") or ".." in url.prefix.split("/") or "\x00" in str(url)):
         raise Lost(f"{name!r} was taken for {url}")
@@ -356,7 +355,7 @@ def header(noise: random.Random) -> None:
         if entry.offset != end or entry.offset + entry.nbytes > len(data):
             raise Lost(f"{name!r} lies at {entry.offset}")
         end += entry.nbytes
-        if view(buffer, entry).numel() * entry.dtype.itemsize != entry.nbytes:
+        if tensor_view(buffer, entry).numel() * entry.dtype.itemsize != entry.nbytes:
             raise Lost(f"{name!r} is not {entry.nbytes} bytes")
     if end != len(data):
         raise Lost(f"the tensors end at {end} of {len(data)}")
@@ -523,9 +522,9 @@ def chunk(noise: random.Random) -> None:
     else:
         data = spoiled(RAW, noise)
     name = digest(RAW)
-    stored = Stored(codec=form, size=len(data), xxh3_128=digest(data), key=f"chunks/x/00000/{name}.{form}")
+    stored = StoredChunk(codec=form, size=len(data), xxh3_128=digest(data), key=f"chunks/x/00000/{name}.{form}")
     entry = Chunk(size=size, xxh3_128=name, stored=stored)
-    found = only(lambda: codec.decode(entry, data, "here"), CorruptChunk, FormatTooNew)
+    found = only(lambda: chunk_codec.decode(entry, data, "here"), CorruptChunk, FormatTooNew)
     if found is not None and bytes(found) != RAW:
         raise Lost(f"wrong bytes came out of {form}")
     _patch(random.Random(data))
@@ -539,18 +538,18 @@ def _patch(noise: random.Random) -> None:
     """A patch, or what claims to be one, on a base that is right."""
     new = bytearray(RAW)
     new[100:130] = noise.randbytes(30)
-    made = patch.make(new, RAW)
+    made = chunk_codec.make_patch(new, RAW)
     assert made is not None
-    heads = [patch.HEAD.pack(b"TPC1", size, count) for size in (len(RAW), 1) for count in (0, 1, 9, 1 << 31)]
+    heads = [chunk_codec.HEAD.pack(b"TPC1", size, count) for size in (len(RAW), 1) for count in (0, 1, 9, 1 << 31)]
     data = noise.choice([made, spoiled(made, noise), noise.choice(heads) + noise.choice([FRAME, NAMELESS, *BOMBS])])
-    found = only(lambda: patch.apply(data, RAW), ValueError, zstandard.ZstdError)
+    found = only(lambda: chunk_codec.apply_patch(data, RAW), ValueError, zstandard.ZstdError)
     if found is not None and len(found) != len(RAW):
         raise Lost(f"a patch made {len(found)} bytes of {len(RAW)}")
     name = digest(bytes(new))
     base = Chunk(size=len(RAW), xxh3_128=digest(RAW))
-    stored = Stored(codec="patch" + 11 * "0", size=len(data), xxh3_128=digest(data), key="", base=base)
+    stored = StoredChunk(codec="patch" + 11 * "0", size=len(data), xxh3_128=digest(data), key="", base=base)
     entry = Chunk(size=len(RAW), xxh3_128=name, stored=stored)
-    taken = only(lambda: codec.decode(entry, data, "here", None, RAW), CorruptChunk, FormatTooNew)
+    taken = only(lambda: chunk_codec.decode(entry, data, "here", None, RAW), CorruptChunk, FormatTooNew)
     if taken is not None and bytes(taken) != new:
         raise Lost("wrong bytes came out of a patch")
 
@@ -611,18 +610,18 @@ def message(noise: random.Random) -> None:
     request = dumped(mutated(noise.choice(REQUESTS), noise, noise.randrange(1, 4)), noise)
     if noise.random() < 0.1:
         request = b'{"x":' + b"[" * noise.choice([500, 30_000]) + b',"op":"status"}'
-    only(lambda: decoding.decode_request(request), msgspec.DecodeError, ValueError)
+    only(lambda: message_codec.decode_request(request), msgspec.DecodeError, ValueError)
     handed = dumped(mutated(noise.choice(HANDED), noise, noise.randrange(1, 4)), noise)
     if noise.random() < 0.1:
         handed = b'{"x":' + b"[" * noise.choice([500, 8000]) + b',"op":"leave"}'
-    found = only(lambda: decoding.decode_handed(handed), msgspec.DecodeError, ValueError)
-    if isinstance(found, handoff_messages.Persist) and not is_key(found.part.manifest_key):
+    found = only(lambda: message_codec.decode_handoff(handed), msgspec.DecodeError, ValueError)
+    if isinstance(found, message_codec.PersistSnapshot) and not is_key(found.part.manifest_key):
         raise Lost(f"{found} was taken")
     reply = mutated(noise.choice(REPLIES), noise, noise.randrange(1, 3))
     if isinstance(reply, dict):
-        only(lambda: replies.raise_error(reply), TierdError, TimeoutError)
+        only(lambda: message_codec.raise_error(reply), TierdError, TimeoutError)
         only(lambda: read_member(reply, "sight", RunView), DaemonUnavailable)
-        only(lambda: replies.greeted(reply))
+        only(lambda: message_codec.parse_greeting(reply))
 
 
 READERS: dict[str, Reader] = {

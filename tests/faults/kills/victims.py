@@ -35,13 +35,13 @@ from support.timed import give, give_client
 from torch import distributed
 
 import tierd
-from tierd.client.saving import handoff as giving
-from tierd.client.saving import pipeline, snapshot
+from tierd.client.saving import save_pipeline, snapshot
+from tierd.client.saving import snapshot_handoff as giving
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StateMismatch
-from tierd.core.planning import sharing
-from tierd.daemon import handoff as taking
-from tierd.daemon import service
+from tierd.core.planning import flush_order
+from tierd.daemon import daemon_service
+from tierd.daemon import handoff_socket as taking
 from tierd.daemon.reconciling import flusher, pruner, repairs
 
 RUN = "run"
@@ -226,7 +226,7 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
         mark_pause_s=0.02,
         orphan_s=8.0,
     )
-    sharing.SMALLEST_SHARED_BYTES = 1
+    flush_order.SMALLEST_SHARED_BYTES = 1
     if last:
         give(taken_up_s=1.0)
     _mark(taking, "write_part", page, "persist", slow)
@@ -235,7 +235,7 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
     _mark_async(repairs.Repairs, "repair", page, "mend")
     _mark_async(repairs.Repairs, "fetch", page, "fetch")
     page.begin()
-    asyncio.run(service.serve(config))
+    asyncio.run(daemon_service.serve(config))
 
 
 def _mark(where: Any, name: str, page: Page, verb: str, slow: float = 0.0) -> None:
@@ -301,7 +301,7 @@ def rank(orders: Orders, page: Page) -> None:
         give_client(start_s=3.0 if orders.steps is None else 60.0, greeting_s=5.0)
         for name in ("save", "restore"):
             _mark(tierd.Checkpointer, name, page, name)
-        _mark(pipeline, "write_part", page, "persist", orders.slow)
+        _mark(save_pipeline, "write_part", page, "persist", orders.slow)
         page.begin()
         _train(orders, report, page)
         report("ended")
@@ -428,7 +428,7 @@ def _restore(checkpointer: tierd.Checkpointer, orders: Orders, report: _Report) 
 
 def _watch_giving(given: set[tuple[str, int]]) -> None:
     """Note which snapshots the daemon was told of: there is no other sign that it holds one (P11)."""
-    real = giving.HandoffClient.give
+    real = giving.HandoffClient.hand_over
 
     def watched(self: Any, slot: int, arena: Any, manifest: Any, *more: Any) -> Any:
         answer = real(self, slot, arena, manifest, *more)
@@ -436,4 +436,4 @@ def _watch_giving(given: set[tuple[str, int]]) -> None:
             given.add((manifest.attempt, manifest.step))
         return answer
 
-    giving.HandoffClient.give = watched  # type: ignore[method-assign]
+    giving.HandoffClient.hand_over = watched  # type: ignore[method-assign]

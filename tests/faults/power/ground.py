@@ -19,25 +19,25 @@ from support.nodes import Inline
 from support.timed import give
 from support.world import RUN, config, part
 
-import tierd.core.planning.sharing
-import tierd.daemon.reconciling.live_inventory
-import tierd.daemon.tiers.stamps
-import tierd.daemon.transfer.concurrency
-import tierd.stores.file
+import tierd.core.planning.flush_order
+import tierd.daemon.concurrency
+import tierd.daemon.reconciling.reconciler_context
+import tierd.daemon.tiers.announcements
+import tierd.stores.file_store
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId, pins_prefix
 from tierd.core.manifest import VERSION, Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.plan import plan
 from tierd.core.timeline.candidates import restore_candidates
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.observe import observe_places
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.tier_observer import observe_places
+from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import TierUploadContext
-from tierd.spool.commit import CHUNK_SIZE, Source, write_part
-from tierd.spool.node_id import node_id
+from tierd.spool.commit import CHUNK_SIZE, FileSource, write_part
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
+from tierd.spool.spool_directory import node_id
+from tierd.stores.file_store import FileStore
 
 Things = Iterable[Thing]
 _PAGE = 4096
@@ -79,7 +79,7 @@ class Ground:
                 if not (self.again and spool.has(which)):
                     raise
 
-    def _sources(self, which: PartId) -> dict[str, Source]:
+    def _sources(self, which: PartId) -> dict[str, FileSource]:
         files = self.sizes.files_of(which.path)
         return {name: _Pieces(data, self.pieces * _PAGE) if self.pieces else data for name, data in files.items()}
 
@@ -130,9 +130,9 @@ def manifest_of(which: PartId) -> Manifest:
 def alone(work: Coroutine[Any, Any, None]) -> None:
     """Run what is asynchronous, with every call in a thread made where it is asked for: one order of events."""
     inline = Inline(1)
-    tierd.core.planning.sharing.SMALLEST_SHARED_BYTES = 1  # chunks of this kit are small
-    tierd.daemon.transfer.concurrency.POLITE = inline
-    tierd.stores.file.Pools.here = lambda pools: inline  # type: ignore[method-assign]
+    tierd.core.planning.flush_order.SMALLEST_SHARED_BYTES = 1  # chunks of this kit are small
+    tierd.daemon.concurrency.BACKGROUND_POOL = inline
+    tierd.stores.file_store.PriorityPools.current = lambda pools: inline  # type: ignore[method-assign]
 
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(inline)
@@ -153,7 +153,7 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
             await daemon.pause.end()
         for _ in range(_TURNS):
             await daemon.observe(TIER)
-            await daemon.tiers.tidy(TIER, {RUN})
+            await daemon.tiers.sweep_leftovers(TIER, {RUN})
             actions = plan(daemon.inventory(), daemon.config, {}, 0.0)
             if not actions:
                 break

@@ -29,20 +29,20 @@ from faults.power.truth import (
 from faults.rounds import Lost
 from support.world import RUN, part
 
-from tierd.client.saving import handoff as giving
-from tierd.client.timings import ClientTimings
+from tierd.client.client_timings import ClientTimings
+from tierd.client.saving import snapshot_handoff as giving
 from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId, pins_prefix
 from tierd.core.manifest import TENSORS, TREE
-from tierd.daemon import handoff as taking
-from tierd.daemon import timings
-from tierd.daemon.pause import TierPause
-from tierd.daemon.tiers.prune import prune, quarantine
-from tierd.daemon.timings import USUAL
-from tierd.daemon.transfer.fetch import Partial, fetch
+from tierd.daemon import daemon_timings
+from tierd.daemon import handoff_socket as taking
+from tierd.daemon.daemon_timings import USUAL
+from tierd.daemon.tiers.tier_pauses import TierPause
+from tierd.daemon.tiers.tier_prune import prune, quarantine
+from tierd.daemon.transfer.tier_fetch import PartialFetch, fetch
 from tierd.spool.arena import Arena
-from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
+from tierd.spool.spool_directory import node_id
 from tierd.spool.stage import describe_directory
 
 
@@ -188,7 +188,7 @@ def _give(ground: Ground, spool: Spool, trainer: giving.HandoffClient, slot: int
     arena = Arena(len(tensors))
     arena.view[: len(tensors)] = tensors
     with ground.change([(SPOOL, which.path)]):
-        given = trainer.give(slot, arena, manifest_of(which), len(tensors), tree)
+        given = trainer.hand_over(slot, arena, manifest_of(which), len(tensors), tree)
         if given is None:
             raise Lost(f"the daemon takes no {which}")
         try:
@@ -259,7 +259,7 @@ def _prune(ground: Ground) -> None:
         spool, store = ground.opened()
         for step in (1, 2):
             with ground.change(drops=[(TIER, part(step).path)]):
-                await prune(store, [part(step).checkpoint], node_id(spool.root), timings=timings.given())
+                await prune(store, [part(step).checkpoint], node_id(spool.root), timings=daemon_timings.given())
 
     alone(work())
 
@@ -326,7 +326,7 @@ def _prepare_start(ground: Ground) -> None:
     stage = spool.stage(part(8)).path
     trash = spool.control / "trash" / "0123456789abcdef" / "deep"
     trash.mkdir(parents=True)
-    partial = Partial(spool, part(9))
+    partial = PartialFetch(spool, part(9))
     partial.take()
     for room in (stage, trash, partial.path):
         for name, data in files.items():

@@ -211,7 +211,7 @@ def _hurry() -> Iterator[None]:
             "tierd.stores.s3.s3_store.LARGEST": 4 << 20,
             "tierd.stores.s3.transport.LONGEST_REPLY": 4 << 20,
             "tierd.stores.retry.LARGEST": 1_000_000,
-            "tierd.daemon.tiers.observe._RELIST": 0.0,
+            "tierd.daemon.tiers.tier_observer._RELIST": 0.0,
         }.items():
             Patch.setattr(name, value)
         yield

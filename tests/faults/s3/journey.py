@@ -21,11 +21,11 @@ import tierd
 from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
+from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.plan import plan
-from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon.control import Control
-from tierd.daemon.handoff import HandoffServer
-from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.control_socket import ControlServer
+from tierd.daemon.handoff_socket import HandoffServer
+from tierd.daemon.reconciler import Reconciler
 from tierd.spool.spool import Spool
 
 _ALL = (*REFUSALS, *UNHEARD, *LOST, *BROKEN, *HARMLESS, *DAMAGED, *SAID)
@@ -287,11 +287,11 @@ class _Journey:
 
     @contextlib.asynccontextmanager
     async def _serving(self, spool: Spool) -> AsyncIterator[Reconciler]:
-        """A daemon of that spool, as `daemon/service.py` puts it together."""
+        """A daemon of that spool, as `daemon/daemon_service.py` puts it together."""
         with spool.lock():
             daemon = self._reconciler(spool, 100)
             handoff = HandoffServer(spool, lambda part, outcome: None)
-            control = Control(daemon, handoff)
+            control = ControlServer(daemon, handoff)
             with handoff.listening(5):
                 async with control.listening(), running(daemon):
                     yield daemon

@@ -23,10 +23,10 @@ from faults.s3.proxy import Answer, Fault, Proxy, Request
 from support.by_hand import digest, entries
 
 from tierd.core.urls import parse_url
-from tierd.stores.limit import LimitedStore
 from tierd.stores.retry import RetryingStore
-from tierd.stores.s3.limits import S3Limits
+from tierd.stores.s3.http1 import S3Limits
 from tierd.stores.s3.s3_store import S3Store
+from tierd.stores.store_wrappers import LimitedStore
 
 BUCKETS = "tierd-faults-"
 PREFIX = "p/"  # of the store, in its bucket

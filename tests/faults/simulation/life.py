@@ -43,7 +43,7 @@ class RegionLife:
 
     def run(self) -> tuple[int, Counter[str]]:
         watch = Watch()
-        margin = mock.patch("tierd.daemon.spool_space._MARGIN", CHUNK)  # as small as the disks are
+        margin = mock.patch("tierd.daemon.reconciling.client_requests._MARGIN", CHUNK)  # as small as the disks are
         with clocked(self.loop), watched(watch), tierd_here(self.loop), margin:
             try:
                 run_loop(self.loop, self._story(watch))

@@ -29,17 +29,16 @@ from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
 
 from tierd.client.ranks.attempts import RankClock
-from tierd.client.restoring import restorer, source, streaming
+from tierd.client.restoring import part_fetch, part_source, restorer
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.core.planning.actions import Flush, Prune
-from tierd.core.planning.place import SPOOL
+from tierd.core.planning.place import SPOOL, Flush, Prune
 from tierd.core.planning.plan import plan
-from tierd.daemon.control import Control
-from tierd.daemon.reconcile import Reconciler
-from tierd.ipc import messages, replies
+from tierd.daemon.control_socket import ControlServer
+from tierd.daemon.reconciler import Reconciler
+from tierd.ipc import message_codec, messages
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.retry import RetryingStore
@@ -154,7 +153,7 @@ class Machine:
         settings = self._config()
         jitter = random.Random(self.world.rng.random())
         self.daemon = Reconciler(settings, self.spool, stores, self._heard, jitter=jitter)
-        self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
+        self.control = ControlServer(self.daemon, _NoHandOff())  # type: ignore[arg-type]
         self.work = self.life.spawn(self.daemon.run())
         self.up = True
 
@@ -232,7 +231,7 @@ class Node(Machine):
     def _about_to_cut(self) -> Path:
         truth = self.world.truth
         # What is being fetched is in its place, perhaps, and not durable there yet.
-        coming = {number(part) for part in self.daemon.repairs.under_way} if self.up else set()
+        coming = {number(part) for part in self.daemon.repairs.running_fetches} if self.up else set()
         self._required = (truth.acked & truth.in_spool(self.root, self.disk.version)) - coming
         return self._place()
 
@@ -353,7 +352,7 @@ class _Link:
         line = messages.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
         reply = msgspec.json.decode(line)
         if not reply.get("ok"):
-            replies.raise_error(reply)
+            message_codec.raise_error(reply)
         return dict(reply)
 
     async def _answer(self, request: Any) -> dict[str, Any]:
@@ -362,7 +361,7 @@ class _Link:
         try:
             return {"ok": True, **await self._life.spawn(self._node.control.handler.handle(request, self._held))}
         except (TierdError, TimeoutError, OSError) as error:
-            return replies.error_reply(error)
+            return message_codec.error_reply(error)
 
     def close(self) -> None:
         for one in self._held:
@@ -580,19 +579,19 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
     def name(home: Path) -> str:
         return digest(home.parent.name.partition(".")[0].encode())[:8]
 
-    def no_thread(spool: Spool, which: PartId, worth: bool, **options: Any) -> streaming.StreamedPart:
-        return streaming.StreamedPart(spool, which, worth=False, **options)
+    def no_thread(spool: Spool, which: PartId, worth: bool, **options: Any) -> part_fetch.StreamedPart:
+        return part_fetch.StreamedPart(spool, which, worth=False, **options)
 
     with contextlib.ExitStack() as stack:
         for target, value in (
-            ("tierd.daemon.tiers.node_identity.node_id", name),
+            ("tierd.daemon.tiers.node_records.node_id", name),
             ("tierd.daemon.scrub.tier_repair.node_id", name),
-            ("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1),
+            ("tierd.core.planning.flush_order.SMALLEST_SHARED_BYTES", 1),
             ("tierd.spool.file_io.ahead", lambda items, worth: contextlib.nullcontext(items)),
             ("tierd.spool.verified_reads.ahead", lambda items, worth: contextlib.nullcontext(items)),
             ("tierd.spool.direct_io.ahead", lambda items, worth: contextlib.nullcontext(items)),
         ):
             stack.enter_context(mock.patch(target, value))
-        stack.enter_context(mock.patch.object(source, "Link", _Link))
-        stack.enter_context(mock.patch.object(source, "StreamedPart", no_thread))
+        stack.enter_context(mock.patch.object(part_source, "DaemonConnection", _Link))
+        stack.enter_context(mock.patch.object(part_source, "StreamedPart", no_thread))
         yield

@@ -143,7 +143,7 @@ class Site(Machine):
         self.keeper.started(self.name, configured=self.configured)
         super()._start()
         for run in sorted(self.attached):  # a trainer attaches again when its daemon went
-            self.daemon.requests.presence.came(run)
+            self.daemon.requests.trainer_activity.trainer_attached(run)
 
     def _made_lines(self) -> Iterable[Line]:
         return [Wire(one, self.life, self.region) for one in self.region.tiers]
@@ -184,14 +184,14 @@ class Site(Machine):
         self.attached.add(run)
         self.keeper.ended[self.name, run] = None
         if self.up:
-            self.daemon.requests.presence.came(run)
+            self.daemon.requests.trainer_activity.trainer_attached(run)
 
     def detach(self, run: str) -> None:
         """It goes."""
         self.attached.remove(run)
         self.keeper.ended[self.name, run] = self.region.loop.now
         if self.up:
-            self.daemon.requests.presence.left(run)
+            self.daemon.requests.trainer_activity.trainer_detached(run)
 
     def stop(self) -> None:
         """The daemon is killed; its disk stays as it is."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from faults.simulation.loop import ProcessLife
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
-from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, destination, octets
 
 LATE = 60.0  # seconds after which a call whose answer was lost takes no effect any more
 
@@ -157,7 +157,7 @@ class Line(Store):
             content = _flipped(content, self._rng)
         if into is None:
             return content
-        view = room(into, len(content), f"get {key}")
+        view = destination(into, len(content), f"get {key}")
         view[:] = content
         return view
 

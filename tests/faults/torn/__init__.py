@@ -30,7 +30,7 @@ from faults.rounds import Lost, Round
 from torch import nn
 
 import tierd
-from tierd.client.checkpointer import made_of
+from tierd.client.checkpointer import internals
 from tierd.core.errors import TornSnapshot
 
 UNIT = "late writes"
@@ -209,7 +209,7 @@ def _play(trial: Trial, seed: int, checkpointer: tierd.Checkpointer, spool: Path
 
 def _detach(checkpointer: tierd.Checkpointer, optimizer: torch.optim.Optimizer) -> None:
     """An attached optimizer would be kept, and with it its parameters, until the checkpointer is closed."""
-    handles = made_of(checkpointer).gate._optimizers.pop(optimizer)
+    handles = internals(checkpointer).gate._optimizers.pop(optimizer)
     for handle in handles:
         handle.remove()
 

@@ -10,8 +10,8 @@ from support.training import through
 from torch import nn
 
 from tierd.core.errors import StateMismatch
-from tierd.state.aliasing import alike
-from tierd.state.load import load
+from tierd.state.aliasing import is_same_content
+from tierd.state.state_loading import load_restored
 
 
 class Scaled(nn.Module):
@@ -50,14 +50,14 @@ EXTRAS = {
 @pytest.mark.parametrize(("saved", "own"), EXTRAS.values(), ids=EXTRAS)
 def test_a_module_is_given_the_extra_state_that_was_saved(saved, own):
     model = nn.Sequential(nn.Linear(2, 2), Scaled(own))
-    load({"model": model}, through({"model": nn.Sequential(nn.Linear(2, 2), Scaled(saved))}))
-    assert alike(content(model[1].extra), content(saved))
+    load_restored({"model": model}, through({"model": nn.Sequential(nn.Linear(2, 2), Scaled(saved))}))
+    assert is_same_content(content(model[1].extra), content(saved))
 
 
 def test_a_tensor_that_the_module_keeps_as_its_extra_state_is_its_own():
     model = Scaled(torch.zeros(1))
     restored = through({"model": Scaled(torch.ones(3))})
-    load({"model": model}, restored)
+    load_restored({"model": model}, restored)
     restored["model"]["_extra_state"].fill_(9)
     assert model.extra.tolist() == [1, 1, 1]
 
@@ -65,7 +65,7 @@ def test_a_tensor_that_the_module_keeps_as_its_extra_state_is_its_own():
 def test_refusal_of_a_module_is_its_own_error():
     model = Scaled(torch.zeros(1))
     with pytest.raises(StateMismatch, match="RuntimeError: not mine"):
-        load({"model": model}, through({"model": Scaled(None)}))
+        load_restored({"model": model}, through({"model": Scaled(None)}))
 
 
 def test_a_missing_extra_state_is_named_before_anything_is_loaded():
@@ -76,7 +76,7 @@ def test_a_missing_extra_state_is_named_before_anything_is_loaded():
 
     model = Scaled(torch.zeros(1))
     with pytest.raises(StateMismatch, match=r'"_extra_state" not in the checkpoint'):
-        load({"model": model}, through({"model": Plain()}))
+        load_restored({"model": model}, through({"model": Plain()}))
     assert not model.weight.any()
 
 
@@ -85,5 +85,5 @@ def test_a_parameter_of_another_shape_is_still_named_before_anything_is_loaded()
     wide.weight = nn.Parameter(torch.ones(3))
     model = Scaled(torch.zeros(1))
     with pytest.raises(StateMismatch, match=r'"weight" \(float32 \(3,\) in the checkpoint'):
-        load({"model": model}, through({"model": wide}))
+        load_restored({"model": model}, through({"model": wide}))
     assert model.extra.tolist() == [0]

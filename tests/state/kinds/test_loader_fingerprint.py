@@ -33,11 +33,10 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 import tierd
 from tierd.core.errors import StateMismatch, StateRefused
 from tierd.state.capturer import Capturer
-from tierd.state.fit import check_fit
-from tierd.state.flatten import flatten, unflatten
 from tierd.state.kinds import loader_arguments
-from tierd.state.kinds.loader_fingerprint import ask
-from tierd.state.load import load
+from tierd.state.kinds.loader_fingerprint import state_dict_with_arguments
+from tierd.state.load_check import check_fit
+from tierd.state.state_loading import flatten, load_restored, unflatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 WORLD = 3
@@ -207,7 +206,7 @@ def test_before_the_first_sample_and_after_the_last():
             iterator, _ = taken(loader, count)
             saved = copy.deepcopy(loader.state_dict())
             state = {"data": make(1)}
-            load(state, through({"data": loader}))
+            load_restored(state, through({"data": loader}))
             samples(iterator)
             alone = make(1)
             alone.load_state_dict(saved)
@@ -226,7 +225,7 @@ def refused(make, other) -> str:
     state = {"epoch": 0, "data": other()}
     running = multiprocessing.active_children()
     with pytest.raises(StateMismatch) as caught:
-        load(state, restored)
+        load_restored(state, restored)
     assert multiprocessing.active_children() == running
     assert state["epoch"] == 0
     assert getattr(state["data"], "next_iter_state", None) is getattr(state["data"], "_iterator", None) is None
@@ -314,7 +313,7 @@ def test_a_sampler_alone():
         next(iterator)
     saved = through({"sampler": one})
     state = {"sampler": sampler(1)}
-    load(state, saved)
+    load_restored(state, saved)
     assert list(state["sampler"]) == list(iterator)
     for other, where in ((sampler(0), ": rank=1 in"), (sampler(1, 62), r"\.dataset: n=60 in")):
         with pytest.raises(StateMismatch, match=rf'state\["sampler"\]{where} the checkpoint'):
@@ -359,7 +358,7 @@ def test_loader_that_is_not_refused_continues_exactly(make, one, other, count):
     iterator, _ = taken(loader, count)
     state = {"data": make(**other)}
     try:
-        load(state, through({"data": loader}))
+        load_restored(state, through({"data": loader}))
     except StateMismatch:
         assert one != other
     else:
@@ -397,7 +396,7 @@ def test_a_rank_that_only_the_state_names():
     with pytest.raises(StateMismatch, match=r'state\["data"\]: seed=1 in the checkpoint, seed=2 here'):
         check_fit({"data": Hidden(0, fails=True, seed=2)}, through({"data": seeded}))
     state = {"data": Hidden(0, fails=True)}
-    load(state, through({"data": Hidden(0)}))
+    load_restored(state, through({"data": Hidden(0)}))
     assert state["data"].asked == 1
 
 
@@ -478,21 +477,21 @@ def test_attributes_that_the_state_of_an_object_restores_need_not_fit():
     ramp = Ramp(Numbers(), 8)
     next(ramp)
     state = {"data": Ramp(Numbers(), 8)}
-    load(state, through({"data": ramp}))
+    load_restored(state, through({"data": ramp}))
     assert next(state["data"]).tolist() == list(range(8, 24))
     with pytest.raises(
         StateMismatch, match=r'state\["data"\]: seed=0 in the .*\.dataset: n=60 in the checkpoint, n=61 '
     ):
         check_fit({"data": Ramp(Numbers(61), 8, seed=1)}, through({"data": ramp}))
     state = {"data": Buffer(8)}
-    load(state, through({"data": Buffer(16, n=5, shard=3)}))
+    load_restored(state, through({"data": Buffer(16, n=5, shard=3)}))
     assert vars(state["data"]) == {"size": 16, "n": 5, "_shard": 3}
 
 
 def test_a_low_rank_is_no_rank():
     for kind in (LowRank, Hides):
         state = {"data": kind(8)}
-        load(state, through({"data": kind(4)}))
+        load_restored(state, through({"data": kind(4)}))
         assert state["data"].rank == 4
     with pytest.raises(StateMismatch, match=r'state\["data"\]: rank=0 in the checkpoint, rank=1 here'):
         check_fit({"data": OfRank(1)}, through({"data": OfRank(0)}))
@@ -517,7 +516,7 @@ def test_length_of_the_remaining_samples_need_not_fit():
     one, state = Remaining(60), {"data": Remaining(60)}
     iterator = iter(one)
     assert [next(iterator) for _ in range(10)] == list(range(10))
-    load(state, through({"data": one}))
+    load_restored(state, through({"data": one}))
     assert list(state["data"]) == list(iterator)
     with pytest.raises(
         StateMismatch, match=r'state\["data"\]: total_samples=60 in the checkpoint, total_samples=61 here'
@@ -556,7 +555,7 @@ def test_objects_that_a_loader_opens_as_it_reads_need_not_fit():
     iterator = iter(one)
     for _ in range(6):
         following = next(iterator)
-    load(state, through({"data": one}))
+    load_restored(state, through({"data": one}))
     assert (following, next(iter(state["data"]))) == ((1, 1), (1, 2))
     other = ShardAfterShard([5, 7, 9])
     other.loader = distributed(1)
@@ -635,13 +634,13 @@ class Keeps:
 
 def test_object_gets_the_state_that_it_gave():
     state = {"data": Keeps()}
-    load(state, through({"data": Keeps(a=1, b=[2])}))
+    load_restored(state, through({"data": Keeps(a=1, b=[2])}))
     assert type(state["data"].state) is dict
     assert state["data"].state == {"a": 1, "b": [2]}
     state = {"data": None}
-    load(state, through({"data": Keeps(a=1)}))
+    load_restored(state, through({"data": Keeps(a=1)}))
     assert state["data"] == {"a": 1}
-    load({"data": Keeps(rank=5)}, through({"data": {"a": 1}}))  # nobody knows what it was made with
+    load_restored({"data": Keeps(rank=5)}, through({"data": {"a": 1}}))  # nobody knows what it was made with
 
 
 def test_every_save_records_the_attributes_of_its_time():
@@ -667,7 +666,7 @@ class History(list):
 
 def test_growing_container_need_not_fit():
     state = {"losses": History(), "data": Prickly(dataset=History())}
-    load(state, through({"losses": History([1.0, 2.0]), "data": Prickly(dataset=History([3]))}))
+    load_restored(state, through({"losses": History([1.0, 2.0]), "data": Prickly(dataset=History([3]))}))
     assert state["losses"] == [1.0, 2.0]
 
 
@@ -680,11 +679,11 @@ def test_how_far_it_is_is_no_part_of_the_record(make, workers):
     for _ in range(2):
         iterator = iter(loader)
         for _ in iterator:
-            records.append(ask(loader)._metadata)
-        records.append(ask(loader)._metadata)
+            records.append(state_dict_with_arguments(loader)._metadata)
+        records.append(state_dict_with_arguments(loader)._metadata)
     assert len(records) == 22
     assert all(record == records[0] for record in records)
-    assert records[0] == ask(make(1, workers=workers))._metadata
+    assert records[0] == state_dict_with_arguments(make(1, workers=workers))._metadata
 
 
 def test_none_in_its_place_is_the_way_out():
@@ -692,7 +691,7 @@ def test_none_in_its_place_is_the_way_out():
     loader = distributed(shuffle=False)
     taken(loader, 3)
     state = {"data": None}
-    load(state, through({"data": loader}))
+    load_restored(state, through({"data": loader}))
     grown = distributed(n=90, shuffle=False)
     grown.load_state_dict(state["data"])
     assert samples(grown)[0] == [18, 21]
@@ -735,7 +734,7 @@ class Opaque(Prickly):
 def test_an_object_that_does_not_like_to_be_looked_at_is_saved_and_restored():
     for one in (Prickly(), Prickly(Prickly()), Opaque()):
         other = copy.copy(one) if type(one) is Prickly else Opaque()
-        load({"data": other}, through({"data": one}))
+        load_restored({"data": other}, through({"data": one}))
         assert other.loaded == {"rank": 1}
 
 

@@ -10,8 +10,8 @@ from support.training import through
 from torch import nn
 
 from tierd.core.errors import StateMismatch
-from tierd.state.aliasing import alike
-from tierd.state.load import load
+from tierd.state.aliasing import is_same_content
+from tierd.state.state_loading import load_restored
 
 ADAM = (torch.optim.AdamW, {"lr": 0.1})
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (3, 3), "b.bias": (3,)}
@@ -46,8 +46,8 @@ def refusal(state, saved):
     """The message with which a state is refused, after a check that nothing was loaded."""
     before = {name: copy.deepcopy(value.state_dict()) for name, value in state.items() if hasattr(value, "state_dict")}
     with pytest.raises(StateMismatch) as refused:
-        load(state, saved)
-    assert all(alike(state[name].state_dict(), value) for name, value in before.items())
+        load_restored(state, saved)
+    assert all(is_same_content(state[name].state_dict(), value) for name, value in before.items())
     return str(refused.value)
 
 
@@ -69,10 +69,10 @@ def test_moments_are_assigned_by_name_for_parameters_in_another_order(kind):
     saved, own = named(SHAPES, kind=kind)
     stepped(saved)
     restored, fresh = named(OTHER, kind=kind)
-    load({"optimizer": restored}, through({"optimizer": saved}))
+    load_restored({"optimizer": restored}, through({"optimizer": saved}))
     expected = moments(saved, own)
     assert expected.keys() == SHAPES.keys()
-    assert alike(moments(restored, fresh), expected)
+    assert is_same_content(moments(restored, fresh), expected)
     assert restored.param_groups[0]["param_names"] == list(OTHER)
 
 
@@ -81,12 +81,12 @@ def test_training_continues_exactly_with_parameters_in_another_order():
     stepped(saved)
     restored, fresh = named(OTHER)
     model = {name: parameter.detach() for name, parameter in own.items()}
-    load({"optimizer": restored, "model": fresh}, through({"optimizer": saved, "model": model}))
+    load_restored({"optimizer": restored, "model": fresh}, through({"optimizer": saved, "model": model}))
     for optimizer, where in ((saved, own), (restored, fresh)):
         for place, parameter in enumerate(where.values()):
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
         optimizer.step()
-    assert alike({k: v.detach() for k, v in fresh.items()}, {k: v.detach() for k, v in own.items()})
+    assert is_same_content({k: v.detach() for k, v in fresh.items()}, {k: v.detach() for k, v in own.items()})
 
 
 def test_parameters_without_state_are_assigned_by_name_too():
@@ -96,17 +96,17 @@ def test_parameters_without_state_are_assigned_by_name_too():
         own[name].grad = torch.ones_like(own[name])
     saved.step()
     restored, fresh = named(OTHER)
-    load({"optimizer": restored}, through({"optimizer": saved}))
+    load_restored({"optimizer": restored}, through({"optimizer": saved}))
     assert moments(restored, fresh).keys() == {"a.weight", "b.weight", "b.bias"}
-    assert alike(moments(restored, fresh), moments(saved, own))
+    assert is_same_content(moments(restored, fresh), moments(saved, own))
 
 
 def test_names_are_compared_without_the_prefixes_of_wrappers():
     saved, own = named(SHAPES, prefix="module._orig_mod.")
     stepped(saved)
     restored, fresh = named(OTHER)
-    load({"optimizer": restored}, through({"optimizer": saved}))
-    assert alike(moments(restored, fresh), moments(saved, own))
+    load_restored({"optimizer": restored}, through({"optimizer": saved}))
+    assert is_same_content(moments(restored, fresh), moments(saved, own))
     assert restored.param_groups[0]["param_names"] == list(OTHER)
 
 
@@ -119,9 +119,9 @@ def test_the_options_of_each_group_are_those_that_were_saved():
     saved, own = groups(SHAPES, 0.1)
     stepped(saved)
     restored, fresh = groups(OTHER, 0.7)
-    load({"optimizer": restored}, through({"optimizer": saved}))
+    load_restored({"optimizer": restored}, through({"optimizer": saved}))
     assert [group["lr"] for group in restored.param_groups] == [0.1, 0.2]
-    assert alike(moments(restored, fresh), moments(saved, own))
+    assert is_same_content(moments(restored, fresh), moments(saved, own))
 
 
 def test_other_names_are_refused_by_name():
@@ -175,7 +175,7 @@ def test_one_side_with_names_is_compared_by_shapes():
     own = parameters()
     restored = torch.optim.AdamW([own[name] for name in OTHER])
     assert "parameter 0 of group 0" in refusal({"o": restored}, through({"o": stepped(saved)}))
-    load({"o": torch.optim.AdamW(own.values())}, through({"o": saved}))
+    load_restored({"o": torch.optim.AdamW(own.values())}, through({"o": saved}))
 
 
 def test_a_moment_of_one_element_is_no_moment_of_a_larger_parameter():
@@ -220,8 +220,8 @@ def test_an_unknown_optimizer_s_own_shapes_are_no_mismatch(state):
     saved = Foreign(own.values(), state)
     saved.step()
     restored = Foreign(own.values(), state)
-    load({"o": restored}, through({"o": saved}))
-    assert alike(restored.state_dict(), saved.state_dict())
+    load_restored({"o": restored}, through({"o": saved}))
+    assert is_same_content(restored.state_dict(), saved.state_dict())
 
 
 @pytest.mark.parametrize("state", [STATES["blocks"], STATES["factors"], STATES["on one"]])
@@ -251,8 +251,8 @@ def test_lbfgs_is_restored_in_its_order_and_refused_in_another():
     saved.step(closure)
     tree = through({"o": saved})
     same, _ = made(SHAPES)
-    load({"o": same}, tree)
-    assert alike(same.state_dict()["state"][0]["d"], saved.state_dict()["state"][0]["d"])
+    load_restored({"o": same}, tree)
+    assert is_same_content(same.state_dict()["state"][0]["d"], saved.state_dict()["state"][0]["d"])
     assert "come in another order" in refusal({"o": made(OTHER)[0]}, tree)
 
 
@@ -268,9 +268,9 @@ def test_an_optimizer_with_a_hook_of_its_own_adapts_the_state_itself():
         state["param_groups"][0]["param_names"] = list(shapes)
 
     restored.register_load_state_dict_pre_hook(renamed)
-    load({"o": restored}, through({"o": saved}))
+    load_restored({"o": restored}, through({"o": saved}))
     assert given == [list(SHAPES)]
-    assert alike(list(moments(restored, fresh).values()), list(moments(saved, own).values()))
+    assert is_same_content(list(moments(restored, fresh).values()), list(moments(saved, own).values()))
 
 
 def test_state_is_not_reordered_for_an_optimizer_whose_hook_does_that():
@@ -287,9 +287,9 @@ def test_state_is_not_reordered_for_an_optimizer_whose_hook_does_that():
         state["param_groups"][0]["param_names"] = list(OTHER)
 
     restored.register_load_state_dict_pre_hook(reordered)
-    load({"o": restored}, through({"o": saved}))
+    load_restored({"o": restored}, through({"o": saved}))
     assert given == [list(SHAPES)]
-    assert all(alike(moments(restored, fresh)[name], moments(saved, own)[name]) for name in SHAPES)
+    assert all(is_same_content(moments(restored, fresh)[name], moments(saved, own)[name]) for name in SHAPES)
 
 
 def test_state_dict_whose_parameters_are_in_another_order_is_refused():
@@ -298,16 +298,18 @@ def test_state_dict_whose_parameters_are_in_another_order_is_refused():
     state = {"o": stepped(restored, seed=1).state_dict()}
     before = copy.deepcopy(state)
     with pytest.raises(StateMismatch, match=r'"a.bias", "b.bias" in the checkpoint where here are "b.bias", "a.bias"'):
-        load(state, through({"o": stepped(saved).state_dict()}))
-    assert alike(state, before)
+        load_restored(state, through({"o": stepped(saved).state_dict()}))
+    assert is_same_content(state, before)
 
 
 def test_an_optimizer_that_never_stepped_fits_in_any_order_without_names():
     own = parameters()
-    load({"o": torch.optim.AdamW([own[name] for name in OTHER])}, through({"o": torch.optim.AdamW(own.values())}))
+    load_restored(
+        {"o": torch.optim.AdamW([own[name] for name in OTHER])}, through({"o": torch.optim.AdamW(own.values())})
+    )
 
 
 def test_lazy_parameters_have_no_shapes_to_compare():
     model = nn.LazyLinear(3)
     saved = stepped(torch.optim.AdamW(nn.Linear(4, 3).parameters()))
-    load({"o": torch.optim.AdamW(model.parameters())}, through({"o": saved}))
+    load_restored({"o": torch.optim.AdamW(model.parameters())}, through({"o": saved}))

@@ -17,12 +17,11 @@ from support.seeds import examples
 from support.training import stored, through
 
 from tierd.core.errors import StateMismatch, StateRefused
-from tierd.state import tree_budget
+from tierd.state import state_tree
 from tierd.state.capturer import Capturer
-from tierd.state.flatten import flatten, unflatten
-from tierd.state.kinds import packed_tensors
-from tierd.state.kinds.packed_tensors import FEWEST, pack, room, unpack
-from tierd.state.load import load
+from tierd.state.kinds import stored_arrays
+from tierd.state.kinds.stored_arrays import FEWEST, pack, padded_size, unpack
+from tierd.state.state_loading import flatten, load_restored, unflatten
 from tierd.state.tensor_file import copy_into, plan_layout
 
 N = FEWEST
@@ -66,7 +65,7 @@ STAY = {
     "tuples as keys": {(n, n): 1 for n in range(N)},
     "values of two types": {n: n if n else None for n in range(N)},
     "metadata": OrderedDict(),
-    "few bytes": b"x" * (packed_tensors.FEWEST_BYTES - 1),
+    "few bytes": b"x" * (stored_arrays.FEWEST_BYTES - 1),
     "a set": set(range(N)),
 }
 STAY["metadata"].update((str(n), n) for n in range(N))
@@ -98,9 +97,9 @@ def test_tensor_of_a_run_has_the_path_of_the_run():
 
 @pytest.mark.parametrize("size", [1, 64, 65, 4095, 4096, 1_000_000, 50_000_000])
 def test_a_run_has_room_to_grow_and_wastes_little(size):
-    assert size <= room(size) <= max(size + 63, size * 33 // 32)
-    assert room(size) % 64 == 0
-    assert room(room(size)) == room(size)
+    assert size <= padded_size(size) <= max(size + 63, size * 33 // 32)
+    assert padded_size(size) % 64 == 0
+    assert padded_size(padded_size(size)) == padded_size(size)
 
 
 # -- save after save ------------------------------------------------------------------------------------------------
@@ -125,11 +124,11 @@ CROSSINGS = {
     "a dict": (dict.fromkeys(range(N), None), dict.fromkeys(range(N), 1.5)),
     "a dict of names": (dict.fromkeys(map(str, range(N)), None), dict.fromkeys(map(str, range(N)), 1.5)),
     "an OrderedDict": (OrderedDict.fromkeys(range(N), None), OrderedDict.fromkeys(range(N), 1.5)),
-    "bytes": (b"x" * 9, b"x" * packed_tensors.FEWEST_BYTES),
-    "None, bytes": (None, b"x" * packed_tensors.FEWEST_BYTES),
-    "a bytearray": (bytearray(9), bytearray(packed_tensors.FEWEST_BYTES)),
-    "bytes in a list": ([b"x", 1], [b"x" * packed_tensors.FEWEST_BYTES, 1]),
-    "bytes beside a tensor": ([torch.ones(1), b"x"], [torch.ones(1), b"x" * packed_tensors.FEWEST_BYTES]),
+    "bytes": (b"x" * 9, b"x" * stored_arrays.FEWEST_BYTES),
+    "None, bytes": (None, b"x" * stored_arrays.FEWEST_BYTES),
+    "a bytearray": (bytearray(9), bytearray(stored_arrays.FEWEST_BYTES)),
+    "bytes in a list": ([b"x", 1], [b"x" * stored_arrays.FEWEST_BYTES, 1]),
+    "bytes beside a tensor": ([torch.ones(1), b"x"], [torch.ones(1), b"x" * stored_arrays.FEWEST_BYTES]),
 }
 
 
@@ -205,8 +204,8 @@ states = st.dictionaries(st.sampled_from(["a", "b", "c"]), values, min_size=1, m
 def test_any_series_of_states_is_captured_as_by_a_fresh_walk(found):
     """With runs of three values, so that every kind of change crosses the threshold."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_tensors, "FEWEST", 3)
-        patch.setattr(packed_tensors, "FEWEST_BYTES", 3)
+        patch.setattr(stored_arrays, "FEWEST", 3)
+        patch.setattr(stored_arrays, "FEWEST_BYTES", 3)
         capturer = Capturer()
         for state in (one for one in found for _ in range(2)):
             capture, flat = capturer.capture(state), flatten(state)
@@ -219,7 +218,7 @@ def test_any_series_of_states_is_captured_as_by_a_fresh_walk(found):
             back = through(state)
             assert described(back) == described(state, live=True)
             target = {name: _emptied(value) for name, value in state.items()}
-            load(target, back)
+            load_restored(target, back)
             assert described(target) == described(state, live=True)
 
 
@@ -230,7 +229,7 @@ def _emptied(value):
 # -- what a reader refuses ------------------------------------------------------------------------------------------
 
 BAD = {
-    "more than there is": ["losses", "float", room(N) + 1],
+    "more than there is": ["losses", "float", padded_size(N) + 1],
     "less than nothing": ["losses", "float", -1],
     "another kind": ["losses", "int", N],
     "an unknown kind": ["losses", "decimal", N],
@@ -277,18 +276,18 @@ def test_keys_of_one_hash_are_refused_at_save_and_at_restore():
     assert pack(state["x"]) is not None
     assert len({hash(n * prime) for n in (1, 2, 3, 4, -1, -2, -3, -4)}) == 1  # of 64 bits only so many are alike
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_budget, "MOST_ALIKE", 3)
+        patch.setattr(state_tree, "MOST_ALIKE", 3)
         with pytest.raises(StateRefused, match=r'^state\["x"\]: \d+ of its keys have the same hash'):
             flatten(state)
         capturer = Capturer()
-        patch.setattr(tree_budget, "MOST_ALIKE", 64)
+        patch.setattr(state_tree, "MOST_ALIKE", 64)
         capturer.capture(state)
-        patch.setattr(tree_budget, "MOST_ALIKE", 3)
+        patch.setattr(state_tree, "MOST_ALIKE", 3)
         with pytest.raises(StateRefused, match=r'^state\["x"\]: \d+ of its keys have the same hash'):
             capturer.capture(state)
-        patch.setattr(tree_budget, "MOST_ALIKE", 64)
+        patch.setattr(state_tree, "MOST_ALIKE", 64)
         tree, file = stored(state)
-        patch.setattr(tree_budget, "MOST_ALIKE", 3)
+        patch.setattr(state_tree, "MOST_ALIKE", 3)
         with pytest.raises(StateMismatch, match="have the same hash"):
             unflatten(tree, file)
 
@@ -304,7 +303,7 @@ def test_one_tensor_as_many_runs_is_refused():
 def test_more_values_than_a_reader_makes_are_refused_by_both(kind, monkeypatch):
     state = {"few": [1, 2], "deep": {"many": [{"float": 0.5, "str": ""}[kind]] * 1400, "others": [True] * 1300}}
     tree, file = stored(state)
-    monkeypatch.setattr(tree_budget, "MAX_VALUES", 2699)
+    monkeypatch.setattr(state_tree, "MAX_VALUES", 2699)
     with pytest.raises(StateMismatch, match="2700 values in packed runs, 2699 at most"):
         unflatten(tree, file)
     capturer = Capturer()
@@ -318,9 +317,9 @@ def test_more_values_than_a_reader_makes_are_refused_by_both(kind, monkeypatch):
 
 
 def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, spool, monkeypatch):
-    from tierd.client.restoring.entries import read_tensor
     from tierd.client.restoring.ranged_reader import PartFiles
-    from tierd.dcp import native_leaves
+    from tierd.client.restoring.saved_entries import read_tensor
+    from tierd.dcp import rank_contents
 
     state = {
         "losses": [0.5, -0.0] * N,
@@ -331,23 +330,23 @@ def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, 
     local.save(1, state | {"w": torch.ones(3)}).wait()
     (part,) = spool.parts()
     files = PartFiles(spool, part.checkpoint, 1, None, "")
-    found = native_leaves.read_leaves(files, part).values
+    found = rank_contents.read_leaves(files, part).values
     assert described([found["losses"], found["order"]]) == described([state["losses"], state["order"]])
     raw = found["raw"]  # not read yet
     assert raw.made(read_tensor(files, part, raw.entry)) == state["raw"]
     assert {name: found[f"table.{name}"] for name in state["table"]} == state["table"]
-    monkeypatch.setattr(tree_budget, "MAX_VALUES", 4 * N)
+    monkeypatch.setattr(state_tree, "MAX_VALUES", 4 * N)
     with pytest.raises(StateMismatch, match="values in packed runs"):
-        native_leaves.read_leaves(files, part)
+        rank_contents.read_leaves(files, part)
     monkeypatch.undo()
     for one, why in (
         ('{"$values":["raw","bytes",65536]}', "named by two"),
         ('{"$array":["losses","<f8",[2048]]}', "named by two"),
         ('{"$values":["losses","int",9]}', "holds no 9 elements of int"),
     ):
-        monkeypatch.setattr(native_leaves, "read_tree", lambda *_, one=one: f'{{"a":{one},"b":{one}}}'.encode())
+        monkeypatch.setattr(rank_contents, "read_tree", lambda *_, one=one: f'{{"a":{one},"b":{one}}}'.encode())
         with pytest.raises(StateMismatch, match=why):
-            native_leaves.read_leaves(files, part)
+            rank_contents.read_leaves(files, part)
 
 
 def test_until_a_file_is_read_runs_are_empty():
@@ -386,7 +385,7 @@ def test_object_gets_its_own_copy_of_a_run_and_lists_keep_their_identity():
     saved = {"loader": Loader(), "losses": [0.5] * 5000, "table": {str(n): n for n in range(5000)}}
     restored = through(saved)
     given = restored["loader"]["order"]
-    load(state, restored)
+    load_restored(state, restored)
     assert state["losses"] is losses and losses == [0.5] * 5000
     assert state["table"] is table and table == saved["table"]
     assert state["loader"].state["order"] == list(range(5000)) and state["loader"].state["order"] is not given

@@ -20,11 +20,10 @@ from support.training import stored, through
 
 from tierd.core.errors import StateMismatch, StateRefused
 from tierd.state.capturer import Capturer
-from tierd.state.fit import check_fit
-from tierd.state.flatten import flatten, unflatten
-from tierd.state.load import load
+from tierd.state.load_check import check_fit
+from tierd.state.single_values import type_name
+from tierd.state.state_loading import flatten, load_restored, unflatten
 from tierd.state.tree_parser import parse_tree
-from tierd.state.values import type_name
 
 UTC = datetime.UTC
 NEWFOUNDLAND = datetime.timezone(-datetime.timedelta(hours=3, minutes=30, seconds=52))
@@ -62,7 +61,7 @@ def test_plain_object_is_restored_with_its_type_and_value(value):
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_plain_object_replaces_the_value_in_its_place(value):
     state = {"a": None, "b": value}
-    load(state, through({"a": value, "b": None}))
+    load_restored(state, through({"a": value, "b": None}))
     assert facts(state["a"]) == facts(value)
     assert state["b"] is None
 
@@ -74,7 +73,7 @@ def test_a_buffer_of_bytes_keeps_its_content_and_position():
     assert (found["a"].getvalue(), found["a"].tell()) == (buffer.getvalue(), 77)
     assert found["empty"].getvalue() == b""
     state = {"a": io.BytesIO(b"old"), "empty": None}
-    load(state, found)
+    load_restored(state, found)
     assert (state["a"].getvalue(), state["a"].tell()) == (buffer.getvalue(), 77)
 
 
@@ -120,7 +119,7 @@ def test_generator_is_set_in_place_and_continues_exactly(make):
     live = make(2)
     state = {"rng": live, "data": {"sampler": [make(3)]}}
     held = state["data"]["sampler"][0]
-    load(state, unflatten(tree, file))
+    load_restored(state, unflatten(tree, file))
     assert state["rng"] is live
     assert state["data"]["sampler"][0] is held
     assert drawn(live) == drawn(held) == expected
@@ -131,7 +130,7 @@ def test_generator_in_the_place_of_none_is_created(make):
     saved = make(1)
     drawn(saved)
     state = {"rng": None}
-    load(state, through({"rng": saved}))
+    load_restored(state, through({"rng": saved}))
     assert type(state["rng"]) is type(saved)
     assert drawn(state["rng"]) == drawn(saved)
 
@@ -287,7 +286,7 @@ def test_an_object_may_have_plain_objects_in_its_own_state():
     saved = {"rng": np.random.default_rng(1), "path": pathlib.Path("a"), "buffer": io.BytesIO(b"x")}
     expected = copy.deepcopy(saved)
     restored = Keeps(None)
-    load({"o": restored}, through({"o": Keeps(saved)}))
+    load_restored({"o": restored}, through({"o": Keeps(saved)}))
     assert restored.state["rng"].random() == expected["rng"].random()
     assert restored.state["path"] == expected["path"]
     assert restored.state["buffer"].getvalue() == b"x"

@@ -12,9 +12,9 @@ import torch
 from support.training import through
 
 from tierd.core.errors import StateMismatch
-from tierd.state.fit import check_fit
-from tierd.state.kinds.rng import RngState
-from tierd.state.load import load
+from tierd.state.kinds.random_generators import RngState
+from tierd.state.load_check import check_fit
+from tierd.state.state_loading import load_restored
 
 
 def draw():
@@ -36,7 +36,7 @@ def test_every_generator_continues():
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    load(state, restored)
+    load_restored(state, restored)
     assert draw() == expected
 
 
@@ -47,11 +47,11 @@ def test_another_bit_generator_of_numpy():
         state = {"rng": RngState()}
         restored = through(state)
         expected = np.random.rand(4).tolist()
-        load(state, restored)
+        load_restored(state, restored)
         assert np.random.rand(4).tolist() == expected
         np.random.set_bit_generator(np.random.MT19937(3))
         with pytest.raises(StateMismatch, match=r'state\["rng"\]: load_state_dict\(\) raised ValueError'):
-            load(state, restored)
+            load_restored(state, restored)
     finally:
         np.random.set_bit_generator(before)
 
@@ -89,7 +89,7 @@ def test_current_device_gets_the_generator_of_the_saved_current_device(
     two_devices[:] = [torch.full((16,), number, dtype=torch.uint8) for number in sees]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new: two_devices.__setitem__(current, new))
-    load(state, restored)
+    load_restored(state, restored)
     assert bytes_of(two_devices) == expected
 
 
@@ -100,7 +100,7 @@ def test_a_process_without_devices_leaves_them_out_and_says_so(two_devices, monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     two_devices.clear()
-    load(state, restored)
+    load_restored(state, restored)
     assert torch.equal(torch.rand(3), expected) and not two_devices
     assert "generators of 2 CUDA devices are left out" in caplog.text
 
@@ -115,10 +115,10 @@ def test_an_older_checkpoint_does_not_say_which_device_was_in_use(two_devices, v
     two_devices[:] = [torch.full((16,), 7, dtype=torch.uint8)] * visible
     before = torch.get_rng_state()
     if not refused:
-        load(state, restored)
+        load_restored(state, restored)
         assert bytes_of(two_devices) == ([0, 16] if visible == 2 else [])
         return
-    for act in (check_fit, load):
+    for act in (check_fit, load_restored):
         with pytest.raises(StateMismatch) as caught:
             act(state, restored)
         assert f'state["rng"]: saved with 2 CUDA devices, this process sees {visible}, and the' in str(caught.value)
@@ -133,7 +133,7 @@ def test_a_device_number_that_is_none_is_refused(two_devices, current):
     restored = through(state)
     restored["rng"]["cuda_device"] = current
     with pytest.raises(StateMismatch, match="not what RngState gives"):
-        load(state, restored)
+        load_restored(state, restored)
 
 
 def test_a_checkpoint_of_a_cpu_job_fits_a_cuda_job(two_devices, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_a_cpu_job_fits_a_cuda_job(two_devices, monkeypatch):
         cpu.setattr(torch.cuda, "is_initialized", lambda: False)
         restored = through({"rng": RngState()})
     assert "cuda" not in restored["rng"]
-    load({"rng": RngState()}, restored)
+    load_restored({"rng": RngState()}, restored)
 
 
 def test_saving_does_not_initialise_cuda(monkeypatch):
@@ -159,8 +159,8 @@ WITHOUT_NUMPY = """
 import sys
 sys.modules["numpy"] = None                      # import numpy now fails, as where it is not installed
 import torch
-from tierd.state import flatten, load, tensor_file
-from tierd.state.kinds import rng
+from tierd.state import tensor_file; from tierd.state import state_loading
+from tierd.state.kinds import random_generators
 flattened = flatten.flatten({"rng": rng.RngState(), "t": torch.ones(2), "n": [1, None, "x"]})
 layout = tensor_file.plan_layout(flattened.tensors)
 file = bytearray(layout.size)

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from tierd.core.errors import StateMismatch
-from tierd.state.fit import check_fit
-from tierd.state.kinds.loader_fingerprint import ask
-from tierd.state.load import load
+from tierd.state.kinds.loader_fingerprint import state_dict_with_arguments
+from tierd.state.load_check import check_fit
+from tierd.state.state_loading import load_restored
 
 LIBRARY = "torch_dataloader_utils.dataset.base"
 
@@ -116,9 +116,9 @@ def test_with_another_mismatch_it_is_not_only_the_librarys():
 
 def test_files_are_read_once_for_a_dataset():
     data = Own()
-    first = ask(data)._metadata
+    first = state_dict_with_arguments(data)._metadata
     data._files = FILES[:1]
-    assert ask(data)._metadata == first
+    assert state_dict_with_arguments(data)._metadata == first
 
 
 def test_refusal_of_a_dataset_precedes_the_load_of_a_model():
@@ -127,5 +127,5 @@ def test_refusal_of_a_dataset_precedes_the_load_of_a_model():
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     with pytest.raises(CheckpointMismatchError, match="nothing was loaded before it"):
-        load({"model": model, "data": Own()}, through({"model": nn.Linear(2, 2), "data": data}))
+        load_restored({"model": model, "data": Own()}, through({"model": nn.Linear(2, 2), "data": data}))
     assert torch.equal(model.weight, before)

@@ -14,7 +14,7 @@ from torch import nn
 import tierd
 from tierd.core.errors import StateMismatch
 from tierd.spool.spool import Spool
-from tierd.state.kinds.wrapped_names import differing, with_names_of
+from tierd.state.kinds.live_parameters import rename_like, wrapper_difference
 
 
 def net(value: float) -> nn.Module:
@@ -48,9 +48,9 @@ def values(model: nn.Module) -> list[float]:
 @pytest.mark.parametrize("here", WRAPS)
 def test_names_are_those_of_the_target(there: str, here: str) -> None:
     target, saved = WRAPS[here](net(0.0)), WRAPS[there](net(2.0)).state_dict()
-    found = with_names_of({"model": target, "more": 1}, {"model": saved, "more": 2})
+    found = rename_like({"model": target, "more": 1}, {"model": saved, "more": 2})
     assert set(found["model"]) == set(target.state_dict()) and found["more"] == 2
-    assert (differing(target.state_dict(), saved) is None) == (set(saved) == set(target.state_dict()))
+    assert (wrapper_difference(target.state_dict(), saved) is None) == (set(saved) == set(target.state_dict()))
     target.load_state_dict(found["model"])
     assert set(values(target)) == {2.0}
     versions = [one.get("version") for one in found["model"]._metadata.values()]
@@ -59,27 +59,27 @@ def test_names_are_those_of_the_target(there: str, here: str) -> None:
 
 def test_torch_compile_itself() -> None:
     saved = torch.compile(net(2.0)).state_dict()
-    assert differing(net(0.0).state_dict(), saved)
-    assert set(with_names_of({"model": net(0.0)}, {"model": saved})["model"]) == set(net(0.0).state_dict())
+    assert wrapper_difference(net(0.0).state_dict(), saved)
+    assert set(rename_like({"model": net(0.0)}, {"model": saved})["model"]) == set(net(0.0).state_dict())
 
 
 def test_names_that_differ_by_more_than_a_wrapper_are_left_as_they_are() -> None:
     own = {"module.weight": 1, "head": 2}
-    assert differing(own, {"weight": 1, "head": 2}) is None, "a submodule of this name is no wrapper"
-    assert differing(own, {"_orig_mod.module.weight": 1, "_orig_mod.head": 2})
-    assert differing({"a": 1, "_orig_mod.a": 2}, {"a": 1, "b": 2}) is None
+    assert wrapper_difference(own, {"weight": 1, "head": 2}) is None, "a submodule of this name is no wrapper"
+    assert wrapper_difference(own, {"_orig_mod.module.weight": 1, "_orig_mod.head": 2})
+    assert wrapper_difference({"a": 1, "_orig_mod.a": 2}, {"a": 1, "b": 2}) is None
     twice = {"_orig_mod._orig_mod.a": 1, "_fsdp_wrapped_module.a": 2}
-    assert differing({"a": 1, "_orig_mod.a": 2}, twice) is None
-    assert differing({1: "a"}, {"module.1": "a"}) is None
-    assert differing([], []) is None
+    assert wrapper_difference({"a": 1, "_orig_mod.a": 2}, twice) is None
+    assert wrapper_difference({1: "a"}, {"module.1": "a"}) is None
+    assert wrapper_difference([], []) is None
     saved = {"x": {"_orig_mod.a": 1, "b": 2}}
-    assert with_names_of({"x": {"a": 0}}, saved)["x"] is saved["x"]
+    assert rename_like({"x": {"a": 0}}, saved)["x"] is saved["x"]
 
 
 def test_mappings_are_renamed_at_any_depth_and_copied_for_it() -> None:
     inner = OrderedDict({"_orig_mod.a": torch.ones(1)})
     saved = {"ema": {"shadow": inner, "decay": 0.9}}
-    found = with_names_of({"ema": {"shadow": {"a": torch.zeros(1)}, "decay": 0.5}}, saved)
+    found = rename_like({"ema": {"shadow": {"a": torch.zeros(1)}, "decay": 0.5}}, saved)
     assert list(found["ema"]["shadow"]) == ["a"] and found["ema"]["shadow"]["a"] is inner["_orig_mod.a"]
     assert saved["ema"]["shadow"] is inner and list(inner) == ["_orig_mod.a"]
 

@@ -15,10 +15,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import tierd
 from tierd.core.errors import StateMismatch, StateRefused
 from tierd.state.capturer import Capturer
-from tierd.state.fit import check_fit
-from tierd.state.flatten import flatten, unflatten
 from tierd.state.kinds.wrapper_tensors import SavedWrapper
-from tierd.state.load import load
+from tierd.state.load_check import check_fit
+from tierd.state.state_loading import flatten, load_restored, unflatten
 from tierd.state.tree_parser import parse_tree
 
 
@@ -53,7 +52,7 @@ TENSORS = {
 def test_wrapper_is_restored_with_its_inner_tensors(tensor):
     tree, file = stored({"t": tensor, "again": [tensor]})
     state = {"t": None, "again": [None]}
-    load(state, unflatten(tree, file))
+    load_restored(state, unflatten(tree, file))
     file[:] = b"\xff" * len(file)  # a view of the file would change
     assert state["t"].shape == tensor.shape
     assert _bits(state["t"]) == _bits(state["again"][0]) == _bits(tensor)
@@ -68,7 +67,7 @@ def _bits(tensor):
 def test_a_wrapper_is_filled_in_place():
     state = {"t": two(1), "n": nested(1)}
     before = state["t"], state["t"].a, state["n"].b.a
-    load(state, through({"t": two(5), "n": nested(7)}))
+    load_restored(state, through({"t": two(5), "n": nested(7)}))
     assert state["t"] is before[0]
     assert state["t"].a is before[1]
     assert state["n"].b.a is before[2]
@@ -83,7 +82,7 @@ def test_a_module_s_parameter_is_filled():
         return module
 
     state = {"m": model(1)}
-    load(state, through({"m": model(5)}))
+    load_restored(state, through({"m": model(5)}))
     assert same(state["m"].weight.data, two(5))
 
 
@@ -114,7 +113,7 @@ def test_an_optimizer_is_given_the_wrappers_that_were_saved(handed_over):
     saved.step()
     restored = optimizer(7)
     tree, file = stored({"o": saved})
-    load({"o": restored}, unflatten(tree, file), handed_over=handed_over)
+    load_restored({"o": restored}, unflatten(tree, file), handed_over=handed_over)
     moments = [restored.state[parameter]["moment"] for parameter in restored.param_groups[0]["params"]]
     assert all(same(moment, two(1 + place, SHAPES[place])) for place, moment in enumerate(moments))
 
@@ -123,7 +122,7 @@ def test_wrappers_are_assigned_by_the_names_of_parameters():
     saved = optimizer(1, names=True)
     saved.step()
     restored = optimizer(7, (1, 0), names=True)
-    load({"o": restored}, through({"o": saved}))
+    load_restored({"o": restored}, through({"o": saved}))
     moments = [restored.state[parameter]["moment"] for parameter in restored.param_groups[0]["params"]]
     assert same(moments[0], two(2, SHAPES[1]))
     assert same(moments[1], two(1, SHAPES[0]))
@@ -216,7 +215,7 @@ def test_a_checkpoint_is_read_without_the_library_and_refused_before_anything_is
     monkeypatch.setitem(sys.modules, "torch.testing._internal.two_tensor", None)  # as if it was not installed
     state = {"t": None, "n": 1}
     with pytest.raises(StateMismatch, match=r'state\["t"\]: a torch.TwoTensor .* torch has no TwoTensor here; install'):
-        load(state, saved)
+        load_restored(state, saved)
     assert state == {"t": None, "n": 1}
 
 

@@ -16,9 +16,9 @@ from tierd.core.errors import ConfigError, DeleteRefused, StoreRefused, StoreUna
 from tierd.core.urls import parse_url
 from tierd.stores.retry import RetryingStore
 from tierd.stores.s3 import credentials as chain
-from tierd.stores.s3.answers import said
-from tierd.stores.s3.limits import S3Limits
+from tierd.stores.s3.http1 import S3Limits
 from tierd.stores.s3.s3_store import S3Store
+from tierd.stores.s3.server_errors import response_error
 
 __all__ = ["credentials"]  # the fixture
 
@@ -303,10 +303,10 @@ def test_the_chain_is_looked_at_seldom(file: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("code", ["PermanentRedirect", "301"])
 def test_redirect_names_the_region_of_the_bucket_and_the_url_parameter(code: str) -> None:
-    raised = said("s3://b", "get k", code, 301, "", region="eu-central-1")
+    raised = response_error("s3://b", "get k", code, 301, "", region="eu-central-1")
     assert isinstance(raised, StoreRefused)
     assert "the bucket is in eu-central-1: add ?region=eu-central-1 to the URL" in str(raised)
 
 
 def test_other_refusals_name_no_region() -> None:
-    assert "eu-central-1" not in str(said("s3://b", "get k", "AccessDenied", 403, "", region="eu-central-1"))
+    assert "eu-central-1" not in str(response_error("s3://b", "get k", "AccessDenied", 403, "", region="eu-central-1"))

@@ -18,9 +18,8 @@ from stores.s3.test_transport import LISTING, Reader, Server, Writer, head
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.stores.s3 import s3_store
-from tierd.stores.s3.connection import SLOWEST, StallTimer
-from tierd.stores.s3.http1 import NoResponse, chunk_size, parse_head, request_head
-from tierd.stores.s3.limits import USUAL, S3Limits
+from tierd.stores.s3.connection import SLOWEST_RATE, StallTimer
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, NoResponse, S3Limits, chunk_size, parse_head, request_head
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
@@ -29,7 +28,7 @@ __all__ = ["credentials"]  # the fixture
 def against(
     respond: Callable[[str, Writer], Awaitable[None]],
     use: Callable[[S3Store], Awaitable[None]],
-    limits: S3Limits = USUAL,
+    limits: S3Limits = DEFAULT_LIMITS,
 ) -> None:
     """Use a store whose server answers the first request on each connection by `respond`, and closes."""
 
@@ -263,11 +262,11 @@ def test_a_large_body_on_a_slow_link_is_not_cut_off_while_it_flows() -> None:
 def test_how_long_a_watch_waits() -> None:
     watch = StallTimer(10.0, 100.0, 5, "in a test")
     assert watch.left_s(100.0, 5) == 10.0
-    assert watch.left_s(105.0, 5 + SLOWEST) == pytest.approx(6.0)  # by the rate: 10 s and one more
-    assert watch.left_s(109.0, 5 + 100 * SLOWEST) == 10.0  # since it moved
-    assert watch.left_s(118.0, 5 + 100 * SLOWEST) == pytest.approx(1.0)
+    assert watch.left_s(105.0, 5 + SLOWEST_RATE) == pytest.approx(6.0)  # by the rate: 10 s and one more
+    assert watch.left_s(109.0, 5 + 100 * SLOWEST_RATE) == 10.0  # since it moved
+    assert watch.left_s(118.0, 5 + 100 * SLOWEST_RATE) == pytest.approx(1.0)
     with pytest.raises(NoResponse, match="no byte for 10 s in a test"):
-        watch.left_s(119.0, 5 + 100 * SLOWEST)
+        watch.left_s(119.0, 5 + 100 * SLOWEST_RATE)
     with pytest.raises(NoResponse, match="no more than 1 bytes"):
         StallTimer(10.0, 0.0, 0).left_s(11.0, 1)
 
@@ -279,7 +278,7 @@ def test_a_connection_is_not_closed_under_a_call_that_was_cancelled() -> None:
         await asyncio.sleep(5)
 
     async def use(store: S3Store) -> None:
-        await store.connected()
+        await store.get_client()
         task = asyncio.create_task(store.get("k"))
         await asyncio.sleep(0.3)
         [busy] = session_of(store)._busy

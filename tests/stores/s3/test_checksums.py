@@ -15,10 +15,10 @@ from stores.s3.test_s3_store import Answer, Headers, against, credentials, error
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.stores.base import is_key
-from tierd.stores.s3 import checksum_probe, checksums
-from tierd.stores.s3.checksum_probe import PROBE
-from tierd.stores.s3.checksums import CHECKSUMS, MD5
-from tierd.stores.s3.limits import USUAL, S3Limits
+from tierd.stores.s3 import checksums
+from tierd.stores.s3 import checksums as checksum_probe
+from tierd.stores.s3.checksums import CHECKSUMS, MD5, PROBE_NAME
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
@@ -50,7 +50,7 @@ class Server:
         if method == "DELETE":
             self.objects.pop(key, None)
             return 204, ""
-        if key == PROBE and self.down:
+        if key == PROBE_NAME and self.down:
             self.down -= 1
             return 503, error("SlowDown")
         body = self.on_the_way(body)
@@ -65,7 +65,7 @@ class Server:
         return 200, "", {f"x-amz-checksum-{name}": self.echo(right)} if self.echo and name else {}
 
 
-def puts(server: Server, *expected: str, keys: str = "abc", limits: S3Limits = USUAL) -> None:
+def puts(server: Server, *expected: str, keys: str = "abc", limits: S3Limits = DEFAULT_LIMITS) -> None:
     """Put some objects; each put answers as expected, and they alone lie on the server."""
 
     async def use(store: S3Store) -> None:
@@ -101,7 +101,7 @@ def test_large_data_is_digested_in_a_thread() -> None:
 def test_a_server_that_refuses_a_wrong_checksum_is_believed(mismatch: str) -> None:
     server = Server(mismatch=mismatch)
     puts(server, "crc64nvme", "crc64nvme", "crc64nvme")
-    assert server.log == [f"PUT {PROBE} crc64nvme", *(f"PUT {key} crc64nvme" for key in "abc")]
+    assert server.log == [f"PUT {PROBE_NAME} crc64nvme", *(f"PUT {key} crc64nvme" for key in "abc")]
 
 
 @pytest.mark.parametrize("ignores", [False, True])
@@ -116,7 +116,9 @@ def test_the_best_that_is_verified_is_taken(best: str, ignores: bool) -> None:
 def test_a_server_that_takes_a_wrong_checksum_is_not_believed_for_good() -> None:
     server = Server(verifies=set())
     puts(server, "", "", "")
-    probes = [f"{method} {PROBE}{name}" for c in CHECKSUMS for method, name in (("PUT", f" {c.name}"), ("DELETE", ""))]
+    probes = [
+        f"{method} {PROBE_NAME}{name}" for c in CHECKSUMS for method, name in (("PUT", f" {c.name}"), ("DELETE", ""))
+    ]
     assert server.log == [*probes, *(f"PUT {key} crc64nvme" for key in "abc")]
 
 
@@ -124,13 +126,13 @@ def test_a_server_that_takes_a_wrong_checksum_is_not_believed_for_good() -> None
 def test_a_server_that_knows_no_checksum_gets_an_md5(unknown: tuple[int, str]) -> None:
     server = Server(knows=set(), verifies=set(), ignores=False, unknown=unknown)
     puts(server, "", "", "")
-    assert server.log == [*(f"PUT {PROBE} {c.name}" for c in CHECKSUMS), *(f"PUT {key} md5" for key in "abc")]
+    assert server.log == [*(f"PUT {PROBE_NAME} {c.name}" for c in CHECKSUMS), *(f"PUT {key} md5" for key in "abc")]
 
 
 def test_a_probe_without_an_answer_says_nothing_and_is_repeated() -> None:
     server = Server(down=1)
     puts(server, "", "")  # not again at once
-    assert server.log == [f"PUT {PROBE} crc64nvme", "PUT a md5", "PUT b md5"]
+    assert server.log == [f"PUT {PROBE_NAME} crc64nvme", "PUT a md5", "PUT b md5"]
     puts(Server(down=2), "", "", "crc64nvme", limits=S3Limits(probe_s=0))
 
 
@@ -142,7 +144,7 @@ def test_puts_at_once_probe_once() -> None:
         assert set(names) == {"crc64nvme"}
 
     against(server.respond, use)
-    assert server.log.count(f"PUT {PROBE} crc64nvme") == 1
+    assert server.log.count(f"PUT {PROBE_NAME} crc64nvme") == 1
 
 
 def test_an_answer_that_repeats_another_checksum_is_no_success() -> None:
@@ -182,7 +184,7 @@ def test_without_awscrt_it_is_a_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_refusal_that_is_not_about_the_checksum_says_nothing() -> None:
     def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
-        return (403, error("AccessDenied")) if PROBE in target else (200, "")
+        return (403, error("AccessDenied")) if PROBE_NAME in target else (200, "")
 
     async def use(store: S3Store) -> None:
         assert await store.put("a", b"1") == ""
@@ -197,4 +199,4 @@ def test_a_refusal_that_is_not_about_the_checksum_says_nothing() -> None:
 
 
 def test_no_scan_shows_the_probe_and_no_caller_can_name_it() -> None:
-    assert not is_key(PROBE)
+    assert not is_key(PROBE_NAME)

@@ -32,9 +32,9 @@ from support.tls import reset
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
-from tierd.stores.s3 import connection, line
-from tierd.stores.s3.limits import USUAL, S3Limits
-from tierd.stores.s3.line import ExchangeState
+from tierd.stores.s3 import connection, http_exchanges
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
+from tierd.stores.s3.http_exchanges import ExchangeState
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession
 
@@ -159,7 +159,7 @@ class Shared:
         self.server.start()
         self.store = S3Store(parse_url(f"s3://bucket/p?endpoint=http://127.0.0.1:{self.server.port}&addressing=path"))
         self.store.probe.next_at = None
-        self.loop.run_until_complete(self.store.connected())
+        self.loop.run_until_complete(self.store.get_client())
 
     def close(self) -> None:
         self.loop.run_until_complete(self.store.aclose())
@@ -175,7 +175,7 @@ class LineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sockets: list[socket.socket] = []
-        self.lines: list[line.HttpLine] = []
+        self.lines: list[http_exchanges.HttpConnection] = []
         self.server, self.loop, self.store = shared.server, shared.loop, shared.store
         self.patches = contextlib.ExitStack()
         self._watch_sockets()
@@ -186,7 +186,7 @@ class LineMachine(RuleBasedStateMachine):
 
     def _watch_sockets(self) -> None:
         made, lines = self.sockets, self.lines
-        connect, begin = connection.Connection.connect, line.HttpLine.__init__
+        connect, begin = connection.Connection.connect, http_exchanges.HttpConnection.__init__
 
         def watched(self: connection.Connection) -> None:
             try:
@@ -194,12 +194,12 @@ class LineMachine(RuleBasedStateMachine):
             finally:
                 made.append(self.sock)
 
-        def begun(self: line.HttpLine, *args: Any) -> None:
+        def begun(self: http_exchanges.HttpConnection, *args: Any) -> None:
             lines.append(self)
             begin(self, *args)
 
         self.patches.enter_context(mock.patch.object(connection.Connection, "connect", watched))
-        self.patches.enter_context(mock.patch.object(line.HttpLine, "__init__", begun))
+        self.patches.enter_context(mock.patch.object(http_exchanges.HttpConnection, "__init__", begun))
 
     def teardown(self) -> None:
         self.server.over.set()
@@ -279,7 +279,7 @@ class LineMachine(RuleBasedStateMachine):
             self._begin("answer")
             self.loop.run_until_complete(self._call("get"))
         finally:
-            self.limits.idle_s = USUAL.idle_s
+            self.limits.idle_s = DEFAULT_LIMITS.idle_s
 
     def _begin(self, how: str) -> None:
         self.server.over.set()  # a peer that stalls since an earlier step goes away
@@ -340,7 +340,9 @@ def test_a_line_whose_answer_broke_off_is_dead() -> None:
     """The model seldom sees the difference, because the one that gives the line back closes it as well."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = urlsplit(f"http://127.0.0.1:{server.getsockname()[1]}/k")
-        one = line.HttpLine(url, ssl.create_default_context, S3Limits(connect_s=5.0, answer_s=5.0, stall_s=5.0))
+        one = http_exchanges.HttpConnection(
+            url, ssl.create_default_context, S3Limits(connect_s=5.0, answer_s=5.0, stall_s=5.0)
+        )
 
         def serve() -> None:
             client, _ = server.accept()

@@ -14,10 +14,9 @@ from stores.conformance import keys
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.stores.base import children
-from tierd.stores.s3.checksum_probe import PROBE
-from tierd.stores.s3.checksums import CHECKSUMS
-from tierd.stores.s3.limits import USUAL, S3Limits
+from tierd.stores.base import list_children
+from tierd.stores.s3.checksums import CHECKSUMS, PROBE_NAME
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 Headers = dict[str, str]
@@ -35,7 +34,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def against(
-    respond: Respond, use: Callable[[S3Store], Awaitable[None]], query: str = "", limits: S3Limits = USUAL
+    respond: Respond, use: Callable[[S3Store], Awaitable[None]], query: str = "", limits: S3Limits = DEFAULT_LIMITS
 ) -> None:
     """Use a store whose server answers each request with what `respond` returns: a status and a body."""
 
@@ -137,7 +136,7 @@ def test_each_request_is_sent_once() -> None:
     requests: list[str] = []
 
     def respond(method: str, target: str, *_: object) -> Answer:
-        if PROBE not in target:
+        if PROBE_NAME not in target:
             requests.append(method)
         return 503, error("SlowDown")
 
@@ -155,7 +154,7 @@ def test_put_sends_key_body_and_configured_headers() -> None:
     seen: list[tuple[str, Headers, bytes]] = []
 
     def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
-        if PROBE in target:
+        if PROBE_NAME in target:
             return 400, error("BadDigest")
         seen.append((f"{method} {target}", headers, body))
         return 200, ""
@@ -222,7 +221,7 @@ def test_children_ask_for_short_pages() -> None:
         return 200, listing() if "start-after" in target else listing("run/chunks/1", "run/chunks/2", more="x")
 
     async def use(store: S3Store) -> None:
-        assert [name async for name in children(store, "run/")] == ["chunks"]
+        assert [name async for name in list_children(store, "run/")] == ["chunks"]
 
     against(respond, use)
     assert len(targets) == 2
@@ -324,7 +323,7 @@ def test_second_store_parses_no_description_of_api_again(monkeypatch: pytest.Mon
         return load_file(self, file_path)
 
     async def use(store: S3Store) -> None:
-        await store.connected()
+        await store.get_client()
 
     against(lambda *_: (200, ""), use)
     monkeypatch.setattr(JSONFileLoader, "load_file", counted)

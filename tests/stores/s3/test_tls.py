@@ -20,7 +20,7 @@ from support.tls import Authority, Front
 from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.stores.retry import RetryingStore
-from tierd.stores.s3.limits import USUAL, S3Limits
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession
 
@@ -50,7 +50,7 @@ def use(
     call: Callable[[S3Store], Awaitable[None]],
     scheme: str = "https",
     host: str = "127.0.0.1",
-    limits: S3Limits = USUAL,
+    limits: S3Limits = DEFAULT_LIMITS,
 ) -> None:
     async def whole() -> None:
         url = f"s3://bucket/p?endpoint={scheme}://{host}:{port}&addressing=path&region=us-east-1"
@@ -152,10 +152,10 @@ def test_a_call_that_breaks_leaves_nothing_and_says_why(
                     line.connection.close()
             with pytest.raises(StoreUnavailable, match=_BROKEN):
                 await doing()
-            check_nothing_is_left(session_of(store), USUAL.connections)
+            check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
             now[0] = ""
             await store.put("k", bytes(1000))
-            check_nothing_is_left(session_of(store), USUAL.connections)
+            check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
 
     context = authority.server("127.0.0.1") if tls else None
     with Front(bucket.port, context, lambda: now[0]).running() as front:
@@ -179,7 +179,7 @@ def test_a_wrong_certificate_is_named_with_the_way_out(
             with pytest.raises(StoreRefused) as caught:
                 await store.get("k")
             assert says in str(caught.value)
-            check_nothing_is_left(session_of(store), USUAL.connections)
+            check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
 
     with Front(bucket.port, authority.server(host, begins, ends)).running() as front:
         use(front.port, call)
@@ -193,7 +193,7 @@ def test_a_certificate_of_nobody_that_is_trusted_is_named(
     async def call(store: S3Store) -> None:
         with pytest.raises(StoreRefused, match=r"of 127\.0\.0\.1 is not trusted .* in AWS_CA_BUNDLE"):
             await store.get("k")
-        check_nothing_is_left(session_of(store), USUAL.connections)
+        check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
 
     with Front(bucket.port, authority.server("127.0.0.1")).running() as front:
         use(front.port, call)
@@ -207,7 +207,7 @@ def test_tls_on_the_server_alone_is_named() -> None:
     async def call(store: S3Store) -> None:
         with pytest.raises(StoreRefused, match=r"speaks TLS on this port; write endpoint=https"):
             await store.get("k")
-        check_nothing_is_left(session_of(store), USUAL.connections)
+        check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
 
     Server(alert).use(call)
 
@@ -216,7 +216,7 @@ def test_tls_on_the_client_alone_leaves_nothing(bucket: Bucket) -> None:
     async def call(store: S3Store) -> None:
         with pytest.raises(TierdError):
             await store.get("k")
-        check_nothing_is_left(session_of(store), USUAL.connections)
+        check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
 
     use(bucket.port, call)
 
@@ -236,7 +236,7 @@ def test_a_connection_is_used_again_where_sessions_can_be_resumed(
             await store.put(f"{number}", data)
             assert await store.get(f"{number}") == data
             await asyncio.sleep(0.02)
-        check_nothing_is_left(session_of(store), USUAL.connections)
+        check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
 
     with Front(bucket.port, context).running() as front:
         use(front.port, call)
@@ -247,7 +247,7 @@ def test_a_handshake_that_stalls_is_given_up_and_named(bucket: Bucket) -> None:
     async def call(store: S3Store) -> None:
         with pytest.raises(StoreUnavailable, match=r"stalled: no byte for 0\.3 s in the TLS handshake"):
             await store.get("k")
-        check_nothing_is_left(session_of(store), USUAL.connections)
+        check_nothing_is_left(session_of(store), DEFAULT_LIMITS.connections)
 
     with Front(bucket.port, None, lambda: "mute").running() as front:
         use(front.port, call, limits=S3Limits(connect_s=0.3))
@@ -255,7 +255,7 @@ def test_a_handshake_that_stalls_is_given_up_and_named(bucket: Bucket) -> None:
 
 def test_a_cancelled_handshake_leaves_nothing(authority: Authority, bucket: Bucket) -> None:
     async def call(store: S3Store) -> None:
-        await store.connected()  # making the client may take longer on a busy machine than all that follows
+        await store.get_client()  # making the client may take longer on a busy machine than all that follows
         for _ in range(40):  # more than there are slots
             task = asyncio.create_task(store.get("k"))
             await asyncio.sleep(0.01)

@@ -15,9 +15,9 @@ from stores.s3.test_s3_store import credentials
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.stores.s3 import proxied
-from tierd.stores.s3.limits import USUAL, S3Limits
-from tierd.stores.s3.line import Body
+from tierd.stores.s3 import transport as proxied
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
+from tierd.stores.s3.http_exchanges import RequestBody
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession, http_session
 
@@ -45,7 +45,7 @@ class Server:
         use: Callable[[S3Store], Awaitable[None]],
         tls: ssl.SSLContext | None = None,
         host: str = "127.0.0.1",
-        limits: S3Limits = USUAL,
+        limits: S3Limits = DEFAULT_LIMITS,
         url: str | None = None,
     ) -> None:
         """`url`: the store's, if it is not the server's own."""
@@ -419,7 +419,7 @@ def test_through_a_proxy_it_is_aiobotocores_own_session(monkeypatch: pytest.Monk
     server = Server(proxy)
     server.use(use, url=BEHIND)
     assert lines[0] == f"PUT http://example.invalid/bucket/p/k HTTP/1.1 {BIG}"
-    assert isinstance(http_session(USUAL, timeout=(1, 1), proxies={"http": "x"}), AIOHTTPSession)
+    assert isinstance(http_session(DEFAULT_LIMITS, timeout=(1, 1), proxies={"http": "x"}), AIOHTTPSession)
 
 
 @pytest.mark.parametrize(
@@ -464,13 +464,13 @@ def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
 
 
 async def test_session_without_a_proxy_is_direct() -> None:
-    session = http_session(USUAL, timeout=(1, 1), proxies={}, client_cert=None, connector_args={})
+    session = http_session(DEFAULT_LIMITS, timeout=(1, 1), proxies={}, client_cert=None, connector_args={})
     assert isinstance(session, DirectSession)
     await session.close()
 
 
 def test_a_body_is_a_file_without_a_copy() -> None:
-    body = Body(memoryview(b"0123456789"))
+    body = RequestBody(memoryview(b"0123456789"))
     assert (len(body), body.read(4), body.tell(), body.read(), body.read()) == (10, b"0123", 4, b"456789", b"")
     assert (body.seek(-3, 2), body.read()) == (7, b"789")
     assert (body.seek(2), body.seek(1, 1), body.read(1)) == (2, 3, b"3")

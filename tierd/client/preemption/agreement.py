@@ -15,8 +15,8 @@ Invariant: between a rank's note and rank 0's word, the rank answers no question
 follows the latest note. A rank that waits in vain takes its note back, and waits once more for a word before it gives
 the turn up and says so. Rank 0 publishes a step only soon after it has read the notes, and none if a note was taken
 back. So all ranks go by the step or none does, unless a rank cannot read or write notes then, or rank 0 is stopped in
-the moment between its last look at the clock and the word. A rank never waits longer than `LATE_S` three times, without
-the time in which its process was stopped.
+the moment between its last look at the clock and the word. A rank never waits longer than `NOTES_PATIENCE_S` three
+times, without the time in which its process was stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import msgspec
 
 log = logging.getLogger("tierd")
 
-LATE_S = 15.0  # how long rank 0 waits for the notes of all ranks, unless there are more than `_QUICK_RANKS`
+NOTES_PATIENCE_S = 15.0  # how long rank 0 waits for the notes of all ranks, unless there are more than `_QUICK_RANKS`
 _QUICK_RANKS = 450  # ranks; of more, rank 0 reads the notes longer, so that all ranks wait longer
 _WAITS = 30  # in which training waits for a word
 
@@ -129,7 +129,7 @@ class StepAgreement:
 
     @property
     def _late_s(self) -> float:
-        return LATE_S * max(1.0, self._world / _QUICK_RANKS)
+        return NOTES_PATIENCE_S * max(1.0, self._world / _QUICK_RANKS)
 
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class StepAgreement:
             self._position = AskedAt(turn, -1)
 
     def _answers(self) -> bool:
-        """Wait until this rank answers questions, at most `LATE_S` three times; return whether it does.
+        """Wait until this rank answers questions, at most `NOTES_PATIENCE_S` three times; return whether it does.
 
         In short waits, because a process that was stopped continues in one of them. The thread that reads notes was
         stopped as well, and has the other waits to read the word in.

@@ -16,28 +16,28 @@ from typing import Protocol
 from tierd import __version__
 from tierd.client.ranks.attempts import (
     Beginning,
+    CurrentAttempt,
+    LaunchClock,
     RankClock,
-    agreed,
-    clock,
+    agreed_attempt_name,
     has_saved,
+    make_rank_clock,
     new_attempt,
     record_saved,
     report_failure,
 )
-from tierd.client.ranks.current_attempt import CurrentAttempt
-from tierd.client.ranks.launch_clock import LaunchClock
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import Ancestor, Manifest
-from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
+from tierd.spool.spool_access import spool_errors
 
 log = logging.getLogger("tierd")
 
 
-class Source(Protocol):
+class ResumeSource(Protocol):
     """What names another run's checkpoint, such as `tierd.Loaded`."""
 
     @property
@@ -92,10 +92,10 @@ class Launch:
         self._origins: dict[str, CheckpointId] = {}  # by attempt, because a save may end after the next restore
         self._current = CurrentAttempt()
         self._clock = LaunchClock()
-        self._talks = ranks.talk
+        self._talks = ranks.can_communicate
         if self.world == 1:
             return
-        if ranks.talk:
+        if ranks.can_communicate:
             self._begin(ranks, dict(options))
         elif attempt is None:
             self._fixed_attempt = slurm_attempt(self.rank, self.world)
@@ -119,7 +119,7 @@ class Launch:
             world=self.world,
             given=self._fixed_attempt,
             options=options,
-            clock=clock(attempts),
+            clock=make_rank_clock(attempts),
             used=self._fixed_attempt in attempts,
             saved=self._fixed_attempt is not None and self._saved_here(self._fixed_attempt),
         )
@@ -140,7 +140,9 @@ class Launch:
                         "are one run's, and share one attempt; give every rank the same"
                     )
         if self._fixed_attempt is None:
-            self._current = CurrentAttempt(agreed((), [beginning.clock for beginning in beginnings if beginning.clock]))
+            self._current = CurrentAttempt(
+                agreed_attempt_name((), [beginning.clock for beginning in beginnings if beginning.clock])
+            )
         # No rank saves before all have begun, unless a process of this launch makes a second Checkpointer.
         elif any(beginning.used for beginning in beginnings) and not any(beginning.saved for beginning in beginnings):
             raise self._attempt_used_error(self._fixed_attempt)
@@ -149,7 +151,7 @@ class Launch:
         """Raise `ConfigError` if another process has saved this rank under the given attempt, in this spool."""
         if self._saved_here(attempt):
             return
-        with translated(f"spool {self._spool.root}", self._spool.root):
+        with spool_errors(f"spool {self._spool.root}", self._spool.root):
             parts = self._spool.parts(self.run)
         if any(part.rank == self.rank and part.checkpoint.attempt == attempt for part in parts):
             raise self._attempt_used_error(attempt)
@@ -159,7 +161,7 @@ class Launch:
 
     @property
     def attempt(self) -> str:
-        return self._current.named(self._new_name)
+        return self._current.name_or_make(self._new_name)
 
     @property
     def origin(self) -> CheckpointId | None:
@@ -258,7 +260,7 @@ class Launch:
         created, origin = self._clock.now(), self._origins.get(part.checkpoint.attempt)
         return Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
 
-    def start_from(self, source: Source) -> None:
+    def start_from(self, source: ResumeSource) -> None:
         """Record in the manifests from now on that the run started from another run's checkpoint.
 
         Raises:
@@ -341,7 +343,7 @@ class Launch:
 
     def clock(self) -> RankClock:
         """Return this rank's contribution to the next attempt's name."""
-        return clock([name for name in (self._current.name, self._fixed_attempt) if name])
+        return make_rank_clock([name for name in (self._current.name, self._fixed_attempt) if name])
 
     def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[RankClock]) -> None:
         """Begin another attempt after a restore, because an attempt has one origin.
@@ -363,7 +365,7 @@ class Launch:
             if self._derived:
                 self._current = current.renamed(attempt)
         else:  # an attempt that has no name yet is named at its first use, after another listing
-            name = attempt or agreed(attempts, clocks)
+            name = attempt or agreed_attempt_name(attempts, clocks)
             if origin is not None:
                 self._origins[name] = origin  # before the attempt, because a save may read both at once
             self._current = CurrentAttempt(name)

@@ -257,7 +257,7 @@ def launch_variables() -> tuple[str, tuple[str, ...]] | None:
     return launcher.rank, tuple(name for name in shared if name is not None and name in os.environ)
 
 
-def all_here() -> bool:
+def is_single_node() -> bool:
     """Whether the environment says that all ranks of this launch are on this node. Raises as `environment_ranks`."""
     detected = _detect()
     if detected is None:

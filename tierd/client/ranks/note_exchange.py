@@ -4,7 +4,7 @@
     welcome               by rank 0: the tokens of all ranks, which name the meeting
     gone                  why the meeting cannot begin: a rank has ended; only if no other launch uses the board
     <meeting>/here/<rank>       the rank has read the welcome
-    <meeting>/beat/<rank>       a sign of life (`Sign`)
+    <meeting>/beat/<rank>       a sign of life (`LifeSign`)
     <meeting>/<turn>/<rank>     the rank's message in this exchange; empty once the rank has given up
     <meeting>/<turn>/closing    by rank 0: all messages have arrived; a rank that gives up from now on waits for rank 0
     <meeting>/<turn>/all        by rank 0: all messages, or which ranks did not arrive
@@ -35,11 +35,17 @@ from typing import Any
 
 import msgspec
 
-from tierd.client.ranks.board import Board
-from tierd.client.ranks.processes import RankProcess, this_process
-from tierd.client.ranks.rendezvous import QUICK_S, Absent, Rendezvous
-from tierd.client.ranks.signs import Sign, Watch
-from tierd.client.timings import USUAL
+from tierd.client.client_timings import USUAL_TIMINGS
+from tierd.client.ranks.boards import Board
+from tierd.client.ranks.rank_processes import (
+    QUICK_S,
+    LifeSign,
+    RankProcess,
+    RanksAbsent,
+    RankWatch,
+    Rendezvous,
+    this_process,
+)
 from tierd.core.errors import StoreUnavailable, TierdError
 
 log = logging.getLogger("tierd")
@@ -68,7 +74,9 @@ class NoteExchange:
         last_s: seconds to wait for the last sign of life, so that no board call runs while the interpreter exits.
     """
 
-    def __init__(self, board: Board, rank: int, world: int, silent_s: float, last_s: float = USUAL.last_sign_s) -> None:
+    def __init__(
+        self, board: Board, rank: int, world: int, silent_s: float, last_s: float = USUAL_TIMINGS.last_sign_s
+    ) -> None:
         self._last_s = last_s
         self._board, self._rank, self._world, self.silent_s = board, rank, world, silent_s
         self._me = this_process()
@@ -138,7 +146,7 @@ class NoteExchange:
 
     def notes(self) -> tuple[Board, str]:
         """Return a board for another thread, and the prefix of this meeting's keys, which end with the meeting."""
-        return self._board.beside(), f"{self._name}/"
+        return self._board.second_connection(), f"{self._name}/"
 
     def close(self) -> None:
         """Remove this rank's notes from the board, and end the thread. A later call starts another thread.
@@ -196,13 +204,13 @@ class NoteExchange:
         while not finished.wait(1.0):
             quiet, moved = (quiet + 1 if moved == self._moved else 0), self._moved
             if quiet > self.silent_s:
-                raise StoreUnavailable(f"{self._board.what} does not answer")
+                raise StoreUnavailable(f"{self._board.description} does not answer")
         value, error = result[0]
-        if isinstance(error, Absent):
+        if isinstance(error, RanksAbsent):
             raise StoreUnavailable(str(error)) from None
         if isinstance(error, RuntimeError | OSError | msgspec.MsgspecError | zlib.error | ValueError):
             raise StoreUnavailable(
-                f"{self._board.what}: {str(error).splitlines()[0] if str(error) else error!r}"
+                f"{self._board.description}: {str(error).splitlines()[0] if str(error) else error!r}"
             ) from error
         if error is not None:
             raise error
@@ -237,7 +245,7 @@ class NoteExchange:
             return
         self._beats += 1
         with suppress(RuntimeError, OSError, TierdError):  # the other ranks notice the missing sign of life
-            sign = Sign(self._beats, bool(self._inside), self._said_count, self._ended_count)
+            sign = LifeSign(self._beats, bool(self._inside), self._said_count, self._ended_count)
             self._put(f"beat/{self._rank}", msgspec.json.encode(sign))
 
     def _put(self, key: str, value: bytes) -> None:
@@ -274,7 +282,7 @@ class NoteExchange:
         number = self._say(message)
         answer = self._answer(number, late_s) if self._rank else self._collect(number, late_s)
         if answer.why:
-            raise Absent(answer.why)
+            raise RanksAbsent(answer.why)
         return list(answer.heard)
 
     def _say(self, message: bytes) -> int:
@@ -298,10 +306,10 @@ class NoteExchange:
     def _collect(self, number: int, late_s: float) -> _All:
         """On rank 0: collect all messages and publish them, or publish which ranks did not arrive. Return that."""
         heard: dict[int, bytes] = {}
-        watch, pause_s, why = Watch(self, late_s, lambda sign: sign.said > number), QUICK_S, ""
+        watch, pause_s, why = RankWatch(self, late_s, lambda sign: sign.said > number), QUICK_S, ""
         while not why and (absent := set(range(self._world)) - heard.keys()):
             heard |= self._read_messages(number, absent)
-            why = watch.given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
+            why = watch.describe_given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
             pause_s = pause_s if why or len(heard) == self._world else self._pause(pause_s)
         if not why:
             closed = time.monotonic()
@@ -309,7 +317,7 @@ class NoteExchange:
             messages = self._read_messages(number, heard)
             why = self._gave_up({rank: messages.get(rank, b"") for rank in heard})
             if not why and time.monotonic() - closed > self.silent_s / 2:  # after `silent_s` the others give up
-                why = f"{self.name(0)} was stopped, or {self._board.what} is slow"
+                why = f"{self.name(0)} was stopped, or {self._board.description} is slow"
         answer = _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world)))
         self._publish(number, answer)
         obsolete = [f"{self._name}/{number}/{suffix}" for suffix in (*heard, "closing")]
@@ -347,28 +355,28 @@ class NoteExchange:
 
     def _answer(self, number: int, late_s: float) -> _All:
         """On any other rank: wait for the end of the exchange that rank 0 publishes, and return it."""
-        watch, pause_s = Watch(self, late_s, lambda sign: sign.ended > number), QUICK_S
+        watch, pause_s = RankWatch(self, late_s, lambda sign: sign.ended > number), QUICK_S
         why = ""
         while (published := self._get(f"{number}/all")) is None:
-            if not why and (why := watch.given_up({0})):
+            if not why and (why := watch.describe_given_up({0})):
                 self._put(f"{number}/{self._rank}", b"")
                 if self._get(f"{number}/closing") is None and self._get(f"{number}/all") is None:
-                    raise Absent(why)
-                watch = Watch(
+                    raise RanksAbsent(why)
+                watch = RankWatch(
                     self, self.silent_s, lambda sign: sign.ended > number
                 )  # rank 0 is about to decide, and may or may not have seen that this rank gave up
-            elif why and watch.given_up({0}):
-                raise Absent(why)
+            elif why and watch.describe_given_up({0}):
+                raise RanksAbsent(why)
             pause_s = self._pause(pause_s)
         if not self._board.outlives:
             self._afterwards(lambda: self._put(f"seen/{self._rank}", str(number).encode()))
         return msgspec.msgpack.decode(zlib.decompressobj().decompress(published, _LIMIT), type=_All)
 
-    def signs(self, ranks: Collection[int]) -> dict[int, Sign]:
+    def signs(self, ranks: Collection[int]) -> dict[int, LifeSign]:
         """Return each rank's last sign of life; one with number 0 if there is none."""
         notes = self._read(f"beat/{rank}" for rank in ranks)
         signs = {rank: notes.get(f"beat/{rank}") for rank in ranks}
-        return {rank: msgspec.json.decode(note, type=Sign) if note else Sign() for rank, note in signs.items()}
+        return {rank: msgspec.json.decode(note, type=LifeSign) if note else LifeSign() for rank, note in signs.items()}
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self._mates[rank]})"

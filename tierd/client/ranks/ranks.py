@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tierd.client.ranks.board import Board, DirectoryBoard, StoreBoard
+from tierd.client.ranks.boards import Board, DirectoryBoard, StoreBoard
 from tierd.client.ranks.launchers import (
-    all_here,
     environ_number,
     environment_ranks,
+    is_single_node,
     launch_name,
     rank_and_world,
     torchrun_ranks,
@@ -108,7 +108,7 @@ class Ranks:
         if spool is None or _launched() != me:
             return None
         name = launch_name()
-        if all_here():
+        if is_single_node():
             return DirectoryBoard(spool, f"{name or run}/{next(_boards)}")
         # Without a name that all ranks share, this process would wait for ranks that never arrive.
         board = tier(f"{name}/{next(_boards)}", self.world) if tier is not None and name is not None else None
@@ -117,7 +117,7 @@ class Ranks:
         return board
 
     @property
-    def talk(self) -> bool:
+    def can_communicate(self) -> bool:
         """Whether `gather` returns every rank's value."""
         return self.world == 1 or self._notes is not None
 

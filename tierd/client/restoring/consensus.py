@@ -25,7 +25,7 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, check_attempt, check_step
-from tierd.core.save_policy import Goal, check_goal
+from tierd.core.save_policy import MetricGoal, check_goal
 from tierd.core.timeline.candidates import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView
 
@@ -37,7 +37,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str | None
     everything: bool
     only: tuple[str, ...] | None = None
-    best: Goal | None = None
+    best: MetricGoal | None = None
     at_least: int | None = None
     clock: RankClock
     sight: RunView = RunView()
@@ -62,18 +62,18 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class ConsensusResult:
     """What all ranks do next: load their parts; or try the next candidate, with `corrupt` naming the corrupt parts; or,
-    if `gone`, list again.
+    if `is_gone`, list again.
     """
 
     corrupt: str = ""
-    gone: bool = False
+    is_gone: bool = False
 
     @property
-    def load(self) -> bool:
-        return not self.corrupt and not self.gone
+    def should_load(self) -> bool:
+        return not self.corrupt and not self.is_gone
 
 
-class Agreement:
+class RestoreAgreement:
     """The exchanges between a launch's ranks in one restore. Every rank makes the same calls in the same order.
 
     Ranks that cannot talk each decide by the listings of the tiers alone.
@@ -93,7 +93,7 @@ class Agreement:
         attempt: str | None,
         *,
         everything: bool = False,
-        best: Goal | None = None,
+        best: MetricGoal | None = None,
         at_least: int | None = None,
         only: Collection[str] | None = None,
     ) -> RestoreOrder:
@@ -141,7 +141,7 @@ class Agreement:
         views = [view.sight for view in rank_views]
         return restore_order(views, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
 
-    def loaded(self, checkpoint: CheckpointId, error: Exception | None) -> None:
+    def exchange_load_result(self, checkpoint: CheckpointId, error: Exception | None) -> None:
         """Exchange in one gather whether each rank has loaded the checkpoint: all ranks continue from it, or none does.
 
         Raises:
@@ -180,8 +180,8 @@ class Agreement:
                 raise StateMismatch(f"rank {rank}: {outcome.why}; nothing was loaded")
         # A rank that reads later finds a part gone that another rank has quarantined.
         if "gone" in outcome_kinds and "corrupt" not in outcome_kinds:
-            return ConsensusResult(gone=True)
-        if "corrupt" in outcome_kinds and not self._ranks.talk:
+            return ConsensusResult(is_gone=True)
+        if "corrupt" in outcome_kinds and not self._ranks.can_communicate:
             raise StoreUnavailable(
                 f"rank {self._ranks.rank}: {error}. It is quarantined, and the other ranks cannot be told without "
                 "torch.distributed: launch again, and every rank finds the checkpoint before it"

@@ -19,24 +19,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierd.client.saving import numa
-from tierd.client.saving.device_copies import cut
-from tierd.client.saving.pinning import SLICE, Pinning
+from tierd.client.saving import slots
+from tierd.client.saving.device_copies import split_copy
+from tierd.client.saving.slots import SLICE, Pinning
 from tierd.core.errors import StateMismatch
 from tierd.core.manifest import TENSORS, TREE, File, Manifest
 from tierd.spool.arena import Arena, available
 from tierd.spool.verified_reads import check_bytes, read_file
 from tierd.state import cuda
-from tierd.state.containers import SEQUENCES, paired
-from tierd.state.flatten import unflatten
 from tierd.state.kinds.dtensors import tensors_in
+from tierd.state.state_loading import unflatten
+from tierd.state.state_tree import SEQUENCES, pair_values
 
 log = logging.getLogger("tierd")
 
 _ALWAYS_ON_HOST = "step"  # torch moves an optimizer's value of this name only if a kernel reads it
 
 
-class Uploads:
+class DeviceUploads:
     """The copies of one restore. Used only by the thread that restores.
 
     Args:
@@ -78,7 +78,7 @@ class Uploads:
             return None
         try:
             self.arena = Arena(file.size)
-            numa.place(self.arena, self._device)
+            slots.place_near_device(self.arena, self._device)
         except MemoryError:
             return None
         self._size = file.size
@@ -91,7 +91,7 @@ class Uploads:
             data = read_file(path, file)
             self._saw(file, data)
             return data
-        return read_file(path, file, memory, self.verified)
+        return read_file(path, file, memory, self.copy_up_to)
 
     def check(self, arena: Arena, files: Mapping[str, memoryview], manifest: Manifest) -> None:
         """Verify files in memory, of which the tensor file is in `arena`, and copy meanwhile. Raises as
@@ -101,26 +101,26 @@ class Uploads:
         self._size = len(files[TENSORS])
         # The tree first, because it says which tensor goes to which device.
         for file in sorted(manifest.files, key=lambda file: file.path == TENSORS):
-            check_bytes(files[file.path], file, self.verified if file.path == TENSORS else lambda end: None)
+            check_bytes(files[file.path], file, self.copy_up_to if file.path == TENSORS else lambda end: None)
             self._saw(file, files[file.path])
 
-    def take(self, files: Mapping[str, memoryview], manifest: Manifest) -> None:
+    def copy_verified(self, files: Mapping[str, memoryview], manifest: Manifest) -> None:
         """Copy from files that are already verified; the tensor file is in the memory that `memory` returned."""
         for file in manifest.files:
             self._saw(file, files[file.path])
         for end in range(SLICE, self._size + SLICE, SLICE) if self.arena else ():
-            self.verified(min(end, self._size))
+            self.copy_up_to(min(end, self._size))
 
     def _saw(self, file: File, data: memoryview) -> None:
         if file.path == TREE:
             self._tree = data
             if self._verified:
-                self.verified(self._verified)
+                self.copy_up_to(self._verified)
         elif file.path == TENSORS and (self.arena is None or data.obj is not self.arena.view.obj):
             self._planned = True  # the file is in other memory after all, and nothing is copied from there
             self.arena = None
 
-    def verified(self, end: int) -> None:
+    def copy_up_to(self, end: int) -> None:
         """Begin the copies of the bytes before `end` of the tensor file, which is verified up to there."""
         self._verified = end
         if not self._planned:
@@ -128,8 +128,8 @@ class Uploads:
         if self._next == len(self._entries) or self._entries[self._next][0] >= end:
             return
         assert self._pinning is not None
-        while self._pinning.left and self._pinning.size < end:
-            self._pinning.go_on()
+        while self._pinning.has_unpinned and self._pinning.size < end:
+            self._pinning.pin_next()
         try:
             self._copy(end)
         except torch.cuda.OutOfMemoryError as error:
@@ -164,7 +164,7 @@ class Uploads:
             upto = min(view.numel(), (end - offset) // view.element_size())
             host, on_device = view.view(-1)[self._copied : upto], self._staged[offset].view(-1)[self._copied : upto]
             batch += (
-                [(where, part, device_part) for part, device_part in cut(host, on_device)]
+                [(where, part, device_part) for part, device_part in split_copy(host, on_device)]
                 if upto > self._copied
                 else []
             )
@@ -187,7 +187,7 @@ class Uploads:
 
     # -- when it was read ---------------------------------------------------------------------------------------------
 
-    def staged(self, restored: Mapping[str, object]) -> dict[int, torch.Tensor]:
+    def device_tensors(self, restored: Mapping[str, object]) -> dict[int, torch.Tensor]:
         """Return the new tensors on their devices, with restored values, by the id of the restored host tensor."""
         self._wait()
         if self.arena is None:
@@ -212,7 +212,7 @@ class Uploads:
         self._events.clear()
         if self._pinning is not None:
             # CUDA refuses a copy that spans two slices, and `load` may copy a whole tensor from here.
-            self._pinning.undo()
+            self._pinning.unpin()
             self._pinning = None
 
 
@@ -233,7 +233,7 @@ def destinations(target: Any, saved: Any) -> Iterator[tuple[torch.Tensor, torch.
     elif isinstance(target, torch.optim.Optimizer):
         yield from _of_optimizer(target, saved)
     elif any(isinstance(target, kind) and isinstance(saved, kind) for kind in (dict, SEQUENCES)):
-        for _, old, value in paired(target, saved):
+        for _, old, value in pair_values(target, saved):
             yield from destinations(old, value)
 
 

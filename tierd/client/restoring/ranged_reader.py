@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from tierd.client.restoring.progress import Fetching
+from tierd.client.restoring.part_fetch import FetchProgress
 from tierd.core.errors import (
     CorruptChunk,
     DaemonUnavailable,
@@ -28,10 +28,9 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import DRAFT_NAME, File, Manifest
-from tierd.core.manifest_codec import decode
-from tierd.core.seal import MAX_MANIFEST_SIZE
-from tierd.core.timeline.chain import check_origin
-from tierd.ipc.client import Link
+from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode
+from tierd.core.timeline.launch_chain import check_origin
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import MAX_REQUEST, Fetch
 from tierd.spool.direct_io import LARGE, PAGE, memory_for
 from tierd.spool.file_io import drop_cached, open_plain
@@ -126,7 +125,7 @@ class PartFiles(PartRanges):
         spool: Spool,
         checkpoint: CheckpointId,
         world: int,
-        link: Link | None,
+        link: DaemonConnection | None,
         alone: str,
         origins: Mapping[str, CheckpointId | None] = NO_ORIGINS,
     ) -> None:
@@ -148,7 +147,7 @@ class PartFiles(PartRanges):
             self._manifests[part] = manifest
         return self._manifests[part]
 
-    def bring(self, spans: Iterable[Span]) -> None:
+    def prefetch(self, spans: Iterable[Span]) -> None:
         """Have the daemon fetch the chunks of `spans` that the spool lacks. Raises as `read`."""
         chunks: dict[PartId, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for span in spans:
@@ -172,7 +171,7 @@ class PartFiles(PartRanges):
                 yield span, data[begin : begin + span.length]
 
     def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
-        self.bring(spans)
+        self.prefetch(spans)
         for span, data in self.read(spans):
             begin = span.offset - base
             memory[begin : begin + span.length] = data
@@ -197,7 +196,7 @@ class PartFiles(PartRanges):
         raise StoreUnavailable(f"{part} was just repaired, and reads back wrong from the spool: {local}") from local
 
     def _home(self, part: PartId) -> Path:
-        return self._spool.path(part) if self._spool.has(part) else self._spool.fetching(part)
+        return self._spool.path(part) if self._spool.has(part) else self._spool.fetch_directory(part)
 
     def _find_manifest(self, part: PartId) -> Manifest:
         local: Exception | None = None
@@ -212,7 +211,7 @@ class PartFiles(PartRanges):
         raise StoreUnavailable(f"{part}: its manifest was just brought, and cannot be read: {local}") from local
 
     def _draft(self, part: PartId) -> Manifest:
-        with os.fdopen(open_plain(self._spool.fetching(part) / DRAFT_NAME), "rb") as file:
+        with os.fdopen(open_plain(self._spool.fetch_directory(part) / DRAFT_NAME), "rb") as file:
             return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
 
     def _put_right(
@@ -256,7 +255,7 @@ class PartFiles(PartRanges):
             self._put_right(part, chunk_runs, ObjectNotFound(f"{part} is not in the spool"))
             return
         for portion in (None,) if chunk_runs is None else _portions(chunk_runs):
-            with Fetching(part) as fetching:
+            with FetchProgress(part) as fetching:
                 tier_names = self._link.ask(Fetch(part=part, wanted=portion), on_progress=fetching)["tiers"]
             self.tiers += [name for name in tier_names if name not in self.tiers]
 

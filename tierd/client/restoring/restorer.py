@@ -9,22 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tierd.client.ranks.attempts import RankClock, clock
+from tierd.client.client_timings import USUAL_TIMINGS, ClientTimings
+from tierd.client.ranks.attempts import RankClock, make_rank_clock
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.device_uploads import Uploads
-from tierd.client.restoring.entries import read_entries
+from tierd.client.restoring.device_uploads import DeviceUploads
+from tierd.client.restoring.part_source import LoadedPart, NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
-from tierd.client.restoring.search import Search, Skipped
-from tierd.client.restoring.source import LoadedPart, NodeSource
-from tierd.client.saving.handoff import HandoffClient
-from tierd.client.timings import USUAL, ClientTimings
+from tierd.client.restoring.saved_entries import read_entries
+from tierd.client.restoring.search import CandidateSearch, Skipped
+from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import SPOOL
-from tierd.core.save_policy import Goal
+from tierd.core.save_policy import MetricGoal
 from tierd.core.timeline.candidates import Candidate, own_part
-from tierd.ipc.client import Link
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Request
 from tierd.ipc.messages import RestoreFinished as ReportRestored
 from tierd.spool.arena import Arena
@@ -77,15 +77,15 @@ class VerifiedPart:
     arena: Arena | None
     clocks: Sequence[RankClock]  # of every rank, to name the attempt that continues from here
     tree: dict[str, Any] = field(default_factory=dict)
-    hold: Link | None = None  # closed by the caller when it no longer needs `directory`
+    hold: DaemonConnection | None = None  # closed by the caller when it no longer needs `directory`
 
 
-class Restorer(Search):
+class Restorer(CandidateSearch):
     """Find the newest checkpoint that every rank can verify, and read this rank's part of it.
 
     Args:
         tiers, line, keep, metrics, silent, uploads, timings: as in `NodeSource`.
-        clock, report: as in `Search`.
+        clock, report: as in `CandidateSearch`.
         only: names of entries; no byte of other entries is read.
     """
 
@@ -98,13 +98,13 @@ class Restorer(Search):
         tiers: bool,
         line: HandoffClient | None = None,
         keep: bool = True,
-        clock: Callable[[], RankClock] = lambda: clock(()),
+        clock: Callable[[], RankClock] = lambda: make_rank_clock(()),
         report: Callable[[Request], None] = lambda request: None,
         metrics: tuple[str, ...] = (),
         only: Collection[str] | None = None,
         silent: str = "",
-        uploads: Uploads | None = None,
-        timings: ClientTimings = USUAL,
+        uploads: DeviceUploads | None = None,
+        timings: ClientTimings = USUAL_TIMINGS,
     ) -> None:
         self._spool, self._keep, self._only = spool, keep, only
         self.source: NodeSource = NodeSource(
@@ -125,7 +125,7 @@ class Restorer(Search):
         step: int | None,
         attempt: str | None,
         build_tree: Callable[[VerifiedPart], dict[str, Any]] = lambda verified: {},
-        best: Goal | None = None,
+        best: MetricGoal | None = None,
         at_least: int | None = None,
     ) -> VerifiedPart | None:
         """Read the checkpoint to resume from, the same on every rank; None if the run has no checkpoint.
@@ -152,7 +152,7 @@ class Restorer(Search):
             ):
                 self._check_world(candidate)
                 verified, error, unfit = self._try(candidate, build_tree)
-                if self.settle(candidate, error, unfit=unfit).load:
+                if self.settle(candidate, error, unfit=unfit).should_load:
                     assert verified is not None
                     elapsed_s = time.monotonic() - began
                     self._report(ReportRestored(part=verified.part, place=verified.tier[:64], seconds=elapsed_s))

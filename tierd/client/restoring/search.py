@@ -13,31 +13,31 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierd.client.ranks.attempts import RankClock, clock
+from tierd.client.ranks.attempts import RankClock, make_rank_clock
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.consensus import Agreement, ConsensusResult
+from tierd.client.restoring.consensus import ConsensusResult, RestoreAgreement
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
-from tierd.core.save_policy import Goal
+from tierd.core.save_policy import MetricGoal
 from tierd.core.timeline.candidates import (
     INCOMPLETE,
     QUARANTINED,
     UNKNOWN_METRIC,
-    UNVOUCHED,
+    UNPROVEN,
     Candidate,
     RestoreOrder,
-    because,
-    not_found,
+    describe_silent,
+    not_found_error,
 )
-from tierd.core.timeline.chain import check_origin
+from tierd.core.timeline.launch_chain import check_origin
 from tierd.core.timeline.run_view import RunView
-from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FellBack, Request
+from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FallbackNotice, Request
 
 log = logging.getLogger("tierd")
 
-PRUNED = "pruned while it was read"
-GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
+REASON_PRUNED = "pruned while it was read"
+REASON_GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
 _LISTINGS = 3  # how often to list, if parts vanish between a listing and their reading
 # How often to try one checkpoint, because another node's spool may hold a right copy of what was quarantined here.
 _TRIES = 2
@@ -76,7 +76,7 @@ class Skipped:
         return f"step {self.step} (attempt {self.attempt}): {self.reason}"
 
 
-class Search:
+class CandidateSearch:
     """Yield the checkpoints of a run in the order in which a restore tries them.
 
     Args:
@@ -89,11 +89,11 @@ class Search:
         run: str,
         ranks: Ranks,
         source: RunViewSource,
-        clock: Callable[[], RankClock] = lambda: clock(()),
+        clock: Callable[[], RankClock] = lambda: make_rank_clock(()),
         report: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self._run, self._ranks, self._report, self.source = run, ranks, report, source
-        self.agreement = Agreement(ranks, run, source.run_view, clock)
+        self.agreement = RestoreAgreement(ranks, run, source.run_view, clock)
         self._passed: dict[CheckpointId, str] = {}
         self._corruptions: Counter[CheckpointId] = Counter()  # how often a copy of a part was proven corrupt
         # Checkpoints that other nodes were asked to flush, and that were not tried since.
@@ -102,11 +102,11 @@ class Search:
         self._pruned: list[CheckpointId] = []  # candidates whose parts had vanished
         self.resume = RestoreOrder((), (), (), None, (), ())  # as of the last listing
 
-    def whole(
+    def complete_candidates(
         self,
         step: int | None,
         attempt: str | None,
-        best: Goal | None = None,
+        best: MetricGoal | None = None,
         at_least: int | None = None,
         *,
         other_launches: bool = False,
@@ -127,16 +127,16 @@ class Search:
         )
 
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> ConsensusResult:
-        """Report this rank's result for `candidate` to all ranks. Raises as `Agreement.settle`."""
+        """Report this rank's result for `candidate` to all ranks. Raises as `RestoreAgreement.settle`."""
         settled = self.agreement.settle(error, unfit=unfit)
-        self._has_vanished = settled.gone
+        self._has_vanished = settled.is_gone
         if settled.corrupt:
             self._corruptions[candidate.checkpoint] += 1
             log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
             self._passed[candidate.checkpoint] = settled.corrupt
-        if settled.load and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
+        if settled.should_load and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
             reasons = tuple(str(skip)[:MAX_REASON] for skip in skipped[:MOST_REASONS])
-            self._report(FellBack(checkpoint=candidate.checkpoint, skipped=reasons))
+            self._report(FallbackNotice(checkpoint=candidate.checkpoint, skipped=reasons))
         return settled
 
     def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:
@@ -148,8 +148,8 @@ class Search:
         if resume.goal:
             unusable |= dict.fromkeys(resume.incomplete, INCOMPLETE)
         passed = {} if resume.goal else dict.fromkeys(resume.incomplete, INCOMPLETE)
-        unusable |= dict.fromkeys(resume.gone, GONE)
-        unusable |= dict.fromkeys(resume.unvouched, UNVOUCHED)
+        unusable |= dict.fromkeys(resume.missing, REASON_GONE)
+        unusable |= dict.fromkeys(resume.unproven, UNPROVEN)
         passed |= {
             checkpoint: why for checkpoint, why in unusable.items() if until is None or order(checkpoint) > order(until)
         }
@@ -159,9 +159,11 @@ class Search:
         newest = sorted(passed, key=order, reverse=True)
         return tuple(Skipped(checkpoint.step, checkpoint.attempt, passed[checkpoint]) for checkpoint in newest)
 
-    def because(self) -> str:
+    def describe_silent(self) -> str:
         """Say where and why places did not answer the last listing, to follow their names in a message."""
-        return because(self.resume, self._ranks.world, None if self._ranks.talk else self._ranks.rank)
+        return describe_silent(
+            self.resume, self._ranks.world, None if self._ranks.can_communicate else self._ranks.rank
+        )
 
     def close(self) -> None:
         self.source.close()
@@ -172,13 +174,13 @@ class Search:
         attempt: str | None,
         *,
         everything: bool,
-        best: Goal | None = None,
+        best: MetricGoal | None = None,
         at_least: int | None = None,
         only: Collection[str] | None = None,
         other_launches: bool = False,
     ) -> Iterator[Candidate]:
-        """Yield as `whole` does. Without `everything`, each rank needs only its own part, or of that part only the
-        entries in `only`.
+        """Yield as `complete_candidates` does. Without `everything`, each rank needs only its own part, or of that part
+        only the entries in `only`.
         """
         vanished = 0
         self.source.deep |= not (step is None and attempt is None and best is None)
@@ -251,7 +253,7 @@ class Search:
         checkpoint = candidate.checkpoint
         if checkpoint in self._flush_requested:
             silent = ", ".join((*self.resume.unreached, *self.resume.alone))
-            where = f", or where nobody answers: {silent}{self.because()}" if silent else ""
+            where = f", or where nobody answers: {silent}{self.describe_silent()}" if silent else ""
             raise StoreUnavailable(
                 f"{checkpoint} is complete, but rank {candidate.lacking[0]} sees no copy of what it needs: it lies in "
                 f"a node's spool alone{where}; restore again once it is flushed. Restoring an older "
@@ -266,9 +268,9 @@ class Search:
         resume = self.resume
         first = resume.candidates[0].checkpoint if resume.candidates else None
         unavailable = (
-            checkpoint for checkpoint in (*resume.quarantined, *resume.gone) if first is None or checkpoint > first
+            checkpoint for checkpoint in (*resume.quarantined, *resume.missing) if first is None or checkpoint > first
         )
-        unusable = (*resume.incomplete, *unavailable, *resume.unvouched)
+        unusable = (*resume.incomplete, *unavailable, *resume.unproven)
         newer = [checkpoint for checkpoint in unusable if checkpoint not in self._passed]
         silent = (*resume.unreached, *resume.alone)
         if newer and silent and newest:
@@ -276,15 +278,15 @@ class Search:
             # not answer.
             raise StoreUnavailable(
                 f"{max(newer)} lacks parts in the places that answered, and {', '.join(silent)} did "
-                f"not{self.because()}; restoring an older step is your decision: restore(state, step=…)"
+                f"not{self.describe_silent()}; restoring an older step is your decision: restore(state, step=…)"
             )
 
-    def _check_metric(self, best: Goal) -> None:
+    def _check_metric(self, best: MetricGoal) -> None:
         """Raise unless every place answered, because a silent place may hold a better checkpoint."""
         unreached, alone, unread = self.resume.unreached, self.resume.alone, self.resume.unread
         if unreached or alone or unread:
             manifest = f"rank 0's manifest of {unread[0]} cannot be read" if unread else ""
-            why = f"{', '.join(unreached)} did not answer{self.because()}" if unreached else manifest
+            why = f"{', '.join(unreached)} did not answer{self.describe_silent()}" if unreached else manifest
             why = f"the tiers cannot be asked: {'; '.join(alone)}" if alone else why
             raise StoreUnavailable(
                 f"run {self._run!r}: which checkpoint is the best by {best.metric!r} cannot be told: {why}. Restoring "
@@ -308,10 +310,15 @@ class Search:
         if resume.unreached:
             raise StoreUnavailable(
                 f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
-                f"{self.because()}"
+                f"{self.describe_silent()}"
             )
         skipped = self.skipped()
-        skipped += tuple(Skipped(checkpoint.step, checkpoint.attempt, PRUNED) for checkpoint in self._pruned)
-        is_specific = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
-        if is_specific or resume.branches or resume.lost or any(skip.reason != INCOMPLETE for skip in skipped):
-            raise not_found(resume, self._run, step, [str(skip) for skip in skipped], attempt)
+        skipped += tuple(Skipped(checkpoint.step, checkpoint.attempt, REASON_PRUNED) for checkpoint in self._pruned)
+        is_specific = step is not None or attempt is not None or (resume.goal is not None and resume.complete)
+        if (
+            is_specific
+            or resume.branches
+            or resume.unknown_origin
+            or any(skip.reason != INCOMPLETE for skip in skipped)
+        ):
+            raise not_found_error(resume, self._run, step, [str(skip) for skip in skipped], attempt)

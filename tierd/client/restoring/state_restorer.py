@@ -10,27 +10,26 @@ import logging
 from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any
 
-from tierd.client import timings
-from tierd.client.attachment import Attachment
-from tierd.client.disk_space import SpaceCheck
+from tierd.client import client_timings
+from tierd.client.daemon_attachment import Attachment
 from tierd.client.ranks.launch import Launch
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.device_uploads import Uploads
-from tierd.client.restoring.entries import check_written_by_save
+from tierd.client.restoring.device_uploads import DeviceUploads
 from tierd.client.restoring.restorer import Restored, Restorer, VerifiedPart
-from tierd.client.saving.handoff import HandoffClient
-from tierd.client.saving.pipeline import Pipeline
+from tierd.client.restoring.saved_entries import check_written_by_save
+from tierd.client.save_schedule import SaveSchedule
+from tierd.client.saving.save_pipeline import SavePipeline
 from tierd.client.saving.slots import device_of, estimate
+from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.client.saving.step_gate import OptimizerStepGate
-from tierd.client.schedule import Schedule
+from tierd.client.user_messages import SpaceCheck
 from tierd.core.manifest import TENSORS, TREE
-from tierd.core.save_policy import Goal
-from tierd.ipc.client import Link
+from tierd.core.save_policy import MetricGoal
+from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
-from tierd.state.fit import Fitting, check_fit, chosen
-from tierd.state.flatten import unflatten
-from tierd.state.kinds.wrapped_names import with_names_of
-from tierd.state.load import load
+from tierd.state.kinds.live_parameters import rename_like
+from tierd.state.load_check import LoadFit, check_fit, select_entries
+from tierd.state.state_loading import load_restored, unflatten
 
 log = logging.getLogger("tierd")
 
@@ -43,25 +42,25 @@ class StateRestorer:
         spool: Spool,
         ranks: Ranks,
         launch: Launch,
-        schedule: Schedule,
+        schedule: SaveSchedule,
         daemon: Attachment,
         handoff: HandoffClient | None,
         gate: OptimizerStepGate,
-        pipeline: Pipeline,
+        pipeline: SavePipeline,
         space: SpaceCheck,
     ) -> None:
         self._spool, self._ranks, self._launch, self._schedule = spool, ranks, launch, schedule
         self._daemon, self._handoff = daemon, handoff
         self._gate, self._pipeline, self._space = gate, pipeline, space
         # While this link is open, the daemon does not delete the last restored directory.
-        self._hold: Link | None = None
+        self._hold: DaemonConnection | None = None
 
     def restore(
         self,
         state: MutableMapping[str, Any] | None,
         step: int | None,
         attempt: str | None,
-        goal: Goal | None,
+        goal: MetricGoal | None,
         names: Collection[str] | None,
         at_least: int | None,
         *,
@@ -74,23 +73,23 @@ class StateRestorer:
             names: the entries to load; None loads all.
         """
         device = None if state is None or names is not None else device_of(state)
-        uploads = Uploads(state, device) if state is not None and device is not None else None
+        uploads = DeviceUploads(state, device) if state is not None and device is not None else None
         restorer = self.restorer(
             keep=state is not None, best=None if goal is None else goal.metric, only=names, uploads=uploads
         )
 
-        fitting: list[Fitting] = []  # that of the candidate which was tried last
+        fitting: list[LoadFit] = []  # that of the candidate which was tried last
 
         def build_tree(verified: VerifiedPart) -> dict[str, Any]:
             self._launch.check_given(verified.part.checkpoint, verified.attempts)
-            into = chosen({} if state is None else state, names)
+            into = select_entries({} if state is None else state, names)
             if state is None:
                 return {}
-            tree = with_names_of(into, _tree(verified)) if ignore_prefixes else _tree(verified)
+            tree = rename_like(into, _tree(verified)) if ignore_prefixes else _tree(verified)
             fitting[:] = [check_fit(into, tree)]
             return tree
 
-        self.let_go()
+        self.release_directory()
         with self._ranks.attending(), contextlib.ExitStack() as ending:
             if uploads:
                 ending.callback(uploads.close)
@@ -107,7 +106,7 @@ class StateRestorer:
             return None
         self._go_on_from(verified, state)
         if verified.unreached:
-            silent = ", ".join(verified.unreached) + restorer.because()
+            silent = ", ".join(verified.unreached) + restorer.describe_silent()
             log.warning("restored step %d; not asked for newer ones: %s", verified.manifest.step, silent)
         return Restored(
             step=verified.manifest.step,
@@ -125,7 +124,7 @@ class StateRestorer:
         keep: bool,
         best: str | None = None,
         only: Collection[str] | None = None,
-        uploads: Uploads | None = None,
+        uploads: DeviceUploads | None = None,
     ) -> Restorer:
         """Make the `Restorer`, after every earlier save has become durable or has failed."""
         self._gate.confirm()
@@ -135,19 +134,19 @@ class StateRestorer:
             self._spool,
             self._launch.run,
             self._ranks,
-            tiers=self._daemon.tiers,
+            tiers=self._daemon.has_tiers,
             line=self._handoff if keep else None,
             keep=keep,
             clock=self._launch.clock,
             report=self._daemon.report,
             metrics=tuple({name for name in (best, self._schedule.metric) if isinstance(name, str)}),
             only=only,
-            silent=self._daemon.silent,
+            silent=self._daemon.silence_reason,
             uploads=uploads,
-            timings=timings.given(),
+            timings=client_timings.current_timings(),
         )
 
-    def let_go(self) -> None:
+    def release_directory(self) -> None:
         """Let the daemon delete the last restored directory."""
         if self._hold is not None:
             self._hold.close()
@@ -158,18 +157,18 @@ class StateRestorer:
         verified: VerifiedPart,
         state: MutableMapping[str, Any] | None,
         names: Collection[str] | None,
-        fitting: Sequence[Fitting],
+        fitting: Sequence[LoadFit],
         restorer: Restorer,
-        uploads: Uploads | None = None,
+        uploads: DeviceUploads | None = None,
     ) -> None:
         """Load the verified part, then wait until every rank has loaded its part: only then may any rank continue."""
         self._launch.loading()
         failure: Exception | None = None
         try:
             if state is not None:
-                into = chosen(state, names)
-                staged = uploads.staged(verified.tree) if uploads else {}
-                load(
+                into = select_entries(state, names)
+                staged = uploads.device_tensors(verified.tree) if uploads else {}
+                load_restored(
                     into,
                     verified.tree,
                     handed_over=verified.arena is not None,
@@ -182,7 +181,7 @@ class StateRestorer:
                     state.update(into)
         except Exception as error:
             failure = error
-        restorer.agreement.loaded(verified.part.checkpoint, failure)
+        restorer.agreement.exchange_load_result(verified.part.checkpoint, failure)
 
     def _start_anew(self, state: MutableMapping[str, Any] | None, restorer: Restorer) -> None:
         """Prepare the first save of a run that has no checkpoint."""

@@ -12,21 +12,20 @@ from contextlib import suppress
 
 import torch
 
-from tierd.client.saving.pipeline import Pipeline
-from tierd.client.saving.save import Save
+from tierd.client.saving.save_jobs import Latch, Save
+from tierd.client.saving.save_pipeline import SavePipeline
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
 from tierd.client.saving.step_gate import OptimizerStepGate
-from tierd.client.saving.worker import Latch
 from tierd.core.errors import ConfigError, SaveFailed
 from tierd.core.manifest import Manifest
 from tierd.state import cuda
 from tierd.state.capture import Capture
 from tierd.state.capturer import CapturerPool
 from tierd.state.kinds.dtensors import is_dtensor, local_of
-from tierd.state.stored_dtypes import STORED_AS
-from tierd.state.tensor_file import TensorFileLayout, view
-from tierd.state.values import form_of
+from tierd.state.kinds.stored_arrays import STORED_AS
+from tierd.state.single_values import form_of
+from tierd.state.tensor_file import TensorFileLayout, tensor_view
 
 _ROOT = "dcp"
 
@@ -39,7 +38,7 @@ class ArenaCopy:
             its size, because torch would copy a slice of a larger storage before writing it.
     """
 
-    def __init__(self, staging: Staging, snapshot: Snapshot) -> None:
+    def __init__(self, staging: ArenaStaging, snapshot: Snapshot) -> None:
         self._staging, self.snapshot = staging, snapshot
         self.room: _Room | None = None
         self.tensors: list[torch.Tensor] = []
@@ -86,7 +85,7 @@ class _Room:
         memory, places = self.slot.arena.view, _places(capture, tensors)
         copies = []
         for tensor, name in zip(tensors, places, strict=True):
-            stored = view(memory, capture.layout.entries[name])
+            stored = tensor_view(memory, capture.layout.entries[name])
             dtype = tensor.dtype
             if dtype in STORED_AS:
                 stored = torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
@@ -114,12 +113,12 @@ def _places(capture: Capture, tensors: Sequence[torch.Tensor]) -> list[str]:
     return names
 
 
-class Staging:
+class ArenaStaging:
     """Copy tensors, behind training if an attached optimizer allows it. It has its own arenas, because DCP does not
     report a save that it gave up, and such a save must not block others.
     """
 
-    def __init__(self, pipeline: Pipeline, gate: OptimizerStepGate) -> None:
+    def __init__(self, pipeline: SavePipeline, gate: OptimizerStepGate) -> None:
         self._pipeline, self._gate = pipeline, gate
         self._capturers = CapturerPool()
         self._idle: list[_Room] = []
@@ -139,12 +138,12 @@ class Staging:
         dtensors = [(f"{_ROOT}/{index}", tensor) for index, tensor in enumerate(tensors) if is_dtensor(tensor)]
         capture = dataclasses.replace(capture, dtensors=dtensors)
         self._gate.report_interrupted(save.part)
-        deferred = self._gate.late(capture)
+        deferred = self._gate.deferred_tensors(capture)
         staged = ArenaCopy(self, Snapshot(save, capture, lambda: manifest, deferred, self._gate.distrust))
         snapshot = staged.snapshot
         try:
             self._pipeline.behind(lambda: self._copy(staged, tensors))
-            if snapshot.late:
+            if snapshot.deferred_names:
                 self._gate.watch(snapshot)
             snapshot.wait()
         except BaseException:
@@ -171,7 +170,7 @@ class Staging:
         try:
             room = self._idle.pop() if self._idle else _Room()
             device = next(iter(snapshot.copies.devices), None)
-            if not room.slot.fit(snapshot.capture.layout.size, device):
+            if not room.slot.reserve(snapshot.capture.layout.size, device):
                 raise MemoryError(f"no memory for {snapshot.capture.layout.size} bytes of tensors")
             staged.room = room
             staged.tensors = room.show(snapshot.capture, tensors)
@@ -181,7 +180,7 @@ class Staging:
                 raise SaveFailed(f"{snapshot.save.part}: its save was interrupted")
         except Exception as raised:
             error = raised
-        snapshot.done(error)
+        snapshot.end(error)
         staged.end(error)
 
     def _pin(self, device: torch.device) -> None:

@@ -5,9 +5,9 @@ stream may have written; a moving average is often kept on its own stream. An ev
 even after an exception. So no arena is used and no tensor is released while a device still copies.
 
 Memory is pinned in slices, and CUDA refuses a copy that lies partly in pinned memory. So a device's copies are cut at
-multiples of `GRAIN`. Other users of the bus, such as a `loss.item()`, then wait for one piece only. Small tensors that
-are adjacent in the arena are joined on the device and copied as one. An optimizer may have a counter of 4 bytes for
-each parameter, and separate copies of those would take longer than everything else.
+multiples of `COPY_PIECE_BYTES`. Other users of the bus, such as a `loss.item()`, then wait for one piece only. Small
+tensors that are adjacent in the arena are joined on the device and copied as one. An optimizer may have a counter of 4
+bytes for each parameter, and separate copies of those would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from itertools import chain
 
 import torch
 
-from tierd.client.saving.worker import Latch
+from tierd.client.saving.save_jobs import Latch
 from tierd.state import cuda
 from tierd.state.capture import Capture
 
-GRAIN = 16 << 20  # bytes, and a power of two
+COPY_PIECE_BYTES = 16 << 20  # bytes, and a power of two
 _SMALL = 64 << 10  # bytes; starting a copy of less takes longer than the copy
 _SMALL_RUN = 4  # so few small tensors are not worth joining
-_UNDER_WAY = 4  # batches of `GRAIN` bytes that are enqueued ahead of the device, so that it is never idle
+_UNDER_WAY = 4  # batches of `COPY_PIECE_BYTES` bytes that are enqueued ahead of the device, so that it is never idle
 _GLANCE_S = 0.5e-3  # between two queries of the device; a batch takes longer
 
 # The dtypes that torch can join on every device and in every version; it can copy more than these.
 _JOINED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _JOINED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
+TensorPair = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
 class DeviceCopies:
@@ -67,7 +67,7 @@ class DeviceCopies:
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
     @property
-    def are_over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether devices have finished all copies, and the reads that confirm them."""
         return self._over.is_open and not self._compared
 
@@ -124,7 +124,7 @@ class DeviceCopies:
             gently: leave gaps for other users of the bus, by enqueuing only a few batches ahead, until `hurry` is
                 called.
         """
-        groups: dict[torch.device, list[Pair]] = {}
+        groups: dict[torch.device, list[TensorPair]] = {}
         for name, tensor in tensors.items():
             device = self._api.device_of(tensor)
             if device is not None and tensor.nbytes:
@@ -146,18 +146,18 @@ class DeviceCopies:
                 side.wait_event(mark)
             self._ordered.add(device)
 
-    def _joined(self, arena: memoryview, pairs: list[Pair]) -> Iterator[Pair]:
+    def _joined(self, arena: memoryview, pairs: list[TensorPair]) -> Iterator[TensorPair]:
         """Yield the copies to make. Small sources are joined on request, in the order of the side stream."""
         base = torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr()
         for run in _runs(pairs):
             if len(run) <= _SMALL_RUN:
-                yield from chain.from_iterable(cut(*pair) for pair in run)
+                yield from chain.from_iterable(split_copy(*pair) for pair in run)
             else:
                 first, joined = run[0][0], self._api.join([source for _, source in run])
                 offset = first.data_ptr() - base
                 yield torch.frombuffer(arena, dtype=first.dtype, count=joined.numel(), offset=offset), joined
 
-    def _enqueue(self, side: torch.cuda.Stream, pairs: Iterator[Pair], *, gently: bool) -> None:
+    def _enqueue(self, side: torch.cuda.Stream, pairs: Iterator[TensorPair], *, gently: bool) -> None:
         ahead: deque[torch.cuda.Event] = deque()
         for batch in _batches(pairs):
             if gently and not self._hurry.is_open and len(ahead) == _UNDER_WAY:
@@ -189,10 +189,10 @@ class DeviceCopies:
             mark.synchronize()
 
 
-def cut(into: torch.Tensor, source: torch.Tensor) -> Iterator[Pair]:
-    """Split a copy into several, none of which crosses a multiple of `GRAIN` in `into`, which is contiguous."""
+def split_copy(into: torch.Tensor, source: torch.Tensor) -> Iterator[TensorPair]:
+    """Split a copy into several, none of which crosses a multiple of `COPY_PIECE_BYTES` in the contiguous `into`."""
     begin = into.data_ptr()
-    room = GRAIN - begin % GRAIN
+    room = COPY_PIECE_BYTES - begin % COPY_PIECE_BYTES
     if into.nbytes <= room:
         yield into, source
     elif source.is_contiguous():
@@ -200,31 +200,31 @@ def cut(into: torch.Tensor, source: torch.Tensor) -> Iterator[Pair]:
         while copied < into.numel():
             count = min(into.numel() - copied, room // into.element_size())
             yield into[copied : copied + count], source[copied : copied + count]
-            copied, room = copied + count, GRAIN
+            copied, room = copied + count, COPY_PIECE_BYTES
     else:
         row, copied = into[0].nbytes, 0
         while copied < len(into):
-            room = GRAIN - (begin + copied * row) % GRAIN
+            room = COPY_PIECE_BYTES - (begin + copied * row) % COPY_PIECE_BYTES
             count = min(len(into) - copied, room // row)
             if count:
                 yield into[copied : copied + count], source.detach()[copied : copied + count]
             else:  # a single row crosses a multiple
-                yield from cut(into[copied], source.detach()[copied])
+                yield from split_copy(into[copied], source.detach()[copied])
             copied += count or 1
 
 
-def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+def _runs(pairs: list[TensorPair]) -> Iterator[list[TensorPair]]:
     """Group the pairs, in order, that can be one copy: small, adjacent in the arena, of one dtype, and not across a
-    multiple of `GRAIN`.
+    multiple of `COPY_PIECE_BYTES`.
     """
-    run: list[Pair] = []
+    run: list[TensorPair] = []
     end = 0
     for into, source in pairs:
         begin = into.data_ptr()
         joins = into.nbytes <= _SMALL and source.dtype in _JOINED and source.is_contiguous()
         is_next = bool(run) and begin == end and source.dtype == run[0][1].dtype
         end = begin + into.nbytes
-        if joins and is_next and (end - 1) // GRAIN == run[0][0].data_ptr() // GRAIN:
+        if joins and is_next and (end - 1) // COPY_PIECE_BYTES == run[0][0].data_ptr() // COPY_PIECE_BYTES:
             run.append((into, source))
             continue
         if run:
@@ -237,14 +237,14 @@ def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
         yield run
 
 
-def _batches(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
-    """Group pairs into batches of at least `GRAIN` bytes."""
-    batch: list[Pair] = []
+def _batches(pairs: Iterator[TensorPair]) -> Iterator[list[TensorPair]]:
+    """Group pairs into batches of at least `COPY_PIECE_BYTES` bytes."""
+    batch: list[TensorPair] = []
     size = 0
     for pair in pairs:
         batch.append(pair)
         size += pair[0].nbytes
-        if size >= GRAIN:
+        if size >= COPY_PIECE_BYTES:
             yield batch
             batch, size = [], 0
     if batch:

@@ -1,27 +1,156 @@
-"""A slot: an arena with a tensor file's layout over it, so that a save only has to copy.
+"""A slot: an arena with a tensor file's layout over it, on the NUMA node of the rank's GPU, and pinned for it.
 
-Invariant: a slot belongs to one snapshot until that snapshot is durable. Its arena is reused from save to save, and
-never exceeds the available memory: a state that does not fit is streamed through a small arena.
+A save then only has to copy. A copy to another socket would share the link between the sockets with all other traffic.
+A registration with CUDA (pinning) takes locks that training's kernel launches need as well, so it is done in slices,
+and saves run first. A copy into a slice that is not pinned yet is correct, but slower.
+
+Invariants:
+
+- A slot belongs to one snapshot until that snapshot is durable. Its arena is reused from save to save, and never
+  exceeds the available memory: a state that does not fit is streamed through a small arena.
+- Every registration of an arena is undone before the arena's memory is unmapped, whichever code releases it last.
+  Otherwise a device could write through the old registration into pages that nobody owns. The next arena, which often
+  gets the same address, would keep its earlier content: wrong bytes, digested as if they were right.
+- The NUMA node is only a preference. It has no effect if the node is full, unknown or the only one, if the kernel
+  refuses, or if the process was started with its own memory policy (`numactl`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
+import os
+import platform
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from pathlib import Path
 
 import torch
 
-from tierd.client.saving import numa
-from tierd.client.saving.pinning import Pinning
+from tierd.client.saving.device_copies import COPY_PIECE_BYTES
+from tierd.core.numa import node_near_device
 from tierd.spool.arena import Arena, available
+from tierd.spool.direct_io import PAGE
 from tierd.state import cuda
-from tierd.state.containers import leaves
-from tierd.state.kinds.dtensors import held_by, local_of, tensors_in
-from tierd.state.tensor_file import Targets, TensorFileLayout, targets
-from tierd.state.uncollected import uncollected
+from tierd.state.kinds.dtensors import local_of, tensors_held_by, tensors_in
+from tierd.state.state_tree import leaves, pause_collection
+from tierd.state.tensor_file import Targets, TensorFileLayout, target_views
 
 log = logging.getLogger("tierd")
+
+SYSFS = Path("/sys")
+
+_PREFERRED = 1  # MPOL_PREFERRED of <linux/mempolicy.h>; 0 is the default, without a policy
+# The system calls mbind(2) and get_mempolicy(2), for which the C library has no functions.
+_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}
+_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)  # bits
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+
+
+def place_near_device(arena: Arena, device: torch.device) -> None:
+    """Prefer a device's NUMA node for the pages of an arena that are not allocated yet. Raises nothing.
+
+    The kernel keeps the preference with the shared memory itself. So it holds for any thread that touches a page first,
+    such as the thread that reads a file into it.
+    """
+    try:
+        if (address := cuda.api.pci_address(device)) is None:
+            return
+        node = node_near_device(
+            (SYSFS / "bus/pci/devices" / address / "numa_node").read_text(),
+            (SYSFS / "devices/system/node/has_memory").read_text(),
+            (SYSFS / "devices/system/node/has_cpu").read_text(),
+        )
+        if node is not None and not kernel.has_policy():
+            kernel.prefer(torch.frombuffer(arena.view, dtype=torch.uint8, count=1).data_ptr(), arena.size, node)
+            log.debug("an arena of %d bytes: memory of NUMA node %d is preferred, beside %s", arena.size, node, device)
+    except (OSError, ValueError, RuntimeError) as error:
+        # The files are missing, the container may not ask, or CUDA failed.
+        log.debug("an arena of %d bytes lies on any NUMA node: %s", arena.size, error)
+
+
+class Kernel:
+    """The two system calls; both raise `OSError`."""
+
+    def has_policy(self) -> bool:
+        """Whether this thread has a memory policy, set by `numactl` for example."""
+        mode = ctypes.c_int()
+        self._call(1, ctypes.byref(mode), None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
+        return mode.value != 0
+
+    def prefer(self, address: int, size: int, node: int) -> None:
+        """Make the kernel take the pages at `address` (page-aligned) from a node if the node has free ones."""
+        mask = (ctypes.c_ulong * (node // _WORD + 1))()
+        mask[node // _WORD] = 1 << node % _WORD
+        bits = ctypes.c_ulong(len(mask) * _WORD + 1)  # the kernel ignores the last bit
+        self._call(
+            0, ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_long(_PREFERRED), mask, bits, ctypes.c_long(0)
+        )
+
+    def _call(self, which: int, *arguments: object) -> None:
+        numbers = _NUMBERS.get(platform.machine())
+        if numbers is None:
+            raise OSError(errno.ENOSYS, f"no number is known for it on {platform.machine()}")
+        if _syscall(ctypes.c_long(numbers[which]), *arguments):
+            raise OSError(ctypes.get_errno(), ("mbind", "get_mempolicy")[which])
+
+
+kernel = Kernel()
+
+
+SLICE = 4 * COPY_PIECE_BYTES  # bytes; a multiple of `COPY_PIECE_BYTES`, so that no copy lies in two slices
+
+
+class Pinning:
+    """CUDA's registrations of the first `size` bytes of an arena. Only the thread that has the arena's slot may use it.
+
+    Attributes:
+        size: bytes that are pinned.
+        device: the device in whose context they were registered; the memory is pinned for all devices.
+    """
+
+    def __init__(self, arena: Arena, size: int, device: torch.device) -> None:
+        self.size = 0
+        self.device = device
+        self._api = cuda.api
+        self._pid = os.getpid()
+        self._next = torch.frombuffer(arena.view, dtype=torch.uint8, count=1).data_ptr()
+        self._end = self._next + -(-size // PAGE) * PAGE
+        self._registered: list[int] = []
+        arena.before_unmapping = self.unpin
+
+    @property
+    def has_unpinned(self) -> bool:
+        """Whether a slice is left that can be pinned."""
+        return self._next < self._end
+
+    def pin_next(self) -> None:
+        """Pin the next slice. If CUDA refuses one, it would refuse the others, so they are not tried."""
+        begin = self._next
+        end = min(self._end, begin - begin % SLICE + SLICE)
+        if failed := self._api.register(begin, end - begin, self.device):
+            self._next = self._end
+            self._api.say_once(
+                f"CUDA does not pin memory (error {failed}): copies into {self._end - begin} bytes of an arena will be "
+                "slower, and take the time of the thread that copies"
+            )
+            return
+        self._registered.append(begin)
+        self.size += end - begin
+        self._next = end
+
+    def unpin(self) -> None:
+        """Undo all registrations. Any thread may call this, even during garbage collection."""
+        registered, self._registered, self.size, self._next = self._registered, [], 0, self._end
+        # CUDA does not work in a forked child or at the interpreter's end.
+        if os.getpid() != self._pid or sys.is_finalizing():
+            return
+        for address in registered:
+            self._api.unregister(address, self.device)
+
 
 _SPARE = 1 << 20  # bytes that are worth returning to the system
 _GROWTH = 16  # an arena that was too small is made larger than needed by 1/16
@@ -42,11 +171,11 @@ class Slot:
         self._streams = False  # the last state fitted into no arena
         self._device: torch.device | None = None  # the device that copies into the arena
 
-    def has(self, size: int) -> bool:
+    def has_room(self, size: int) -> bool:
         """Whether memory for `size` bytes is already there and touched. Any thread may ask."""
         return self.arena is not None and not self.arena.shared and self._backed >= size
 
-    def fit(self, size: int, device: torch.device | None = None) -> bool:
+    def reserve(self, size: int, device: torch.device | None = None) -> bool:
         """Prepare touched memory for `size` bytes; return whether there is enough. If not, the arena is a small one.
 
         Args:
@@ -102,7 +231,7 @@ class Slot:
     def _new_arena(self, size: int) -> Arena:
         arena = Arena(size)
         if self._device is not None:
-            numa.place(arena, self._device)
+            place_near_device(arena, self._device)
         return arena
 
     def adopt(self, arena: Arena) -> None:
@@ -121,8 +250,8 @@ class Slot:
         """Return the tensors of `layout` in the arena; the same object as long as the layout is the same."""
         assert self.arena is not None
         if self._layout is not layout:
-            with uncollected():
-                self._targets = targets(layout, self.arena.view)
+            with pause_collection():
+                self._targets = target_views(layout, self.arena.view)
             self._layout = layout
         elif self._backed - layout.size >= _SPARE and not self.pinned:
             # At the second save of one structure, an optimizer has all of its state. Memory that a device writes to is
@@ -142,9 +271,9 @@ class Slot:
             return False
         if self._pinning is None:
             self._pinning = Pinning(self.arena, self._backed, device)
-        if self._pinning.left:
-            self._pinning.go_on()
-        return self._pinning.left
+        if self._pinning.has_unpinned:
+            self._pinning.pin_next()
+        return self._pinning.has_unpinned
 
     @property
     def pinned(self) -> int:
@@ -153,7 +282,7 @@ class Slot:
 
     def _unpin(self) -> None:
         if self._pinning is not None:
-            self._pinning.undo()
+            self._pinning.unpin()
             self._pinning = None
 
 
@@ -166,7 +295,7 @@ def estimate(state: Mapping[str, object]) -> int:
     for value in leaves(state):
         tensors: Iterable[torch.Tensor] = ()
         if isinstance(value, torch.nn.Module):
-            tensors = chain.from_iterable(map(held_by, chain(value.parameters(), value.buffers())))
+            tensors = chain.from_iterable(map(tensors_held_by, chain(value.parameters(), value.buffers())))
         elif isinstance(value, torch.optim.Optimizer):
             tensors = tensors_in(value.state)
             if not value.state:
@@ -175,7 +304,7 @@ def estimate(state: Mapping[str, object]) -> int:
                 )
                 extra += _moments(value.defaults) * trainable_bytes
         elif isinstance(value, torch.Tensor):
-            tensors = held_by(value)
+            tensors = tensors_held_by(value)
         sizes |= {tensor.data_ptr() if not tensor.is_meta else id(tensor): tensor.nbytes for tensor in tensors}
     return sum(sizes.values()) + extra + _HEADER
 

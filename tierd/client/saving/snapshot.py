@@ -20,13 +20,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from tierd.client.client_timings import USUAL_TIMINGS, ClientTimings
 from tierd.client.saving.device_copies import DeviceCopies
-from tierd.client.saving.interpreter_lock import give_way
-from tierd.client.saving.sampling import DeferredTensors, TensorSample
-from tierd.client.saving.save import Save
+from tierd.client.saving.save_jobs import Latch, Save, give_way
 from tierd.client.saving.slots import Slot
-from tierd.client.saving.worker import Latch
-from tierd.client.timings import USUAL, ClientTimings
+from tierd.client.saving.write_sampling import DeferredTensors, TensorSample
 from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 from tierd.state import cuda
@@ -57,14 +55,14 @@ class Snapshot:
         manifest: Callable[[], Manifest],
         deferred: DeferredTensors,
         torn: Callable[[list[str]], None] = lambda names: None,
-        timings: ClientTimings = USUAL,
+        timings: ClientTimings = USUAL_TIMINGS,
     ) -> None:
         self.save, self._timings = save, timings
         self._make_manifest = manifest
         self.capture = capture
-        self.late, self._deferred = deferred.names, deferred
+        self.deferred_names, self._deferred = deferred.names, deferred
         self.tree = b""
-        self.asked = time.perf_counter()
+        self.asked_at_s = time.perf_counter()
         self._witness: _Witness | None = _Witness(capture, deferred)
         self._thread = threading.get_ident()
         self._torn = torn
@@ -100,7 +98,7 @@ class Snapshot:
             self.tree = self._encoded_tree()
 
     def _encoded_tree(self) -> bytes:
-        return self.capture.tree(give_way) if self.late else self.capture.tree()
+        return self.capture.tree(give_way) if self.deferred_names else self.capture.tree()
 
     def copy_little(self) -> bool:
         """If the tensors to copy before `save` returns are few, copy them here and now; return whether. `save` then
@@ -129,12 +127,12 @@ class Snapshot:
         return self._fate.setdefault(None, "given up") == "given up"
 
     @property
-    def copied(self) -> bool:
+    def is_copied(self) -> bool:
         """Whether the host has finished copying."""
         return self._copied.is_open
 
     @property
-    def returned(self) -> bool:
+    def is_released(self) -> bool:
         """Whether training may continue."""
         return self._returns.is_open
 
@@ -143,12 +141,12 @@ class Snapshot:
         work waits for the device's copies. The copies are compared with the tensors' present values, so earlier writes
         by the calling thread show.
         """
-        if not self.late:
+        if not self.deferred_names:
             return
         self.copies.hurry()
         self._copied.wait()
         self.copies.hold_current()  # the device runs later work of this thread after the copy
-        witness, into = self._witness, self._into  # `done` clears both, in the reverse order
+        witness, into = self._witness, self._into  # `end` clears both, in the reverse order
         if not self._verdict and witness is not None and into is not None:
             changed = witness.compare(into, cuda.api.current_stream)
             self.copies.note_reads()  # before the verdict, after which the thread that copies may end the snapshot
@@ -156,7 +154,7 @@ class Snapshot:
         if not self.copies and self._is_encoded_soon:  # a crash in the next step must not lose the copy
             self._passed_on.wait()
 
-    def reached(self, timeout: float | None) -> None:
+    def confirm_if_copied(self, timeout: float | None) -> None:
         """Call `confirm` if the copy is done within `timeout` seconds and this is the thread that called `save`.
         Another thread cannot know which writes that thread has begun.
         """
@@ -180,17 +178,17 @@ class Snapshot:
         self._arena = slot.image(self.capture.layout)
         self.copies.enter()
         try:
-            self._begin(into, [name for name in into if name not in self.late])
-            if self.late and not self._returns.is_open:
+            self._begin(into, [name for name in into if name not in self.deferred_names])
+            if self.deferred_names and not self._returns.is_open:
                 self._returns.open()
                 time.sleep(_YIELD)  # otherwise the training thread would wait for the interpreter's lock
-            if self.late:  # late tensors before the encoding, because a step waits for them
-                self._begin(into, [name for name in into if name in self.late])
+            if self.deferred_names:  # late tensors before the encoding, because a step waits for them
+                self._begin(into, [name for name in into if name in self.deferred_names])
                 self._is_encoded_soon = self.capture.is_encoded_soon()
                 self._copied.open()  # a device's next work waits by itself
             self.encode()
-            if self.late:
-                self._deferred.draw()
+            if self.deferred_names:
+                self._deferred.draw_ahead()
         finally:  # refused or not, a device may still write into the slot
             self.copies.synchronize()
 
@@ -200,7 +198,7 @@ class Snapshot:
         Raises:
             TornSnapshot: something other than an attached optimizer has changed a tensor since `save`.
         """
-        if not self.late or self._fate:
+        if not self.deferred_names or self._fate:
             return
         assert self._into is not None
         end = time.monotonic() + self._timings.overlapped_s
@@ -226,7 +224,7 @@ class Snapshot:
         self.copies.enter()
         self.copies.catch_up()
 
-    def done(self, error: Exception | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         """End the snapshot, with the error if it failed: nobody needs to wait for it any more. Its tensors are
         released, because some may exist only for this save, and persisting takes long.
         """
@@ -244,7 +242,7 @@ class Snapshot:
         tensors = self.capture.tensors
         if self.copies:  # first, because device copies run concurrently with the host's
             assert self._arena is not None
-            self.copies.begin(self._arena, into, {name: tensors[name] for name in names}, gently=self.returned)
+            self.copies.begin(self._arena, into, {name: tensors[name] for name in names}, gently=self.is_released)
             names = [name for name in names if cuda.api.device_of(tensors[name]) is None]
         if names:
             with torch.no_grad():
@@ -259,7 +257,7 @@ class _Witness:
     """The state of the late tensors when `save` was called."""
 
     def __init__(self, capture: Capture, deferred: DeferredTensors) -> None:
-        self._deferred, self._tensors = deferred, deferred.of(capture.tensors)
+        self._deferred, self._tensors = deferred, deferred.select(capture.tensors)
         self._versions = _versions(self._tensors)
         # An in-place write to a DTensor raises its own counter, not its local shard's.
         self._dtensors = [(name, tensor) for name, tensor in capture.dtensors if name in deferred.names]

@@ -23,14 +23,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from tierd.client.saving.device_copies import DeviceCopies
-from tierd.client.saving.interpreter_lock import short_switches
-from tierd.client.saving.sampling import NONE, DeferredTensors
-from tierd.client.saving.save import Stats
+from tierd.client.saving.save_jobs import Stats, short_switches
 from tierd.client.saving.snapshot import Snapshot
+from tierd.client.saving.write_sampling import NONE_DEFERRED, DeferredTensors
 from tierd.core.errors import ConfigError
 from tierd.core.ids import PartId
 from tierd.state.capture import Capture
-from tierd.state.kinds.optimizers import owned, place
+from tierd.state.kinds.live_parameters import address_and_size, optimizer_tensors
 
 log = logging.getLogger("tierd")
 _gates: weakref.WeakSet[OptimizerStepGate] = weakref.WeakSet()
@@ -53,7 +52,7 @@ class OptimizerStepGate:
         self._pending: list[Snapshot] = []
         self._on_devices: list[DeviceCopies] = []  # copies that may still run; each optimizer may have its own streams
         # The late tensors, and what they depend on: one pair, because threads that save at once replace it.
-        self._cached_deferred: tuple[tuple[object, ...], DeferredTensors] = (), NONE
+        self._cached_deferred: tuple[tuple[object, ...], DeferredTensors] = (), NONE_DEFERRED
         self._shared_names: frozenset[str] = frozenset()  # names of tensors that something else changes as well
         _gates.add(self)
 
@@ -64,19 +63,19 @@ class OptimizerStepGate:
             if optimizer not in self._optimizers:
                 before = optimizer.register_step_pre_hook(self._before_step)
                 self._optimizers[optimizer] = [before, optimizer.register_step_post_hook(self._after_step)]
-        self._cached_deferred = (), NONE
+        self._cached_deferred = (), NONE_DEFERRED
 
     def detach(self) -> None:
         """Detach every optimizer, after waiting for a running copy."""
         self.confirm()
         for handle in itertools.chain.from_iterable(self._optimizers.values()):
             handle.remove()
-        self._optimizers, self._cached_deferred = {}, ((), NONE)
+        self._optimizers, self._cached_deferred = {}, ((), NONE_DEFERRED)
 
-    def late(self, capture: Capture) -> DeferredTensors:
+    def deferred_tensors(self, capture: Capture) -> DeferredTensors:
         """Return the tensors in `capture` that only attached optimizers change."""
         if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
-            return NONE
+            return NONE_DEFERRED
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
         signature = (capture.steady, tuple(sizes), self._shared_names)
         before, deferred = self._cached_deferred
@@ -111,7 +110,9 @@ class OptimizerStepGate:
         return interrupted
 
     def _governed(self, capture: Capture) -> frozenset[str]:
-        owned_places = {place(tensor) for optimizer in self._optimizers for tensor in owned(optimizer)}
+        owned_places = {
+            address_and_size(tensor) for optimizer in self._optimizers for tensor in optimizer_tensors(optimizer)
+        }
         candidates, shared = {}, set()
         for name, tensor in capture.tensors.items():
             memory = tensor.untyped_storage().data_ptr()
@@ -119,7 +120,7 @@ class OptimizerStepGate:
                 name not in capture.restless
                 and name not in self._shared_names
                 and tensor.nbytes
-                and place(tensor) in owned_places
+                and address_and_size(tensor) in owned_places
             ):
                 candidates[name] = memory
             else:
@@ -149,7 +150,7 @@ class OptimizerStepGate:
         if not self._pending:
             return
         with short_switches:
-            while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
+            while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.is_copied):
                 snapshot.confirm()
                 with suppress(ValueError):
                     self._pending.remove(snapshot)
@@ -172,7 +173,7 @@ class OptimizerStepGate:
         once for all optimizers; but each may have its own stream, and only a stream that was given the event waits.
         """
         for copies in list(self._on_devices):  # a signal handler may save, and add one
-            if copies.are_over:
+            if copies.is_complete:
                 with suppress(ValueError):
                     self._on_devices.remove(copies)
             else:

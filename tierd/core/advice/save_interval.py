@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 from tierd.core.errors import ConfigError
 
-FACTORS = (0.25, 0.5, 2.0, 4.0)  # the other displayed intervals, as multiples of the recommended one
+SHOWN_FACTORS = (0.25, 0.5, 2.0, 4.0)  # the other displayed intervals, as multiples of the recommended one
 _GRIDS = (400, *(12 * [16]))  # intervals to try between two bounds, then between the neighbours of the best, and so on
 _COPIES = 1000  # terms of the second level's sum; later terms are replaced by their mean
 _NOTHING = 1e-4  # goodput below which no interval is recommended
@@ -248,7 +248,7 @@ def _numbers() -> Iterator[float]:
         yield (state + 0.5) / (1 << 64)
 
 
-def choice(interval: float, costs: Costs, steps: int | None = None) -> IntervalChoice:
+def evaluate_interval(interval: float, costs: Costs, steps: int | None = None) -> IntervalChoice:
     """The shares of time with one interval. Training has (1 - e^(-T/M)) / (1 - e^(-P/M)) of the time not restarting."""
     period = costs.period_s(interval)
     up = math.exp(-costs.restart_s / costs.mtbf_s)
@@ -257,7 +257,7 @@ def choice(interval: float, costs: Costs, steps: int | None = None) -> IntervalC
     return IntervalChoice(interval, steps, period - interval, kept, up - training, max(0.0, training - kept), 1 - up)
 
 
-def optimum(costs: Costs) -> float:
+def best_interval(costs: Costs) -> float:
     """The interval with the best goodput.
 
     With one level G has a single peak, at T <= M. With two levels G can have two peaks, so the first grid is fine. A
@@ -286,17 +286,17 @@ def advise(costs: Costs, step_time: float | None = None, every: int | None = Non
     Raises:
         ConfigError: no interval keeps more than 0.01 % of the time.
     """
-    best, yours = optimum(costs), None
+    best, yours = best_interval(costs), None
     if step_time is None:
-        recommended = choice(best, costs)
-        others = [choice(best * factor, costs) for factor in FACTORS]
+        recommended = evaluate_interval(best, costs)
+        others = [evaluate_interval(best * factor, costs) for factor in SHOWN_FACTORS]
     else:
         neighbours = {max(1, math.floor(best / step_time)), max(1, math.ceil(best / step_time))}
         count = max(neighbours, key=lambda steps: goodput(steps * step_time, costs, smooth=True))
-        recommended = choice(count * step_time, costs, count)
-        counts = [round(count * factor) for factor in FACTORS]
-        others = [choice(steps * step_time, costs, steps) for steps in counts if steps]
-        yours = None if every is None else choice(every * step_time, costs, every)
+        recommended = evaluate_interval(count * step_time, costs, count)
+        counts = [round(count * factor) for factor in SHOWN_FACTORS]
+        others = [evaluate_interval(steps * step_time, costs, steps) for steps in counts if steps]
+        yours = None if every is None else evaluate_interval(every * step_time, costs, every)
     if recommended.goodput < _NOTHING:
         raise ConfigError(_hopeless(costs, step_time))
     bandwidth_bound = best + costs.blocked_s <= costs.durable_s * (1 + 1e-6)

@@ -312,7 +312,7 @@ def in_units(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def worst(findings: Iterable[Finding]) -> Severity:
+def worst_severity(findings: Iterable[Finding]) -> Severity:
     """The severity of a whole examination: `error`, `warning` or `ok`; notes and unknown findings count as `ok`."""
     severities = {entry.severity for entry in findings}
     return "error" if "error" in severities else "warning" if "warning" in severities else "ok"

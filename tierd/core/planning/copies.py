@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from tierd.core.errors import TierdError
-from tierd.core.ids import CheckpointId, PartId, in_order
+from tierd.core.ids import CheckpointId, PartId, checkpoint_order
 from tierd.core.manifest import Manifest
 
 
@@ -88,7 +88,7 @@ class CheckpointCopy:
         return (PartId(self.id, rank, world) for rank, world in pairs)
 
     @property
-    def lowest(self) -> PartId:
+    def lowest_part(self) -> PartId:
         """The part that gives the checkpoint's metadata: its time of creation, its metrics and its attempt's origin."""
         rank, world = min((min(ranks), world) for world, ranks in self.ranks.items() if ranks)
         return PartId(self.id, rank, world)
@@ -98,12 +98,12 @@ class CheckpointCopy:
         return {}
 
     @cached_property
-    def spoken(self) -> ManifestFacts | None:
+    def metadata_facts(self) -> ManifestFacts | None:
         """The facts that give the checkpoint's metadata: those of the lowest rank whose manifest was read."""
         return self.facts[min(self.facts, key=lambda part: (part.rank, part.world))] if self.facts else None
 
     @cached_property
-    def sound(self) -> Mapping[int, frozenset[int]]:
+    def sound_ranks(self) -> Mapping[int, frozenset[int]]:
         """`ranks` without the parts that are known to be unusable."""
         if not self.defects:
             return self.ranks
@@ -118,75 +118,75 @@ class CheckpointCopy:
         return is_complete(self.ranks)
 
     @cached_property
-    def whole(self) -> bool:
+    def is_whole_by_manifest(self) -> bool:
         """Whether the copy is complete and every manifest was read and is usable."""
         return self.complete and not self.defects and all(part in self.facts for part in self.parts())
 
     @cached_property
     def usable(self) -> bool:
         """Whether the copy is complete without the parts that are known to be unusable."""
-        return is_complete(self.sound)
+        return is_complete(self.sound_ranks)
 
 
 class RunCopies:
     """One place's copies of one run, with cached values that are derived from them."""
 
     def __init__(self, copies: Mapping[CheckpointId, CheckpointCopy]) -> None:
-        self.seen = copies
+        self.copies = copies
 
     @cached_property
-    def whole(self) -> list[CheckpointId]:
+    def usable(self) -> list[CheckpointId]:
         """The usable checkpoints, oldest first."""
-        return sorted((checkpoint for checkpoint, copy in self.seen.items() if copy.usable), key=in_order)
+        return sorted((checkpoint for checkpoint, copy in self.copies.items() if copy.usable), key=checkpoint_order)
 
     @cached_property
-    def halves(self) -> list[CheckpointCopy]:
+    def unusable(self) -> list[CheckpointCopy]:
         """The copies that are not usable."""
-        return [copy for copy in self.seen.values() if not copy.usable]
+        return [copy for copy in self.copies.values() if not copy.usable]
 
     @cached_property
     def newest(self) -> CheckpointId | None:
         """The newest checkpoint, usable or not."""
-        return max(self.seen, key=in_order, default=None)
+        return max(self.copies, key=checkpoint_order, default=None)
 
     @cached_property
     def newest_of_each(self) -> list[CheckpointId]:
         """The newest checkpoint of each attempt, usable or not."""
         newest: dict[str, CheckpointId] = {}
-        for checkpoint in self.seen:
+        for checkpoint in self.copies:
             if checkpoint.attempt not in newest or newest[checkpoint.attempt].step < checkpoint.step:
                 newest[checkpoint.attempt] = checkpoint
         return list(newest.values())
 
     @cached_property
-    def newest_whole(self) -> list[CheckpointId]:
+    def newest_usable(self) -> list[CheckpointId]:
         """The newest usable checkpoint of each attempt."""
-        return list({checkpoint.attempt: checkpoint for checkpoint in self.whole}.values())
+        return list({checkpoint.attempt: checkpoint for checkpoint in self.usable}.values())
 
     @cached_property
     def ranks(self) -> frozenset[int]:
         """The ranks of which any checkpoint has a part."""
-        return frozenset[int]().union(*{ranks for copy in self.seen.values() for ranks in copy.ranks.values()})
+        return frozenset[int]().union(*{ranks for copy in self.copies.values() for ranks in copy.ranks.values()})
 
     @cached_property
     def attempts(self) -> frozenset[str]:
-        return frozenset(checkpoint.attempt for checkpoint in self.seen)
+        return frozenset(checkpoint.attempt for checkpoint in self.copies)
 
     @cached_property
-    def led(self) -> frozenset[str]:
+    def attempts_with_rank_0(self) -> frozenset[str]:
         """The attempts of which this place has a part of rank 0."""
         attempts: set[str] = set()
-        for checkpoint, copy in self.seen.items():
+        for checkpoint, copy in self.copies.items():
             if checkpoint.attempt not in attempts and any(0 in ranks for ranks in copy.ranks.values()):
                 attempts.add(checkpoint.attempt)
         return frozenset(attempts)
 
     @cached_property
-    def made(self) -> dict[str, float]:
+    def newest_times(self) -> dict[str, float]:
         """By attempt, the time when its newest checkpoint was made; seconds since 1970 by the clock of its node."""
         newest_times: dict[str, datetime] = {}
-        for checkpoint, copy in self.seen.items():
-            if facts := copy.spoken:
+        for checkpoint, copy in self.copies.items():
+            if facts := copy.metadata_facts:
                 latest = newest_times.get(checkpoint.attempt)
                 newest_times[checkpoint.attempt] = facts.created if latest is None or facts.created > latest else latest
         return {attempt: max(created.timestamp(), 0.0) for attempt, created in newest_times.items()}
@@ -194,14 +194,14 @@ class RunCopies:
     @cached_property
     def bases(self) -> frozenset[CheckpointId]:
         """The other checkpoints whose chunks the manifests that were read name."""
-        return frozenset().union(*{facts.bases for copy in self.seen.values() for facts in copy.facts.values()})
+        return frozenset().union(*{facts.bases for copy in self.copies.values() for facts in copy.facts.values()})
 
     @cached_property
     def origins(self) -> dict[str, CheckpointId | None]:
         """The checkpoint that each attempt resumed from, if a manifest of it was read. All manifests of one attempt
         name the same origin."""
         origins: dict[str, CheckpointId | None] = {}
-        for checkpoint, copy in reversed(list(self.seen.items())):
+        for checkpoint, copy in reversed(list(self.copies.items())):
             if checkpoint.attempt not in origins and copy.facts:
                 origins[checkpoint.attempt] = copy.origin
         return dict(reversed(origins.items()))
@@ -210,7 +210,7 @@ class RunCopies:
 NO_COPIES = RunCopies({})
 
 
-def differing(
+def changed_checkpoints(
     before: Mapping[CheckpointId, CheckpointCopy], now: Mapping[CheckpointId, CheckpointCopy]
 ) -> set[CheckpointId]:
     """The checkpoints whose copies differ between two observations of a place.
@@ -233,7 +233,7 @@ def differing(
     )
 
 
-def union(*rank_maps: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
+def union_ranks(*rank_maps: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
     """By world size, the ranks that have a part in any of these places."""
     merged: dict[int, frozenset[int]] = {}
     for ranks in rank_maps:

@@ -19,35 +19,32 @@ from typing import cast
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.copies import CheckpointCopy, differing, is_complete, union
-from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.janitor import fills
+from tierd.core.planning.copies import CheckpointCopy, changed_checkpoints, is_complete, union_ranks
+from tierd.core.planning.inventory import KEEP_EVERYTHING, Inventory, fills_tier, policy_for, unknown_policy_reason
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.retention.ages import Ages
-from tierd.core.retention.policies import EVERYTHING, policy_for, unknown
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.ranking import CheckpointInfo, Ranking
-from tierd.core.timeline.launches import live_launches
+from tierd.core.retention.ranking import Ages, CheckpointInfo, Ranking
+from tierd.core.timeline.concurrent_launches import live_launches
 
 
 @dataclass(frozen=True, slots=True)
-class WantedCheckpoints:
-    """The checkpoints that a place wants. `is_for_good` says whether the place wants one however many newer follow."""
+class DemandedCheckpoints:
+    """The checkpoints that a place wants. `is_permanent` says whether the place wants one however many newer follow."""
 
     ids: frozenset[CheckpointId]
-    is_for_good: Callable[[CheckpointId], bool]
+    is_permanent: Callable[[CheckpointId], bool]
 
-    def __or__(self, preferred: WantedCheckpoints) -> WantedCheckpoints:
+    def __or__(self, preferred: DemandedCheckpoints) -> DemandedCheckpoints:
         """The checkpoints that either wants. Where both want one, `preferred` decides whether it is wanted for good."""
 
         def is_permanent(checkpoint: CheckpointId) -> bool:
-            return preferred.is_for_good(checkpoint) if checkpoint in preferred.ids else self.is_for_good(checkpoint)
+            return preferred.is_permanent(checkpoint) if checkpoint in preferred.ids else self.is_permanent(checkpoint)
 
-        return WantedCheckpoints(self.ids | preferred.ids, is_permanent)
+        return DemandedCheckpoints(self.ids | preferred.ids, is_permanent)
 
-    def __and__(self, checkpoints: Collection[CheckpointId]) -> WantedCheckpoints:
+    def __and__(self, checkpoints: Collection[CheckpointId]) -> DemandedCheckpoints:
         """The wanted checkpoints that are also in `checkpoints`."""
-        return WantedCheckpoints(self.ids.intersection(checkpoints), self.is_for_good)
+        return DemandedCheckpoints(self.ids.intersection(checkpoints), self.is_permanent)
 
 
 class Demand:
@@ -57,7 +54,7 @@ class Demand:
         config: the tiers and their policies.
         copies: by checkpoint and place, the copy that each answering place shows.
         merged: each checkpoint with the parts that are usable in any place.
-        whole: the checkpoints that are complete by their merged parts.
+        complete_ids: the checkpoints that are complete by their merged parts.
 
     Args:
         before: the demand of an earlier inventory, so that only checkpoints that differ are computed again.
@@ -67,11 +64,11 @@ class Demand:
         self.inventory, self.run = inventory, run
         self.copies: dict[CheckpointId, dict[str, CheckpointCopy]]
         self.merged: dict[CheckpointId, CheckpointCopy] = {}
-        self.whole: frozenset[CheckpointId]
+        self.complete_ids: frozenset[CheckpointId]
         self._infos: dict[CheckpointId, CheckpointInfo] = {}
         self._pending: dict[str, dict[CheckpointId, tuple[PartId, ...]]] = {}  # by tier; empty ones are left out
         changed = None if before is None else self._go_on_from(before)
-        complete_before = before.whole if before and changed is not None else frozenset[CheckpointId]()
+        complete_before = before.complete_ids if before and changed is not None else frozenset[CheckpointId]()
         if changed is None:
             self.copies = inventory.copies(run)
             changed = self.copies.keys()
@@ -79,11 +76,11 @@ class Demand:
             self.merged.pop(checkpoint, None)
             self._infos.pop(checkpoint, None)
             if checkpoint in self.copies:
-                self.merged[checkpoint] = merged = merged_of(tuple(self.copies[checkpoint].values()))
+                self.merged[checkpoint] = merged = merge_usable_copies(tuple(self.copies[checkpoint].values()))
                 if merged.complete or any(merged.ranks.values()):
-                    self._infos[checkpoint] = info_of(merged, frozenset(), complete=merged.complete)
+                    self._infos[checkpoint] = retention_info(merged, frozenset(), complete=merged.complete)
         fresh = [checkpoint for checkpoint in changed if checkpoint in self.merged and self.merged[checkpoint].complete]
-        self.whole = complete_before.difference(changed).union(fresh)
+        self.complete_ids = complete_before.difference(changed).union(fresh)
         for tier in self._pending:
             self._note_pending(tier, changed)
         self.origins = inventory.origins(run)
@@ -97,9 +94,9 @@ class Demand:
         places, old = self.inventory.places, before.inventory.places
         if list(old) != list(places):
             return None
-        current = {name: place.run(self.run).seen for name, place in places.items()}
+        current = {name: place.run(self.run).copies for name, place in places.items()}
         changed = set[CheckpointId]().union(
-            *(differing(old[name].run(self.run).seen, current[name]) for name in current)
+            *(changed_checkpoints(old[name].run(self.run).copies, current[name]) for name in current)
         )
         self.copies, self.merged, self._infos = dict(before.copies), dict(before.merged), dict(before._infos)
         self._pending = {tier: dict(parts) for tier, parts in before._pending.items()}
@@ -115,7 +112,7 @@ class Demand:
         """The parts that the spool has with a readable manifest, and a tier that answers without a usable one."""
         if tier not in self._pending:
             self._pending[tier] = {}
-            self._note_pending(tier, self.inventory.spool.run(self.run).seen)
+            self._note_pending(tier, self.inventory.spool.run(self.run).copies)
         return self._pending[tier]
 
     def _note_pending(self, tier: str, changed: Iterable[CheckpointId]) -> None:
@@ -123,7 +120,7 @@ class Demand:
         for checkpoint in changed:
             pending.pop(checkpoint, None)
             copies = self.copies.get(checkpoint, {})
-            if SPOOL in copies and (parts := pending_of(copies[SPOOL], copies.get(tier))):
+            if SPOOL in copies and (parts := pending_parts(copies[SPOOL], copies.get(tier))):
                 pending[checkpoint] = parts
 
     def policy(self, place: str) -> RetentionPolicy:
@@ -134,13 +131,15 @@ class Demand:
 
     def fills(self, tier: str) -> bool:
         """Whether this daemon copies the run to a tier although it never saved the run."""
-        return fills(self.inventory, self.config, self.run, tier)
+        return fills_tier(self.inventory, self.config, self.run, tier)
 
     def _wants(self, place: str) -> RetentionPolicy:
         """The policy by which a place wants checkpoints: a tier wants all while the run's policy cannot be read."""
         tier = self.inventory.tiers.get(place)
-        policy_unknown = tier and (unknown(tier, self.run) or unknown(self.inventory.spool, self.run))
-        return EVERYTHING if policy_unknown else self.policy(place)
+        policy_unknown = tier and (
+            unknown_policy_reason(tier, self.run) or unknown_policy_reason(self.inventory.spool, self.run)
+        )
+        return KEEP_EVERYTHING if policy_unknown else self.policy(place)
 
     def live(self, place: str) -> frozenset[str]:
         """The launches that keep in a place the checkpoints that they would keep if no later launch existed."""
@@ -161,31 +160,32 @@ class Demand:
         if info is None or not (info.complete or hoped):
             return ()
         if info.complete:
-            return self.ranking(place).verdict(info).reasons if checkpoint in self.ranking(place).kept else ()
+            return self.ranking(place).verdict(info).reasons if checkpoint in self.ranking(place).kept_ids else ()
         verdict = self.ranking(place).verdict(replace(info, complete=True))
         return verdict.reasons if verdict.keep else ()
 
     def keeps(self, place: str, checkpoint: CheckpointId) -> bool:
         """Whether a place wants a checkpoint that is complete."""
         info = self._infos.get(checkpoint)
-        return info is not None and info.complete and checkpoint in self.ranking(place).kept
+        return info is not None and info.complete and checkpoint in self.ranking(place).kept_ids
 
-    def wanted(
+    def demanded(
         self, place: str, pins: frozenset[CheckpointId], hoped: Collection[CheckpointId] = ()
-    ) -> WantedCheckpoints:
+    ) -> DemandedCheckpoints:
         """The checkpoints that a place wants if it held every known part, and the missing parts of those in `hoped`.
 
         An incomplete checkpoint that is not in `hoped` counts as incomplete.
         """
         infos, pinned = self._infos, pins & self._infos.keys()
         hopes = frozenset(hoped)
-        if halves := [checkpoint for checkpoint in self.halves if checkpoint in hopes]:
+        if halves := [checkpoint for checkpoint in self.incomplete_ids if checkpoint in hopes]:
             infos = infos | {checkpoint: replace(infos[checkpoint], complete=True) for checkpoint in halves}
             ranking = Ranking(list(infos.values()), self._wants(place), self.origins, self.live(place))
         else:
             ranking = self.ranking(place)
-        return WantedCheckpoints(
-            ranking.kept | pinned, lambda checkpoint: checkpoint in pinned or ranking.is_for_good(infos[checkpoint])
+        return DemandedCheckpoints(
+            ranking.kept_ids | pinned,
+            lambda checkpoint: checkpoint in pinned or ranking.is_permanent(infos[checkpoint]),
         )
 
     @cached_property
@@ -196,15 +196,17 @@ class Demand:
     @cached_property
     def ages(self) -> Ages:
         """The ages of all checkpoints, complete or not, whose manifest was read."""
-        dated = ((checkpoint, copy.spoken.created) for checkpoint, copy in self.merged.items() if copy.spoken)
+        dated = (
+            (checkpoint, copy.metadata_facts.created) for checkpoint, copy in self.merged.items() if copy.metadata_facts
+        )
         return Ages(((checkpoint.run, checkpoint.attempt, checkpoint.step), created) for checkpoint, created in dated)
 
     @cached_property
-    def halves(self) -> tuple[CheckpointId, ...]:
+    def incomplete_ids(self) -> tuple[CheckpointId, ...]:
         """The checkpoints of which some part is usable and which are incomplete."""
         return tuple(checkpoint for checkpoint, info in self._infos.items() if not info.complete)
 
-    def lacking(self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy | None = None) -> bool:
+    def lacks_complete(self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy | None = None) -> bool:
         """Whether a tier has no complete copy of a checkpoint.
 
         A tier lacks an incomplete checkpoint if it does not have all parts of `copy`. A tier that does not answer lacks
@@ -216,22 +218,28 @@ class Demand:
             return True
         if any(isinstance(why, FormatTooNew) for why in tier_copy.defects.values()):
             return False  # the copy is readable by a newer tierd or by one with another key
-        return not (tier_copy.usable or (checkpoint not in self.whole and copy and tier_copy.covers(copy)))
+        return not (tier_copy.usable or (checkpoint not in self.complete_ids and copy and tier_copy.covers(copy)))
 
-    def waiting(self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy, *, hoped: bool) -> tuple[str, ...]:
+    def waiting_tiers(
+        self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy, *, hoped: bool
+    ) -> tuple[str, ...]:
         """The other tiers that want a checkpoint and lack it. `copy` is the copy that `tier` has."""
         return tuple(
             name
             for name in self.inventory.tiers
-            if name != tier and self.lacking(name, checkpoint, copy) and self.reasons(name, checkpoint, hoped=hoped)
+            if name != tier
+            and self.lacks_complete(name, checkpoint, copy)
+            and self.reasons(name, checkpoint, hoped=hoped)
         )
 
     def is_last(self, place: str, checkpoint: CheckpointId) -> bool:
         """Whether a checkpoint is complete with the copy in `place` and incomplete without that copy."""
-        other_copies = [readable(copy) for name, copy in self.copies.get(checkpoint, {}).items() if name != place]
-        return checkpoint in self.whole and not is_complete(union(*(copy.ranks for copy in other_copies)))
+        other_copies = [
+            without_defects(copy) for name, copy in self.copies.get(checkpoint, {}).items() if name != place
+        ]
+        return checkpoint in self.complete_ids and not is_complete(union_ranks(*(copy.ranks for copy in other_copies)))
 
-    def spread(self, checkpoint: CheckpointId, tier: str) -> tuple[int, bool]:
+    def complete_elsewhere(self, checkpoint: CheckpointId, tier: str) -> tuple[int, bool]:
         """How many tiers other than `tier` have a complete copy, and whether one of them wants it by its policy."""
         tiers = [
             name
@@ -241,26 +249,26 @@ class Demand:
         return len(tiers), any(self.reasons(name, checkpoint) for name in tiers)
 
 
-def merged_of(copies: tuple[CheckpointCopy, ...]) -> CheckpointCopy:
+def merge_usable_copies(copies: tuple[CheckpointCopy, ...]) -> CheckpointCopy:
     """One checkpoint with the usable parts of all these copies. The result for the same copies is cached."""
     memo = copies[0].memo
-    cached_copies, merged = memo.get(merged_of, ((), None))
+    cached_copies, merged = memo.get(merge_usable_copies, ((), None))
     if merged is None or len(cached_copies) != len(copies) or any(map(operator.is_not, cached_copies, copies)):
-        merged = merge([readable(copy) for copy in copies])
-        memo[merged_of] = copies, merged
+        merged = merge_copies([without_defects(copy) for copy in copies])
+        memo[merge_usable_copies] = copies, merged
     return cast(CheckpointCopy, merged)
 
 
-def merge(copies: list[CheckpointCopy]) -> CheckpointCopy:
+def merge_copies(copies: list[CheckpointCopy]) -> CheckpointCopy:
     """One checkpoint with the parts of all these copies."""
     first = copies[0]
     if len(copies) == 1:
         return first
     facts = {part: part_facts for copy in reversed(copies) for part, part_facts in copy.facts.items()}
-    return CheckpointCopy(first.id, union(*(copy.ranks for copy in copies)), facts)
+    return CheckpointCopy(first.id, union_ranks(*(copy.ranks for copy in copies)), facts)
 
 
-def readable(copy: CheckpointCopy) -> CheckpointCopy:
+def without_defects(copy: CheckpointCopy) -> CheckpointCopy:
     """A copy without the parts that are known to be unusable."""
     if not copy.defects:
         return copy
@@ -272,7 +280,7 @@ def readable(copy: CheckpointCopy) -> CheckpointCopy:
     return CheckpointCopy(copy.id, {world: usable for world, usable in ranks.items() if usable}, copy.facts)
 
 
-def info_of(
+def retention_info(
     copy: CheckpointCopy, pins: frozenset[CheckpointId], *, complete: bool, verified: bool = True
 ) -> CheckpointInfo:
     """The input to retention for a copy.
@@ -281,7 +289,7 @@ def info_of(
     checkpoint incomplete.
     """
     if pins and copy.id in pins:
-        return replace(info_of(copy, frozenset(), complete=complete, verified=verified), pinned=True)
+        return replace(retention_info(copy, frozenset(), complete=complete, verified=verified), pinned=True)
     kind = complete, verified
     info: CheckpointInfo | None = copy.memo.get(kind)
     if info is None:
@@ -290,7 +298,7 @@ def info_of(
 
 
 def _info_of(copy: CheckpointCopy, *, complete: bool, verified: bool) -> CheckpointInfo:
-    facts = copy.spoken
+    facts = copy.metadata_facts
     return CheckpointInfo(
         copy.id,
         complete=complete and not copy.defects,
@@ -301,14 +309,14 @@ def _info_of(copy: CheckpointCopy, *, complete: bool, verified: bool) -> Checkpo
     )
 
 
-def pending_of(spool_copy: CheckpointCopy, tier_copy: CheckpointCopy | None) -> tuple[PartId, ...]:
+def pending_parts(spool_copy: CheckpointCopy, tier_copy: CheckpointCopy | None) -> tuple[PartId, ...]:
     """The parts with a readable manifest in the spool and without a usable one on the tier, by rank."""
     if tier_copy and not tier_copy.defects and tier_copy.ranks == spool_copy.ranks:
         return ()
     return tuple(part for part in sorted(spool_copy.facts) if tier_copy is None or not tier_copy.has(part))
 
 
-def lacked(place: Place, merged: CheckpointCopy, ranks: Collection[int], beyond: float) -> list[PartId]:
+def unlisted_parts(place: Place, merged: CheckpointCopy, ranks: Collection[int], beyond: float) -> list[PartId]:
     """The parts of a complete checkpoint that a place does not list, for `ranks` and for all ranks >= `beyond`."""
     return [
         part

@@ -1,4 +1,4 @@
-"""The observed contents of one place, which is the spool or a tier."""
+"""The observed contents of one place, which is the spool or a tier, and the actions that a plan can take there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.copies import NO_COPIES, CheckpointCopy, ManifestFacts, RunCopies, union
-from tierd.core.retention.stored import StoredRetention
-from tierd.core.timeline.head import Head
+from tierd.core.planning.copies import NO_COPIES, CheckpointCopy, ManifestFacts, RunCopies, union_ranks
+from tierd.core.retention.policy import StoredRetention
+from tierd.core.timeline.launch_chain import Head
 
 T = TypeVar("T")
 SPOOL = "local"  # the spool's name wherever a tier's name can stand
@@ -58,14 +58,14 @@ class Place:
         owners: on a tier, the checkpoints under whose name chunks are stored.
         quarantined: the quarantined parts. Their facts still give origins to the timeline, if they were readable.
         bases: checkpoints whose chunks are named by a manifest that was read for a prune and is not among the facts.
-        cut: the checkpoints whose deletion was interrupted.
+        interrupted_prunes: the checkpoints whose deletion was interrupted.
         policies: the retention policies that are stored there, by run; in the spool, the trainer's.
         restored: the spool only: the runs whose newest attempt was only restored there, so that this node never saved
             it.
         launches: the spool only: by run, the newest launch that was saved there, whether the spool still has copies of
             it or not.
         alive: the spool only: by run, the trainers that save there now.
-        ended: the spool only: by run, the launches that saved there lately and have no trainer any more.
+        ended_launches: the spool only: by run, the launches that saved there lately and have no trainer any more.
         committed: the spool only: the newest part that each rank of a run's newest launch committed, whether the part
             is still there or not.
         heads: the readable heads that are stored there, by run; in the spool, what this node remembers of all places.
@@ -79,12 +79,12 @@ class Place:
     owners: frozenset[CheckpointId] = frozenset()
     quarantined: Mapping[PartId, ManifestFacts | None] = field(default_factory=dict)
     bases: frozenset[CheckpointId] = frozenset()
-    cut: frozenset[CheckpointId] = frozenset()
+    interrupted_prunes: frozenset[CheckpointId] = frozenset()
     policies: Mapping[str, tuple[StoredRetention, ...]] = field(default_factory=dict)
     restored: frozenset[str] = frozenset()
     launches: Mapping[str, LocalLaunch] = field(default_factory=dict)
     alive: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
-    ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    ended_launches: Mapping[str, frozenset[str]] = field(default_factory=dict)
     committed: frozenset[PartId] = frozenset()
     heads: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
     announced: Mapping[CheckpointId, frozenset[str]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Place:
             by_run.setdefault(checkpoint.run, {})[checkpoint] = copy
         return {run: RunCopies(copies) for run, copies in by_run.items()}
 
-    def like(self, before: Place) -> Place:
+    def with_values_of(self, before: Place) -> Place:
         """This place, which has the copies of `before`, with the values that were derived from them there."""
         assert self.checkpoints is before.checkpoints
         self.__dict__.update({name: before.__dict__[name] for name in _OF_COPIES if name in before.__dict__})
@@ -143,11 +143,11 @@ class Place:
         """The copies of one run, with the values derived from them."""
         return self.runs.get(run, NO_COPIES)
 
-    def alone(self, run: str) -> Place:
+    def of_run(self, run: str) -> Place:
         """The part of this place that concerns one run, without `committed`."""
         pins, owners, bases, cut = (by_run.get(run, frozenset()) for by_run in self._ids_by_run)
         place = Place(
-            self.run(run).seen,
+            self.run(run).copies,
             pins,
             owners,
             {part: facts for part, facts in self.quarantined.items() if part.checkpoint.run == run},
@@ -157,7 +157,7 @@ class Place:
             self.restored & {run},
             _only(self.launches, run),
             _only(self.alive, run),
-            _only(self.ended, run),
+            _only(self.ended_launches, run),
             heads=_only(self.heads, run),
             announced={checkpoint: nodes for checkpoint, nodes in self.announced.items() if checkpoint.run == run},
             local_only=_only(self.local_only, run),
@@ -183,9 +183,9 @@ class Place:
 
     @cached_property
     def _ids_by_run(self) -> list[dict[str, frozenset[CheckpointId]]]:
-        """`pins`, `owners`, `bases` and `cut`, by run."""
+        """`pins`, `owners`, `bases` and `interrupted_prunes`, by run."""
         indexes = []
-        for checkpoints in (self.pins, self.owners, self.bases, self.cut):
+        for checkpoints in (self.pins, self.owners, self.bases, self.interrupted_prunes):
             by_run: dict[str, set[CheckpointId]] = {}
             for checkpoint in checkpoints:
                 by_run.setdefault(checkpoint.run, set()).add(checkpoint)
@@ -194,7 +194,7 @@ class Place:
 
     def copies(self, run: str) -> Iterable[CheckpointCopy]:
         """The copies of one run."""
-        return self.run(run).seen.values()
+        return self.run(run).copies.values()
 
     def parts(self) -> Iterator[PartId]:
         """Every part. Meant for the spool, because a tier may have a million."""
@@ -236,7 +236,7 @@ class Place:
         copy = self.checkpoints.get(part.checkpoint) or CheckpointCopy(part.checkpoint, {})
         fresh = CheckpointCopy(
             copy.id,
-            union(copy.ranks, {part.world: frozenset({part.rank})}),
+            union_ranks(copy.ranks, {part.world: frozenset({part.rank})}),
             {**copy.facts, part: facts},
             {defective: why for defective, why in copy.defects.items() if defective != part},
         )
@@ -253,16 +253,21 @@ class Place:
                 old for old in policies.get(retention.run, ()) if (old.by, old.given) != (retention.by, retention.given)
             ]
             policies[retention.run] = (*other_policies, retention)
-        return replace(self, policies=policies).like(self)
+        return replace(self, policies=policies).with_values_of(self)
 
     def with_heads(self, run: str, heads: tuple[Head, ...]) -> Place:
         """This place with these heads of a run."""
-        return replace(self, heads={**self.heads, run: heads}).like(self)
+        return replace(self, heads={**self.heads, run: heads}).with_values_of(self)
 
     def without(self, checkpoint: CheckpointId) -> Place:
         """This place after a checkpoint was pruned there."""
         checkpoints = {owner: copy for owner, copy in self.checkpoints.items() if owner != checkpoint}
-        return replace(self, checkpoints=checkpoints, owners=self.owners - {checkpoint}, cut=self.cut - {checkpoint})
+        return replace(
+            self,
+            checkpoints=checkpoints,
+            owners=self.owners - {checkpoint},
+            interrupted_prunes=self.interrupted_prunes - {checkpoint},
+        )
 
     def without_parts(self, parts: Collection[PartId]) -> Place:
         """This place after exactly these parts were removed there."""
@@ -287,3 +292,41 @@ _OF_COPIES = ("runs", "_defective")  # the cached properties that depend on `che
 
 def _only(by_run: Mapping[str, T], run: str) -> dict[str, T]:
     return {run: by_run[run]} if run in by_run else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Copy a part to a tier: from the spool, or `relayed` from another tier if the spool does not have it."""
+
+    part: PartId
+    tier: str
+    relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """Delete a checkpoint from a tier, or its copy from the spool (`tier` is then `SPOOL`)."""
+
+    checkpoint: CheckpointId
+    tier: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Remove a file or directory of the spool by `name`: an abandoned stage, an old quarantined part, or a finished
+    run's pin or record of its launch."""
+
+    name: str
+    tier: str = SPOOL
+
+
+@dataclass(frozen=True, slots=True)
+class RepairCopy:
+    """Repair a part whose manifest is corrupt in one place from another copy, or quarantine it."""
+
+    part: PartId
+    tier: str = SPOOL
+
+
+Action = Flush | Prune | Discard | RepairCopy

@@ -4,28 +4,139 @@ decisions.
 Invariant: only `plan` may decide to delete, and only from complete, verified facts. A tier that did not answer is
 `None` in the `Inventory` and proves nothing. A manifest that was not read counts by its name, because a flush puts it
 after it verified every byte. Code that carries out a deletion first reads the manifests that justify it
-(`daemon/tiers/prune.py`, `daemon/tiers/tiers.py`). If such a manifest is unusable, that code deletes nothing and
-reports this. An unchanged inventory gives an unchanged plan.
+(`daemon/tiers/tier_prune.py`, `daemon/tiers/tier_operations.py`). If such a manifest is unusable, that code deletes
+nothing and reports this. An unchanged inventory gives an unchanged plan.
+
+The spool deletes what retention gives up, copies of finished runs and old quarantined parts, and more of each while its
+disk is nearly full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierd.core.config import Config
 from tierd.core.errors import ManifestError
-from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.actions import Action, Discard, Flush, Prune, RepairCopy
+from tierd.core.ids import CheckpointId, PartId, retention_key
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.eviction import may_leave, retired
-from tierd.core.planning.flush_candidates import candidates_of, newest_on
-from tierd.core.planning.inventory import Inventory, runs
-from tierd.core.planning.order import FlushCandidate, in_turn
-from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.pruning import prunes_when_full, tier_prunes
-from tierd.core.planning.spool_prunes import aged_quarantine, departure, is_low, spool_prunes
+from tierd.core.planning.eviction import may_leave_spool, retired_copies
+from tierd.core.planning.flush_order import (
+    FlushCandidate,
+    candidates_of,
+    demanded_on,
+    newest_complete_on,
+    order_flushes,
+)
+from tierd.core.planning.inventory import Inventory, observed_runs
+from tierd.core.planning.place import SPOOL, Action, Discard, Flush, Place, Prune, RepairCopy
+from tierd.core.planning.pruning import judge_spool, prunes_when_full, tier_prunes
+from tierd.core.retention.policy import StoredRetention
+
+
+def spool_prunes(demand: Demand, config: Config) -> Iterator[Prune]:
+    """The copies of a run that retention gives up in the spool, and on a nearly full disk more that a tier has."""
+    inventory = demand.inventory
+    busy = {part.checkpoint for part in inventory.busy} | inventory.being_restored
+    low = is_disk_low(inventory, config)
+    verdicts = judge_spool(demand, drops=not low)
+    retired_ids = retired_copies(demand) if low else frozenset()
+    counted = {
+        v.id
+        for v in verdicts
+        if low and (v.id in retired_ids or inventory.is_on_a_tier(inventory.spool.checkpoints[v.id]))
+    }
+    trained = demand.run not in inventory.trainerless  # without a trainer no restore is imminent, and a tier has a copy
+    spared = inventory.pins | {max(counted, default=None)} if trained else inventory.local_pins
+    for verdict in reversed(verdicts):
+        if verdict.id in busy:
+            continue
+        if not verdict.keep:
+            yield Prune(verdict.id, SPOOL, verdict.reasons)
+        elif verdict.id in counted and verdict.id not in spared:
+            yield Prune(verdict.id, SPOOL, (f"under {config.min_free_percent:g} % of the spool's disk is free",))
+
+
+def finished_run_deletions(inventory: Inventory, run: str) -> Iterator[Prune | Discard]:
+    """The deletion of a finished run from the spool: its pins, which a tier has too, then its copies, the newest last,
+    then the record that the run was saved here."""
+    for pin in sorted(inventory.spool.pins):
+        if pin.run == run:
+            yield Discard(f"pins/{run}/{pin.name}")
+    busy = {part.checkpoint for part in inventory.busy} | inventory.being_restored
+    for checkpoint in sorted(copy.id for copy in inventory.spool.copies(run)):
+        if checkpoint not in busy:
+            yield Prune(checkpoint, SPOOL, ("the run is finished, and tiers have what they want of it",))
+    if run in inventory.spool.launches and not any(inventory.spool.copies(run)):
+        yield Discard(f"saved/{run}/{inventory.spool.launches[run].attempt}")
+
+
+def aged_quarantine(demand: Demand, config: Config) -> Iterator[Discard]:
+    """The quarantined parts of a run that nobody needs any more."""
+    inventory, run = demand.inventory, demand.run
+    # Kept for a person to examine until `keep_last` newer verified checkpoints exist.
+    quarantined = [part for part in inventory.spool.quarantined if part.checkpoint.run == run]
+    if not quarantined:
+        return
+    verified = sorted(copy.id for copy in inventory.spool.copies(run) if inventory.is_on_a_tier(copy))
+    low = is_disk_low(inventory, config)
+    for part in sorted(quarantined):
+        newer = len(verified) - bisect_right(verified, part.checkpoint)
+        if newer >= demand.policy(SPOOL).keep_last or low:
+            yield Discard(f"quarantine/{part.path}")
+
+
+def is_disk_low(inventory: Inventory, config: Config) -> bool:
+    """Whether less of the spool's disk is free than the configuration demands."""
+    return inventory.free * 100 < config.min_free_percent
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRunBacklog:
+    """Checkpoints of a run that a tier wants and lacks, and that another node is to send there.
+
+    Attributes:
+        run: the run.
+        tier: the tier.
+        count: how many complete checkpoints the tier lacks.
+        made_s: when the newest of them was made, by its trainer's clock, seconds since 1970; 0 if that is not known.
+        records: what other nodes recorded on the tier.
+    """
+
+    run: str
+    tier: str
+    count: int
+    made_s: float
+    records: tuple[StoredRetention, ...]
+
+    def __str__(self) -> str:
+        nodes = ", ".join(
+            sorted({f"{record.by} ({record.host})" if record.host else record.by for record in self.records})
+        )
+        keys = " and ".join(retention_key(record.run, record.by, record.given) for record in self.records)
+        lacks = "1 checkpoint" if self.count == 1 else f"{self.count} checkpoints"
+        return (
+            f"run {self.run} lacks {lacks} here, which node {nodes} is to send, because it recorded a policy; "
+            f"if that node is gone, delete {keys} on this tier, and reload: then this node sends them"
+        )
+
+
+def foreign_run_backlog(inventory: Inventory, config: Config, run: str, tier: str) -> ForeignRunBacklog | None:
+    """Return what a tier with `backfill` lacks of a run that is left to another node; None if it lacks nothing."""
+    place = inventory.tiers.get(tier)
+    if place is None or run not in inventory.filling or not config.tier_named(tier).backfill:
+        return None
+    records = place.policies.get(run, ())
+    if run in inventory.spool.launches or not records or any(record.by == inventory.node_id for record in records):
+        return None
+    demand = Demand(inventory, config, run)
+    lacking = (demand.complete_ids & demanded_on(demand, tier, place).ids).difference(place.run(run).usable)
+    facts = [spoken for checkpoint in lacking if (spoken := demand.merged[checkpoint].metadata_facts)]
+    made_s = max((part_facts.created.timestamp() for part_facts in facts), default=0.0)
+    return ForeignRunBacklog(run, tier, len(lacking), made_s, records) if lacking else None
+
 
 Backoff = Mapping[str, float]  # tier -> monotonic time before which no action is planned for it, seconds
 
@@ -41,7 +152,7 @@ class RunPlan:
         self._sent: dict[str, list[tuple[FlushCandidate, list[Flush]]]] = {}
         self._prunes: dict[str, list[Prune]] = {}
 
-    def sent(self, tier: str) -> list[tuple[FlushCandidate, list[Flush]]]:
+    def flushes(self, tier: str) -> list[tuple[FlushCandidate, list[Flush]]]:
         """The checkpoints that a tier wants and of which this daemon has parts to send, with these parts. Empty for a
         tier that does not answer."""
         if tier not in self._sent:
@@ -56,20 +167,20 @@ class RunPlan:
         return self._prunes[tier]
 
     @cached_property
-    def here(self) -> list[Prune | Discard]:
+    def spool_deletions(self) -> list[Prune | Discard]:
         """The deletions to make in the spool."""
         demand, inventory = self.demand, self.demand.inventory
         if demand.run in inventory.spool.local_only:
             return []
-        leaving = demand.run in inventory.finished and may_leave(inventory, demand.run, retired(demand))
+        leaving = demand.run in inventory.finished and may_leave_spool(inventory, demand.run, retired_copies(demand))
         leaving = leaving and not self._is_owed()
-        prunes = departure(inventory, demand.run) if leaving else spool_prunes(demand, self._config)
+        prunes = finished_run_deletions(inventory, demand.run) if leaving else spool_prunes(demand, self._config)
         return [*prunes, *aged_quarantine(demand, self._config)]
 
     def _is_owed(self) -> bool:
         """Whether a flush or prune of the run on a tier is left, which only this node does."""
         answering = [name for name, place in self.demand.inventory.tiers.items() if place]
-        return any(self.sent(name) or self.prunes(name) for name in answering)
+        return any(self.flushes(name) or self.prunes(name) for name in answering)
 
 
 class Planner:
@@ -81,10 +192,10 @@ class Planner:
     def runs(self, inventory: Inventory, config: Config) -> dict[str, RunPlan]:
         """By run, its plan."""
         # Only whether space is low matters, so the exact share must not invalidate the cached plans.
-        inventory = replace(inventory, free=0.0 if is_low(inventory, config) else 1.0)
+        inventory = replace(inventory, free=0.0 if is_disk_low(inventory, config) else 1.0)
         plans: dict[str, tuple[Inventory, Config, RunPlan]] = {}
         for run in _runs(inventory):
-            run_inventory, cached = inventory.alone(run), self._cached_plans.get(run)
+            run_inventory, cached = inventory.of_run(run), self._cached_plans.get(run)
             same = cached is not None and cached[1] is config and cached[0] == run_inventory
             if cached is not None and same:
                 plans[run] = cached
@@ -121,7 +232,7 @@ class Planner:
 def plan(
     inventory: Inventory, config: Config, backoff: Backoff, now: float, only: str | None = None
 ) -> tuple[Action, ...]:
-    """The next actions, most urgent first: flushes in the order of `order.in_turn`, then deletions, oldest first.
+    """The next actions, most urgent first: flushes in the order of `order_flushes`, then deletions, oldest first.
 
     On a full tier, deletions are first. The caller carries out one deletion after each flush.
 
@@ -160,7 +271,7 @@ def _plan(
             actions += prunes
     if for_spool:
         for plan in plans.values():
-            actions += plan.here
+            actions += plan.spool_deletions
         actions += [Discard(name) for name in inventory.leftovers]
     return (*urgent, *actions)
 
@@ -175,7 +286,7 @@ def _run_plans(inventory: Inventory, config: Config) -> dict[str, RunPlan]:
 
 
 def _runs(inventory: Inventory) -> list[str]:
-    return sorted({*runs(inventory), *inventory.spool.launches})
+    return sorted({*observed_runs(inventory), *inventory.spool.launches})
 
 
 def _sent(inventory: Inventory, plans: Mapping[str, RunPlan], awake: Mapping[str, Place]) -> tuple[Flush, ...]:
@@ -185,13 +296,13 @@ def _sent(inventory: Inventory, plans: Mapping[str, RunPlan], awake: Mapping[str
         local: list[FlushCandidate] = []
         filled: list[FlushCandidate] = []  # after all others, because nobody here waits for them
         for plan in plans.values():
-            for candidate, candidate_flushes in plan.sent(name):
+            for candidate, candidate_flushes in plan.flushes(name):
                 (filled if plan.demand.fills(name) else local).append(candidate)
                 parts[candidate.checkpoint] = candidate_flushes
-        newest = {run: latest for run in plans if (latest := newest_on(tier, run))} if parts else {}
+        newest = {run: latest for run in plans if (latest := newest_complete_on(tier, run))} if parts else {}
         for candidates in (local, filled):
             sent = inventory.sent.get(name)
-            turns = in_turn(candidates, newest, sent, inventory.needed, newest_first=inventory.node_ends)
+            turns = order_flushes(candidates, newest, sent, inventory.awaited, newest_first=inventory.node_ends)
             flushes += [flush for turn in turns for flush in parts[turn]]
     return tuple(flushes)
 

@@ -1,5 +1,4 @@
-"""Prunes on a tier: which the plan contains, their batches, and whether their backlog grows; and the tiers that lose a
-checkpoint that they wanted.
+"""Retention's final verdicts over a run's checkpoints when all places count, and the prunes on a tier that follow.
 
 Invariant: a batch deletes only what the plan decided, and is so small that a flush waits only seconds for it.
 """
@@ -13,17 +12,154 @@ from dataclasses import dataclass, field, replace
 
 from tierd.core.config import Config
 from tierd.core.ids import CheckpointId
-from tierd.core.planning.actions import Action, Prune
 from tierd.core.planning.copies import CheckpointCopy
-from tierd.core.planning.demand import Demand
-from tierd.core.planning.flush_candidates import wanted_on
-from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.janitor import is_janitor
-from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.verdicts import judge, not_kept
+from tierd.core.planning.demand import Demand, retention_info
+from tierd.core.planning.eviction import info_order, judge_tier, oldest_completable, retired_copies, superseded_copies
+from tierd.core.planning.flush_order import demanded_on
+from tierd.core.planning.inventory import Inventory, is_janitor, unnamed_tiers
+from tierd.core.planning.place import SPOOL, Action, Place, Prune
+from tierd.core.retention.policy import parse_duration
+from tierd.core.retention.ranking import AWAITS_PARTS, Ranking, Verdict
 
-MOST_CHECKPOINTS = 64  # of a batch
-MOST_PARTS = 1024  # of a batch of more than one checkpoint, because the list of their chunks is held in memory
+
+def judge_place(demand: Demand, name: str) -> tuple[Verdict, ...]:
+    """Retention's verdicts over the checkpoints of a run in a place, newest first.
+
+    The place is the spool or a tier that answers. A tier also keeps checkpoints that it wants when all places count
+    (`Demand`), and checkpoints that other tiers want and lack.
+    """
+    tier = None if name == SPOOL else demand.inventory.tiers[name]
+    return judge_spool(demand) if tier is None else _judge_tier_over_all_places(demand, name, tier, drops=False)
+
+
+def deletion_verdicts(demand: Demand, name: str) -> tuple[Verdict, ...]:
+    """The verdicts of `judge_place` that do not keep. Most kept checkpoints are not judged one by one, to save time."""
+    tier = None if name == SPOOL else demand.inventory.tiers[name]
+    verdicts = (
+        judge_spool(demand, drops=True) if tier is None else _judge_tier_over_all_places(demand, name, tier, drops=True)
+    )
+    return tuple(verdict for verdict in verdicts if not verdict.keep)
+
+
+def _judge_tier_over_all_places(demand: Demand, name: str, tier: Place, *, drops: bool) -> tuple[Verdict, ...]:
+    over = oldest_completable(tier, demand.policy(name), demand.run, demand.live(name))
+    verdicts = judge_tier(demand.inventory, tier, demand.policy(name), demand.run, demand.live(name), drops=drops)
+    return tuple(
+        verdict if verdict.keep else _over_all_places(demand, name, tier, verdict, over) for verdict in verdicts
+    )
+
+
+def _over_all_places(demand: Demand, name: str, tier: Place, verdict: Verdict, over: str) -> Verdict:
+    """The final verdict over a checkpoint that the tier's own contents alone would delete.
+
+    An incomplete checkpoint may still become complete, as in `judge_tier`.
+    """
+    checkpoint, hoped = verdict.id, verdict.id.attempt >= over
+    if reasons := demand.reasons(name, checkpoint, hoped=hoped):
+        return Verdict(checkpoint, True, reasons)
+    copy = tier.checkpoints.get(checkpoint)
+    names = demand.waiting_tiers(name, checkpoint, copy, hoped=hoped) if copy else ()
+    if demand.policy(name).every and (checkpoint in demand.complete_ids or hoped):
+        # An older checkpoint that only such a tier has moves the whole chain of `keep_every`.
+        names += tuple(
+            tier_name for tier_name, place in demand.inventory.tiers.items() if place is None and tier_name not in names
+        )
+    names = tuple(tier_name for tier_name in names if tier_name not in demand.inventory.silent)
+    if names:
+        return Verdict(checkpoint, True, (f"held for {', '.join(names)}",), names)
+    if names := _unnamed(demand, tier, checkpoint):
+        return Verdict(
+            checkpoint, True, (f"held for {', '.join(names)}, which another node names, and this one does not",), names
+        )
+    return verdict
+
+
+def _unnamed(demand: Demand, tier: Place, checkpoint: CheckpointId) -> tuple[str, ...]:
+    """The tiers that may want a checkpoint of an earlier launch, and that only another node's configuration names.
+
+    Nobody here knows whether they answer. So a checkpoint is held until it is `hold_for` older than the newest one, and
+    not for ever for the sake of a node that is gone. The age is that of `Ages`, because a launch whose clock is ahead
+    must not end the hold. The newest launch keeps what its own node's configuration says.
+    """
+    merged = demand.merged.get(checkpoint)
+    if checkpoint not in demand.complete_ids or merged is None or merged.metadata_facts is None:
+        return ()
+    names = unnamed_tiers(demand.inventory, tier, demand.run)
+    if not names or checkpoint.attempt == demand.newest_attempt:
+        return ()
+    age_s = demand.ages.age_s((checkpoint.run, checkpoint.attempt, checkpoint.step), merged.metadata_facts.created)
+    return names if age_s < parse_duration(demand.config.hold_for) else ()
+
+
+def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
+    """Retention's verdicts over the spool's copies of a run.
+
+    A copy counts as verified if a tier has verified it. It also counts as verified if every tier that is not silent
+    would prune it at once, because newer checkpoints have retired it there. The spool also keeps copies that it would
+    keep if all its copies were verified, or if it held every known checkpoint.
+
+    Args:
+        demand: the run's demand.
+        drops: whether to leave out most verdicts that keep.
+    """
+    inventory, run, policy = demand.inventory, demand.run, demand.policy(SPOOL)
+    outdated = superseded_copies(demand)
+    if drops and not outdated and len(inventory.spool.run(run).copies) <= policy.keep_last:
+        return ()  # `keep_last` keeps all of them
+    retired_ids = retired_copies(demand)
+    pins = inventory.pins | inventory.being_restored
+    infos = {
+        copy.id: retention_info(
+            copy,
+            pins,
+            complete=copy.complete or any(_complete_on(copy.id, place) for place in inventory.tiers.values()),
+            verified=inventory.is_on_a_tier(copy) or copy.id in retired_ids,
+        )
+        for copy in inventory.spool.copies(run)
+    }
+    live = demand.live(SPOOL)
+    ranking = Ranking(list(infos.values()), policy, demand.origins, live)
+    judged = list(infos.values())
+    if drops:
+        judged = [
+            info for info in judged if not info.complete or info.id not in ranking.kept_ids or info.id in outdated
+        ]
+    verdicts = tuple(map(ranking.verdict, sorted(judged, key=info_order, reverse=True)))
+    if not outdated and all(verdict.keep for verdict in verdicts):
+        return _bounded(verdicts, policy.keep_last)
+    verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, live)
+
+    def over_all_places(verdict: Verdict) -> Verdict:
+        if verdict.keep and verdict.id in outdated:
+            verdict = Verdict(verdict.id, False, ("newer ones are complete here, and no tier wants it any more",))
+        if verdict.keep or not infos[verdict.id].complete:
+            return verdict
+        if_verified = verified.verdict(replace(infos[verdict.id], verified=True))
+        reasons = if_verified.reasons if if_verified.keep else demand.reasons(SPOOL, verdict.id)
+        return Verdict(verdict.id, True, reasons) if reasons else verdict
+
+    return _bounded(tuple(map(over_all_places, verdicts)), policy.keep_last)
+
+
+def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:
+    copy = tier.checkpoints.get(checkpoint) if tier else None
+    return copy is not None and copy.usable
+
+
+def _bounded(verdicts: tuple[Verdict, ...], count: int) -> tuple[Verdict, ...]:
+    """The verdicts, changed to keep only `count` verified copies that merely wait for other ranks' parts.
+
+    If one rank never saves again, such copies must not fill the other nodes' spools. Deleting them loses nothing,
+    because a tier has each of them or no tier would keep it.
+    """
+    waiting = [verdict.id for verdict in verdicts if verdict.keep and verdict.reasons == (AWAITS_PARTS,)]
+    reason = (f"incomplete, and {count} newer ones wait here, too",)
+    excess = set(waiting[count:])
+    return tuple(Verdict(verdict.id, False, reason) if verdict.id in excess else verdict for verdict in verdicts)
+
+
+MAX_BATCH_CHECKPOINTS = 64  # of a batch
+MAX_BATCH_PARTS = 1024  # of a batch of more than one checkpoint, because the list of their chunks is held in memory
 
 _WINDOW_S, _WINDOWS = 120.0, 5  # ten minutes
 
@@ -33,11 +169,11 @@ def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     inventory, run, tier = demand.inventory, demand.run, demand.inventory.tiers[name]
     if tier is None or name in inventory.append_only or not is_janitor(inventory, tier, run):
         return
-    going = not_kept(demand, name)
+    going = deletion_verdicts(demand, name)
     if not going:
         return
     # A checkpoint that the spool would send again at once is kept, even if the other ranks' parts never arrived.
-    in_spool, demanded = inventory.spool.run(run).seen, wanted_on(demand, name, tier).ids
+    in_spool, demanded = inventory.spool.run(run).copies, demanded_on(demand, name, tier).ids
     coming = {
         verdict.id
         for verdict in going
@@ -47,7 +183,7 @@ def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     if None in inventory.tiers.values():
         # A checkpoint that is about to be deleted from the spool is deleted there first. If the tiers deleted theirs
         # first, the spool would keep its copy for the tier that does not answer.
-        coming |= {verdict.id for verdict in not_kept(demand, SPOOL)}
+        coming |= {verdict.id for verdict in deletion_verdicts(demand, SPOOL)}
     for verdict in reversed(going):
         if verdict.id not in coming:
             yield Prune(verdict.id, name, verdict.reasons)
@@ -66,14 +202,14 @@ def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
         if tier is not None
         and name not in demand.inventory.append_only
         and is_janitor(demand.inventory, tier, demand.run)
-        for verdict in judge(demand, name)
-        if verdict.held_for and not any(part.checkpoint == verdict.id for part in demand.inventory.busy)
+        for verdict in judge_place(demand, name)
+        if verdict.waiting_tiers and not any(part.checkpoint == verdict.id for part in demand.inventory.busy)
     ]
     verdicts.sort(key=lambda verdict: (verdict.id.attempt, verdict.id.step, verdict.id.run))
     return [Prune(verdict.id, name, (f"{name} is full; it was {verdict.reasons[0]}",)) for verdict in verdicts]
 
 
-def relied_on(demand: Demand, name: str, checkpoint: CheckpointId) -> list[tuple[str, CheckpointCopy]]:
+def relied_copies(demand: Demand, name: str, checkpoint: CheckpointId) -> list[tuple[str, CheckpointCopy]]:
     """The copies for whose sake a tier may delete a checkpoint: those of the other tiers that want it.
 
     A copy that is known to be unusable, or is incomplete, is none of them: a full tier gives up what it holds for such
@@ -84,12 +220,12 @@ def relied_on(demand: Demand, name: str, checkpoint: CheckpointId) -> list[tuple
         (tier, copy)
         for tier, copy in copies.items()
         if tier not in (SPOOL, name)
-        and not demand.lacking(tier, checkpoint, copies.get(name))
+        and not demand.lacks_complete(tier, checkpoint, copies.get(name))
         and demand.reasons(tier, checkpoint, hoped=True)
     ]
 
 
-def together(first: Prune, actions: Iterable[Action], place: Place | None) -> list[Prune]:
+def prune_batch(first: Prune, actions: Iterable[Action], place: Place | None) -> list[Prune]:
     """The batch of prunes that begins with `first`: those of the same tier and run, in the order of `actions`.
 
     Args:
@@ -102,7 +238,7 @@ def together(first: Prune, actions: Iterable[Action], place: Place | None) -> li
         if action.checkpoint.run != first.checkpoint.run:
             continue
         parts += _parts(action, place)
-        if len(batch) == MOST_CHECKPOINTS or parts > MOST_PARTS:
+        if len(batch) == MAX_BATCH_CHECKPOINTS or parts > MAX_BATCH_PARTS:
             break
         batch.append(action)
     return batch
@@ -126,7 +262,7 @@ class PruneBacklog:
     _fewest: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOWS + 1))  # window, count
     _before: int = 0
 
-    def count(self, waiting: int, now: float) -> bool:
+    def record(self, waiting: int, now: float) -> bool:
         """Record that `waiting` copies wait at `now` (monotonic seconds); return whether the backlog grows."""
         window = int(now // _WINDOW_S)
         if self._fewest and self._fewest[-1][0] == window:
@@ -141,7 +277,7 @@ class PruneBacklog:
         return self.grows
 
 
-def lost_to(
+def tiers_losing(
     inventory: Inventory, before: Inventory, config: Config, place: str, deleted: CheckpointCopy
 ) -> tuple[str, ...]:
     """The tiers that lose a checkpoint that they wanted, because a place deleted the last copy of it.
@@ -172,7 +308,9 @@ def lost_to(
     if not demand.is_last(place, deleted.id):
         return ()
     before = replace(before, tiers={name: tier for name, tier in before.tiers.items() if name in inventory.tiers})
-    wanting = [view.waiting(place, deleted.id, deleted, hoped=False) for view in (Demand(before, config, run), demand)]
+    wanting = [
+        view.waiting_tiers(place, deleted.id, deleted, hoped=False) for view in (Demand(before, config, run), demand)
+    ]
     return tuple(name for name in inventory.tiers if any(name in names for names in wanting))
 
 

@@ -1,19 +1,51 @@
-"""What a run keeps: the rules of its retention policy, how they are checked, and how two policies become one.
+"""What a run keeps: the rules of its retention policy, how they are checked, how two policies become one, and how a
+policy is stored next to the run's manifests (FORMAT.md). `ranking` applies a policy to the checkpoints of one place.
 
-`ranking` applies a policy to the checkpoints of one place.
+Invariant: a stored policy that cannot be read means that the run's policy is not known, never that there is none. A
+rule that this version does not know makes the object unreadable, because ignoring the rule would delete checkpoints
+that it keeps. A duration or a rate names its unit, and no unit is guessed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, TypeVar, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, WrongKey
+from tierd.core.ids import retention_key
+from tierd.core.manifest_codec import encrypted_with
+
+_UNITS = {
+    f"{prefix}{kind}": base**power
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("kMG" if base == 1000 else "KMG", 1)
+}
+_FORM = rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)({'|'.join(_UNITS)})/s"
+_RATE = re.compile(_FORM)
+RATE_PATTERN = rf"^{_FORM}\Z"
+Rate = Annotated[str, Meta(pattern=RATE_PATTERN)]  # "200MB/s", "1.5GiB/s"
+
+
+def parse_rate(text: str) -> int:
+    """A `Rate` in bytes per second, at least 1.
+
+    Raises:
+        ValueError: the text is not a rate, or less than a byte per second; the message shows how to write one.
+    """
+    match = _RATE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no rate: write 800kB/s, 200MB/s or 1GiB/s")
+    bytes_per_s = int(float(match[1]) * _UNITS[match[2]])
+    if bytes_per_s < 1:
+        raise ValueError(f"{text!r} would never move a byte: write at least 1kB/s")
+    return bytes_per_s
+
 
 V = TypeVar("V")
 
@@ -23,7 +55,7 @@ DURATION_PATTERN = r"^[0-9]{1,9}(\.[0-9]{1,9})?[smhd]\Z"
 Duration = Annotated[str, Meta(pattern=DURATION_PATTERN)]  # "90s", "10m", "12h", "7d"
 
 
-def seconds(duration: str) -> float:
+def parse_duration(duration: str) -> float:
     """A `Duration` in seconds."""
     match = _DURATION.fullmatch(duration)
     if match is None:
@@ -116,7 +148,7 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return _several(self.keep_best)
 
 
-def checked(policy: object) -> RetentionPolicy:
+def check_policy(policy: object) -> RetentionPolicy:
     """Check a policy that a program made by the same rules as one from a file.
 
     Raises:
@@ -133,7 +165,7 @@ def checked(policy: object) -> RetentionPolicy:
         raise ConfigError(f"retention={policy!r}: {error}") from error
 
 
-def merged(policies: Iterable[RetentionPolicy]) -> RetentionPolicy | None:
+def merge_policies(policies: Iterable[RetentionPolicy]) -> RetentionPolicy | None:
     """The policy that keeps every checkpoint that any of `policies` keeps; None for no policy.
 
     The result does not depend on the order, and merging a policy with itself changes nothing.
@@ -144,7 +176,7 @@ def merged(policies: Iterable[RetentionPolicy]) -> RetentionPolicy | None:
     spans = [policy.keep_within for policy in policy_list if policy.keep_within]
     return RetentionPolicy(
         keep_last=max(policy.keep_last for policy in policy_list),
-        keep_within=max(spans, key=lambda span: (seconds(span), span), default=None),
+        keep_within=max(spans, key=lambda span: (parse_duration(span), span), default=None),
         keep_every_steps=tuple(value for policy in policy_list for value in policy.every_steps),
         keep_every=tuple(value for policy in policy_list for value in policy.every),
         keep_best=tuple(value for policy in policy_list for value in policy.bests),
@@ -159,7 +191,7 @@ def _several(values: V | Sequence[V] | None) -> tuple[V, ...]:
 
 def _span(rule: str, text: Duration) -> float:
     try:
-        return seconds(text)
+        return parse_duration(text)
     except (ValueError, TypeError) as error:
         raise _Unusable(f"{rule}={text!r}: a time is a text such as '90s', '10m', '12h' or '7d'") from error
 
@@ -175,3 +207,120 @@ def _best(value: object) -> Best:
 
 def _one_or_several(values: list[V]) -> V | tuple[V, ...] | None:
     return None if not values else values[0] if len(values) == 1 else tuple(values)
+
+
+FORMAT = 1
+MAX_POLICY_SIZE = 64 << 10  # bytes
+PolicyOrigin = Literal["configuration", "trainer", "default"]
+GIVEN: tuple[str, ...] = get_args(PolicyOrigin)
+TierName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRetention:
+    """One node's policy for a run, as found in one place.
+
+    Attributes:
+        run: the run.
+        by: the node's id, 8 hex digits; empty in the spool, which belongs to one node.
+        given: the policy's origin; any word if the object is unreadable, because a newer tierd may have written it.
+        host: the node's host name, for people.
+        written: the time of writing in RFC 3339, for people.
+        tiers: the names of all tiers on which the node keeps the run; empty if the object does not say.
+        retention: the policy; None if the object cannot be read.
+        why: why the object cannot be read; empty if it can.
+        alien: whether the object is encrypted with another key than the tier is read with, or only one of the two has
+            a key. No other object may be put next to it.
+        contested: whether the object, of this node's id, may be another node's that has the same id.
+    """
+
+    run: str
+    by: str
+    given: str
+    host: str = ""
+    written: str = ""
+    retention: RetentionPolicy | None = None
+    why: str = ""
+    alien: bool = False
+    tiers: tuple[str, ...] = ()
+    contested: bool = False
+
+
+class _Object(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    by: str
+    given: PolicyOrigin
+    host: Annotated[str, Meta(max_length=255)] = ""
+    written: Annotated[str, Meta(max_length=64)] = ""
+    tiers: Annotated[tuple[TierName, ...], Meta(max_length=64)] = ()
+    retention: RetentionPolicy
+
+
+class _Version(msgspec.Struct, frozen=True):
+    format: int
+
+
+def encode_policy(stored: StoredRetention) -> bytes:
+    """Encode the object, indented for people. `stored.retention` must not be None."""
+    rules = {name: value for name, value in msgspec.to_builtins(stored.retention).items() if value is not None}
+    members: dict[str, Any] = {
+        "format": FORMAT,
+        "run": stored.run,
+        "by": stored.by,
+        "host": stored.host,
+        "written": stored.written,
+        "given": stored.given,
+        **({"tiers": stored.tiers} if stored.tiers else {}),
+        "retention": rules,
+    }
+    return msgspec.json.format(msgspec.json.encode(members), indent=2) + b"\n"
+
+
+def decode_policy(data: bytes, run: str, by: str, given: str) -> StoredRetention:
+    """Decode the object that is stored under the key of the policy of `run`, `by` and `given`.
+
+    Raises:
+        WrongKey: the object is encrypted.
+        ManifestError: the object is damaged, or belongs under another key.
+        FormatTooNew: a newer tierd wrote the object, or it holds a rule that this version does not know.
+    """
+    where = f"retention of {run} by {by or 'this node'} ({given})"
+    if len(data) > MAX_POLICY_SIZE:
+        raise ManifestError(f"{where}: it is longer than {MAX_POLICY_SIZE} bytes")
+    try:
+        version = msgspec.json.decode(data, type=_Version).format
+        if version > FORMAT or given not in GIVEN:
+            raise FormatTooNew(f"{where}: a newer tierd wrote it (format {version})")
+        record = msgspec.json.decode(data, type=_Object)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if "unknown field" in str(error):
+            raise FormatTooNew(f"{where}: a newer tierd wrote it: {error}") from error
+        if key_id := encrypted_with(data):
+            raise WrongKey(
+                f"{where}: it is encrypted with key {key_id}: name its file by the tier's key_file, or --key-file"
+            ) from error
+        raise ManifestError(f"{where}: {error}") from error
+    if version < 1 or (record.run, record.by, record.given) != (run, by, given):
+        raise ManifestError(f"{where}: it says that it is of {record.run!r} by {record.by!r} ({record.given})")
+    if any(_CONTROL.search(text) for text in (record.host, record.written)):
+        raise ManifestError(f"{where}: a control character")
+    return StoredRetention(run, by, given, record.host, record.written, record.retention, tiers=record.tiers)
+
+
+def unreadable_policy(run: str, by: str, given: str, error: Exception) -> StoredRetention:
+    """The record of an object that cannot be read."""
+    why, alien = str(error), isinstance(error, WrongKey)
+    if alien:  # the object is kept until a person decides, because either of the two keys may be the right one
+        why += "; if the daemon that put it there was the one with the wrong key_file, or without, delete that object, "
+        why += retention_key(run, by, given)
+    return StoredRetention(run, by, given, why=why, alien=alien)
+
+
+def is_plain_policy(data: bytes) -> bool:
+    """Whether `data` is an unencrypted stored policy: encrypted bytes have no JSON member `format`."""
+    try:
+        msgspec.json.decode(data, type=_Version)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

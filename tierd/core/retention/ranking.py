@@ -1,30 +1,126 @@
-"""Retention: which of one run's checkpoints in one place are kept, and why.
+"""Retention: which of one run's checkpoints in one place are kept, and why; and how old each checkpoint is.
 
 Invariant: only verified, complete checkpoints count towards a rule, and the newest of them is always kept. A checkpoint
 that is not verified is not deleted. One that cannot become complete any more is deleted once enough newer complete ones
-exist. No wall clock decides, because ages are differences between checkpoints' times of creation (`ages`).
+exist. No wall clock decides, because ages are differences between checkpoints' times of creation.
+
+Two clocks that are wrong, each by any time and in any direction, make no checkpoint older than it is, except that
+within a launch its own clock counts. The time that passed within launches always counts, and of the pauses between them
+only as much as is left whichever two launches are ignored. So an age is too small rather than too large.
 """
 
 from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from heapq import nlargest, nsmallest
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from tierd.core.ids import CheckpointId
-from tierd.core.retention.ages import Ages, Order
-from tierd.core.retention.policy import Best, Duration, RetentionPolicy, seconds
-from tierd.core.timeline.chain import way
+from tierd.core.retention.policy import Best, Duration, RetentionPolicy, parse_duration
+from tierd.core.timeline.launch_chain import ancestor_chain
+
+Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
+_WRONG = 2  # launches with wrong clocks that make no checkpoint older
+
+
+class Ages:
+    """The ages of one run's checkpoints.
+
+    Args:
+        dated: the checkpoints, each with the time at which its trainer's clock says that it was made.
+    """
+
+    def __init__(self, dated: Iterable[tuple[Order, datetime]]) -> None:
+        ordered = sorted(dated)
+        self._orders = [order for order, _ in ordered]
+        self._times = [created.timestamp() for _, created in ordered]
+        self._firsts: dict[str, int] = {}  # attempt -> the index of its first checkpoint
+        for index, order in enumerate(self._orders):
+            self._firsts.setdefault(order[1], index)
+        self._attempts = list(self._firsts)
+
+    def age_s(self, order: Order, created: datetime) -> float:
+        """How many seconds a checkpoint is older than the newest; 0 for the newest, and for a newer one.
+
+        Args:
+            order: the checkpoint, which may be another than those that the ages were made from.
+            created: the time at which it was made.
+        """
+        if not self._orders or order >= self._orders[-1]:
+            return 0.0
+        at, following, newest = created.timestamp(), bisect_right(self._orders, order), len(self._orders) - 1
+        if order[1] == self._attempts[-1]:
+            return self._passed_s(at, following, newest)
+        after = bisect_right(self._attempts, order[1])
+        last = self._firsts[self._attempts[after]] - 1  # of its own launch, unless `order` is later
+        to_end_s = self._passed_s(at, following, last) if following <= last else 0.0
+        launch_start = (self._times[last] if following <= last else at) - self._within_s[after]
+        in_launches_s = to_end_s + self._within_s[-1] - self._within_s[after]
+        later_largest, later_smallest = self._extremes[after]
+        largest, smallest = (
+            nlargest(_WRONG + 1, (*later_largest, launch_start)),
+            nsmallest(_WRONG + 1, (*later_smallest, launch_start)),
+        )
+        if len(largest) <= _WRONG:
+            return in_launches_s
+        pauses_s = min(largest[ahead] - smallest[_WRONG - ahead] for ahead in range(_WRONG + 1))
+        return in_launches_s + max(pauses_s, 0.0)
+
+    @cached_property
+    def _within_s(self) -> list[float]:
+        """The seconds that passed within all launches before each one, and within all of them."""
+        bounds = pairwise([*self._firsts.values(), len(self._orders)])
+        passed = (self._passed_s(self._times[first], first + 1, end - 1) for first, end in bounds)
+        return list(accumulate(passed, initial=0.0))
+
+    @cached_property
+    def _extremes(self) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+        """Of each launch and all later ones: the largest and smallest times, without the time within launches.
+
+        A launch whose clock is ahead can be among the largest alone, one whose clock is behind among the smallest.
+        """
+        extremes, largest, smallest = [], tuple[float, ...](), tuple[float, ...]()
+        starts = [
+            self._times[first] - within_s
+            for first, within_s in zip(self._firsts.values(), self._within_s[:-1], strict=True)
+        ]
+        for start in reversed(starts):
+            largest = tuple(nlargest(_WRONG + 1, (*largest, start)))
+            smallest = tuple(nsmallest(_WRONG + 1, (*smallest, start)))
+            extremes.append((largest, smallest))
+        return extremes[::-1]
+
+    def _passed_s(self, at: float, following: int, last: int) -> float:
+        """The seconds from a checkpoint to a later one of its launch, or to itself if `following` is after `last`.
+
+        Args:
+            at: when it was made.
+            following: the index of the next checkpoint.
+            last: the index of the later one.
+        """
+        if following > last:
+            return 0.0
+        if self._times[last] >= at:
+            return self._times[last] - at
+        # A checkpoint is not made after a later one, so the clock was set back: only the steps forward count.
+        return max(self._times[following] - at, 0.0) + self._forward[last] - self._forward[following]
+
+    @cached_property
+    def _forward(self) -> list[float]:
+        return list(accumulate((max(after - before, 0.0) for before, after in pairwise(self._times)), initial=0.0))
+
 
 T = TypeVar("T", bound=tuple[Any, ...])
 Origins: TypeAlias = Mapping[str, CheckpointId | None]  # attempt -> the checkpoint that it resumed from
 
-HOPED_FOR = "incomplete: its other parts may still come"
+AWAITS_PARTS = "incomplete: its other parts may still come"
 
 
 @dataclass(frozen=True)
@@ -58,15 +154,15 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a checkpoint is kept, and every reason. `held_for` names tiers if it is kept only because of them."""
+    """Whether a checkpoint is kept, and every reason. `waiting_tiers` are those for which alone it is kept."""
 
     id: CheckpointId
     keep: bool
     reasons: tuple[str, ...]
-    held_for: tuple[str, ...] = ()
+    waiting_tiers: tuple[str, ...] = ()
 
 
-def decide(
+def judge_checkpoints(
     checkpoints: Sequence[CheckpointInfo],
     policy: RetentionPolicy,
     origins: Origins = MappingProxyType({}),
@@ -102,7 +198,7 @@ class Ranking:
         # checkpoint from which it resumed.
         launch_origins = {info.id.attempt: info.origin for info in checkpoints if info.created} | dict(origins)
         self._policy = policy
-        self._chain = way(max(launch_origins), launch_origins) if launch_origins else {}
+        self._chain = ancestor_chain(max(launch_origins), launch_origins) if launch_origins else {}
         self._all = [_order(info) for info in counted]  # oldest first, like the lists below
         self._on_path = [info for info in counted if self._is_on_path(info)]
         self._path = [_order(info) for info in self._on_path]
@@ -116,7 +212,7 @@ class Ranking:
                 self._alone[live_attempt] = Ranking(before, policy, come)
 
     @cached_property
-    def kept(self) -> frozenset[CheckpointId]:
+    def kept_ids(self) -> frozenset[CheckpointId]:
         """The checkpoints whose verdict is to keep. Slicing the sorted lists is faster than judging each checkpoint."""
         count, policy, order = self._policy.keep_last, self._policy, _order
         ids = {info.id for info in (*self._counted[-count:], *self._on_path[-count:])}
@@ -134,7 +230,7 @@ class Ranking:
         ranked = [order for best in policy.bests for _, order in self._ranked[best][-best.count :]]
         spaced = [order for span in policy.every for order, _ in self._spaced[span]]
         ids |= {CheckpointId(*order) for order in (*ranked, *spaced)}
-        return frozenset(ids).union(*(alone.kept for alone in self._alone.values()))
+        return frozenset(ids).union(*(alone.kept_ids for alone in self._alone.values()))
 
     def verdict(self, info: CheckpointInfo) -> Verdict:
         """The verdict over `info`: one of the ranked checkpoints, or another one as if it alone were added to them."""
@@ -159,7 +255,7 @@ class Ranking:
         if info.complete:
             return Verdict(info.id, False, (f"older than the last {self._policy.keep_last}, and no rule keeps it",))
         if newer < self._policy.keep_last:
-            why = "quarantined: kept to be looked at" if info.quarantined else HOPED_FOR
+            why = "quarantined: kept to be looked at" if info.quarantined else AWAITS_PARTS
             return Verdict(info.id, True, (why,))
         state = "quarantined" if info.quarantined else "incomplete"
         return Verdict(info.id, False, (f"{state}, and {newer} newer complete ones are verified",))
@@ -175,7 +271,7 @@ class Ranking:
             yield f"within {within} of the newest"
         yield from self._by_time_or_metric(info)
 
-    def is_for_good(self, info: CheckpointInfo) -> bool:
+    def is_permanent(self, info: CheckpointInfo) -> bool:
         """Whether a checkpoint is kept however many newer ones follow.
 
         A pin and every rule except `keep_last` and `keep_within` keep a checkpoint so.
@@ -205,7 +301,7 @@ class Ranking:
         return Ages((_order(info), info.created) for info in self._counted if info.created)
 
     def _is_within(self, info: CheckpointInfo, within: Duration) -> bool:
-        return info.created is not None and self._ages.age_s(_order(info), info.created) <= seconds(within)
+        return info.created is not None and self._ages.age_s(_order(info), info.created) <= parse_duration(within)
 
     def _is_spaced(self, info: CheckpointInfo, span: Duration) -> bool:
         # Only older checkpoints that this rule keeps decide, so that pruning others in between changes no verdict.
@@ -237,7 +333,7 @@ def _spaced(counted: Sequence[CheckpointInfo], span: Duration) -> Iterator[tuple
 
 
 def _is_span_apart(created: datetime, last: datetime | None, span: Duration) -> bool:
-    return last is None or abs((created - last).total_seconds()) >= seconds(span)
+    return last is None or abs((created - last).total_seconds()) >= parse_duration(span)
 
 
 def _above(ascending: list[T], threshold: T) -> int:

@@ -1,4 +1,4 @@
-"""Which checkpoints a restore tries, in which order, and its error message when there is none.
+"""Which checkpoints a restore tries, in which order, and what a message says when there is none.
 
 Invariant: names alone decide completeness, and manifests alone decide ancestry. Neither decides validity, which only
 the reader of a candidate's bytes finds out. From equal run views every rank decides the same.
@@ -6,30 +6,57 @@ the reader of a candidate's bytes finds out. From equal run views every rank dec
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
-from tierd.core.save_policy import Goal, listed
-from tierd.core.timeline.alternatives import steps_there
-from tierd.core.timeline.chain import timeline
-from tierd.core.timeline.combined_views import (
-    combined,
+from tierd.core.save_policy import MetricGoal, list_metrics
+from tierd.core.timeline.launch_chain import timeline
+from tierd.core.timeline.run_view import (
+    RunView,
+    combine_views,
     complete_by_view,
     corrupt_metrics,
+    ids_of,
     lacking_ranks,
     metric_values,
+    run_view_of,
     silent_places,
 )
-from tierd.core.timeline.run_view import RunView, named, run_view_of
+
+_MOST_RUNS, _MOST_STEPS = 20, 8  # that a message names
+
+
+def describe_runs(run: str, run_names: Collection[str]) -> str:
+    """List the runs that exist, those with a similar name first; `run` is the one that was asked for."""
+    if not run_names:
+        return "there is no run at all"
+    near = difflib.get_close_matches(run, run_names, n=_MOST_RUNS, cutoff=0.6)
+    ordered = [*near, *sorted(set(run_names) - set(near))]
+    suffix = f" and {len(ordered) - _MOST_RUNS} more" if len(ordered) > _MOST_RUNS else ""
+    return f"the runs there are: {', '.join(ordered[:_MOST_RUNS])}{suffix}"
+
+
+def describe_steps(step: int, existing: Collection[int]) -> str:
+    """List the steps that exist, of many those nearest to `step`, which was asked for; empty if there are none."""
+    if not existing:
+        return ""
+    steps = sorted(set(existing))
+    near = sorted(sorted(steps, key=lambda candidate: abs(candidate - step))[:_MOST_STEPS])
+    listing = ", ".join(map(str, near))
+    if len(near) == len(steps):
+        return f"the steps there are: {listing}"
+    return f"the nearest of {len(steps)} steps there, {steps[0]} to {steps[-1]}, are: {listing}"
+
 
 _LISTED_PLACES = 5  # items that a message lists
 INCOMPLETE = "incomplete: not every rank's part is there"
 QUARANTINED = "quarantined before: some of it was proven corrupt, and no place had it right"
-UNVOUCHED = (
+UNPROVEN = (
     "unreadable: no manifest of its launch, or of so many ranks, can be read, so that its name alone says that it is "
     "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
     "`tierd disown RUN ATTEMPT URL`)"
@@ -56,7 +83,7 @@ class RestoreOrder:
             the candidate corrupt, and that continues no history.
         branches: complete checkpoints that are not on the timeline.
         incomplete: checkpoints newer than the first candidate that lack a rank's part.
-        lost: the attempt at which the timeline ends because its origin is unknown; None if there is none.
+        unknown_origin: the attempt at which the timeline ends because its origin is unknown; None if there is none.
         unreached: the tiers that did not answer some rank.
         attempts: the known attempts.
         quarantined: checkpoints that belong among the candidates but were quarantined, in whole or in part, as proven
@@ -66,13 +93,13 @@ class RestoreOrder:
         goal: the metric and mode by which the best checkpoint was requested; None if it was not.
         values: by metric, the value in rank 0's manifest of each checkpoint; NaN if the manifest has none.
         metrics: some names of metrics that manifests have.
-        whole: all complete checkpoints.
+        complete: all complete checkpoints.
         unread: with `goal`: complete checkpoints of the timeline whose metric no place could give.
         corrupt: with `goal`: complete checkpoints of the timeline whose metric no place will ever give, because rank
             0's manifest is corrupt wherever it was observed.
-        gone: checkpoints that were complete once, as some rank's node or a head remembers, and of which no rank
+        missing: checkpoints that were complete once, as some rank's node or a head remembers, and of which no rank
             observes anything now.
-        unvouched: checkpoints about which nothing proves that they belong to the run. They are newer by name than
+        unproven: checkpoints about which nothing proves that they belong to the run. They are newer by name than
             all whose origin is known, or only names show them complete, for another world size.
         silent: details of the places in `unreached`, each with the indices of the run views that lack the place.
         down_to: the oldest checkpoint that every rank observed, if some rank left older ones out. About older ones not
@@ -82,20 +109,20 @@ class RestoreOrder:
     candidates: tuple[Candidate, ...]
     branches: tuple[CheckpointId, ...]
     incomplete: tuple[CheckpointId, ...]
-    lost: str | None
+    unknown_origin: str | None
     unreached: tuple[str, ...]
     attempts: tuple[str, ...]
     quarantined: tuple[CheckpointId, ...] = ()
     alone: tuple[str, ...] = ()
     origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
-    goal: Goal | None = None
+    goal: MetricGoal | None = None
     values: Mapping[str, Mapping[CheckpointId, float]] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
-    whole: frozenset[CheckpointId] = frozenset()
+    complete: frozenset[CheckpointId] = frozenset()
     unread: tuple[CheckpointId, ...] = ()
     corrupt: tuple[CheckpointId, ...] = ()
-    gone: tuple[CheckpointId, ...] = ()
-    unvouched: tuple[CheckpointId, ...] = ()
+    missing: tuple[CheckpointId, ...] = ()
+    unproven: tuple[CheckpointId, ...] = ()
     silent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     down_to: CheckpointId | None = None
     same_step: tuple[Candidate, ...] = ()
@@ -119,7 +146,7 @@ class RestoreOrder:
 
 
 def restore_candidates(
-    inventory: Inventory, run: str, step: int | None = None, attempt: str | None = None, best: Goal | None = None
+    inventory: Inventory, run: str, step: int | None = None, attempt: str | None = None, best: MetricGoal | None = None
 ) -> RestoreOrder:
     """Order the checkpoints of `run` by this node's inventory, to read all ranks' parts, as `restore_order`."""
     return restore_order([run_view_of(inventory, run, (best.metric,) if best else ())], run, step, attempt, best=best)
@@ -133,7 +160,7 @@ def restore_order(
     *,
     world: int | None = None,
     everything: bool = False,
-    best: Goal | None = None,
+    best: MetricGoal | None = None,
 ) -> RestoreOrder:
     """Order the checkpoints of `run` for a restore, by the run views of all ranks together.
 
@@ -151,13 +178,13 @@ def restore_order(
         world is not None and len(views) < world
     )  # other ranks do not know of checkpoints that only this node has
     by_view = complete_by_view(views, run)
-    observed, complete, hollow = combined(views, by_view, run, isolated=isolated)
+    observed, complete, hollow = combine_views(views, by_view, run, isolated=isolated)
     if world is not None and not everything:  # names alone do not prove that another world size saved a checkpoint
         hollow = {checkpoint for checkpoint in hollow if complete[checkpoint] != world}
         complete = {checkpoint: size for checkpoint, size in complete.items() if checkpoint not in hollow}
     else:
         hollow = set()
-    quarantined = {checkpoint for view in views for checkpoint in named(run, view.aside)} - complete.keys()
+    quarantined = {checkpoint for view in views for checkpoint in ids_of(run, view.aside)} - complete.keys()
     existing = {*observed, *quarantined}
     origins = {
         attempt: CheckpointId(run, *origin) if origin else None
@@ -186,18 +213,18 @@ def restore_order(
     first = order[0] if order else None
     unusable = quarantined | hollow
     if step is None and attempt is None:
-        unusable &= hollow | set(timeline(existing, existing, origins).path) - set(line.unvouched)
+        unusable &= hollow | set(timeline(existing, existing, origins).path) - set(line.unproven)
     else:
         unusable = {c for c in unusable if step in (None, c.step) and attempt in (None, c.attempt)}
     # A checkpoint that one rank misses is not lost if another rank has a part of it. A rank's view counts for this only
     # if that view does not itself list the checkpoint as gone.
     missing = (
-        {checkpoint for view in views for checkpoint in named(run, view.gone)} - complete.keys() - quarantined - hollow
+        {checkpoint for view in views for checkpoint in ids_of(run, view.gone)} - complete.keys() - quarantined - hollow
     )
     if missing:  # this is rare; otherwise it is skipped, because decoding every rank's parts takes long
-        missing -= {checkpoint for view in views for checkpoint in view.partial(run).keys() - named(run, view.gone)}
+        missing -= {checkpoint for view in views for checkpoint in view.partial(run).keys() - ids_of(run, view.gone)}
     unvouched = {
-        *line.unvouched,
+        *line.unproven,
         *(checkpoint for checkpoint in hollow & unusable if best or not first or checkpoint > first),
     }
     lacking = lacking_ranks(views, by_view, complete, world, everything=everything) if world and not isolated else {}
@@ -210,15 +237,15 @@ def restore_order(
             sorted(
                 (
                     checkpoint
-                    for checkpoint in observed - complete.keys() - quarantined - hollow - missing - set(line.unvouched)
+                    for checkpoint in observed - complete.keys() - quarantined - hollow - missing - set(line.unproven)
                     if best or not first or checkpoint > first
                 ),
                 reverse=True,
             )
         ),
-        lost=line.lost,
+        unknown_origin=line.unknown_origin,
         unreached=tuple(dict.fromkeys(name for view in views for name in view.unreached)),
-        attempts=tuple(sorted({checkpoint.attempt for checkpoint in existing - set(line.unvouched)} | origins.keys())),
+        attempts=tuple(sorted({checkpoint.attempt for checkpoint in existing - set(line.unproven)} | origins.keys())),
         quarantined=tuple(sorted(unusable & quarantined, reverse=True)),
         alone=tuple(
             f"rank {rank}: {view.alone}" if len(views) > 1 else view.alone
@@ -229,11 +256,11 @@ def restore_order(
         goal=best,
         values=values,
         metrics=tuple(sorted({name for view in views for name in view.metrics})),
-        whole=frozenset(complete),
+        complete=frozenset(complete),
         unread=tuple(checkpoint for checkpoint in unknown if checkpoint not in corrupt),
         corrupt=tuple(checkpoint for checkpoint in unknown if checkpoint in corrupt),
-        gone=tuple(sorted(missing, reverse=True)),
-        unvouched=tuple(sorted((checkpoint for checkpoint in unvouched if checkpoint not in order), reverse=True)),
+        missing=tuple(sorted(missing, reverse=True)),
+        unproven=tuple(sorted((checkpoint for checkpoint in unvouched if checkpoint not in order), reverse=True)),
         silent=silent_places(views),
         down_to=max((CheckpointId(run, *view.down_to) for view in views if view.down_to), default=None),
         same_step=tuple(
@@ -242,38 +269,38 @@ def restore_order(
     )
 
 
-def _score(goal: Goal, values: Mapping[str, Mapping[CheckpointId, float]], checkpoint: CheckpointId) -> float:
+def _score(goal: MetricGoal, values: Mapping[str, Mapping[CheckpointId, float]], checkpoint: CheckpointId) -> float:
     value = values.get(goal.metric, {}).get(checkpoint, math.nan)
     return -math.inf if math.isnan(value) else goal.score(value)
 
 
-def not_found(
+def not_found_error(
     resume: RestoreOrder, run: str, step: int | None, skipped: list[str], attempt: str | None = None
 ) -> CheckpointNotFound:
     """Make the error that names the request, the skipped checkpoints with reasons, and possible other requests."""
     request = f"run {run!r}" if step is None else f"run {run!r} step {step}"
     request += f" of attempt {attempt}" if attempt else ""
-    if resume.goal and resume.whole and not resume.candidates:
+    if resume.goal and resume.complete and not resume.candidates:
         return CheckpointNotFound(
             f"{request}: no complete checkpoint of the timeline has a number for the metric {resume.goal.metric!r}; "
-            f"{listed(resume.metrics)}"
+            f"{list_metrics(resume.metrics)}"
         )
     lines = [f"{request}: no checkpoint could be verified"] if skipped else [f"{request}: there is no such checkpoint"]
     lines += [f"  skipped {text}" for text in skipped]
-    if (resume.quarantined or resume.gone or resume.unvouched) and not resume.candidates and step is None:
+    if (resume.quarantined or resume.missing or resume.unproven) and not resume.candidates and step is None:
         lines.append(f"  to begin from nothing all the same, give the run another name, or remove it (tierd rm {run})")
-    steps = {checkpoint.step for checkpoint in resume.whole}
-    if step is not None and step not in steps and (hint := steps_there(step, steps)):
+    steps = {checkpoint.step for checkpoint in resume.complete}
+    if step is not None and step not in steps and (hint := describe_steps(step, steps)):
         lines.append(f"  {hint}")
-    if resume.lost:
-        lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
+    if resume.unknown_origin:
+        lines.append(f"  what attempt {resume.unknown_origin} resumed from cannot be told any more")
     if resume.branches:
         off_timeline = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
         lines.append(f"  not tried, off the timeline: {off_timeline}; restore(step=…, attempt=…) asks for one")
     return CheckpointNotFound("\n".join(lines))
 
 
-def because(resume: RestoreOrder, world: int = 1, isolated: int | None = None) -> str:
+def describe_silent(resume: RestoreOrder, world: int = 1, isolated: int | None = None) -> str:
     """Where and why places did not answer, in parentheses, for a message; empty if no details are known.
 
     Args:

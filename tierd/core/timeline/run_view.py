@@ -1,26 +1,29 @@
-"""The run view: the checkpoints of a run that one node's daemon observes in its own spool and on the tiers.
+"""The run view: the checkpoints of a run that one node's daemon observes in its own spool and on the tiers; and what
+the run views of all ranks say together.
 
 Invariant: a run view holds names and origins, never a checkpoint's bytes. It is small however many ranks and
-checkpoints there are, so that all ranks can exchange their run views.
+checkpoints there are, so that all ranks can exchange their run views. Equal views are decoded once, because ranks of
+one node have equal ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from tierd.core.errors import ManifestError, SpoolUnusable
-from tierd.core.ids import CheckpointId, in_order
+from tierd.core.ids import CheckpointId, checkpoint_order
 from tierd.core.manifest import metrics_to_json
-from tierd.core.planning.copies import ManifestFacts, complete_world_sizes, is_complete, union
+from tierd.core.planning.copies import ManifestFacts, complete_world_sizes, is_complete, union_ranks
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 
 CORRUPT = "corrupt"
 _NAMES = 50  # the most names of metrics in a run view
-Steps = dict[str, list[int]]  # attempt -> steps
+AttemptSteps = dict[str, list[int]]  # attempt -> steps
 Values = dict[str, dict[int, float | str | None]]  # attempt -> step -> a metric's value, as a manifest writes it
 
 
@@ -50,12 +53,12 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             newer one was observed. About older ones the view has origins and `aside` only.
     """
 
-    whole: dict[int, Steps] = {}
-    hollow: Steps = {}
-    mixed: Steps = {}
+    whole: dict[int, AttemptSteps] = {}
+    hollow: AttemptSteps = {}
+    mixed: AttemptSteps = {}
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
-    aside: Steps = {}
-    gone: Steps = {}
+    aside: AttemptSteps = {}
+    gone: AttemptSteps = {}
     origins: dict[str, tuple[str, int] | None] = {}
     unreached: tuple[str, ...] = ()
     silent: dict[str, str] = {}
@@ -66,7 +69,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def complete(self, run: str) -> dict[CheckpointId, int]:
         """The complete checkpoints, with their world sizes."""
-        return {checkpoint: size for size, steps in self.whole.items() for checkpoint in named(run, steps)}
+        return {checkpoint: size for size, steps in self.whole.items() for checkpoint in ids_of(run, steps)}
 
     def partial(self, run: str) -> dict[CheckpointId, dict[int, set[int]]]:
         """The other checkpoints, each with the ranks whose parts are listed, by world size."""
@@ -88,14 +91,14 @@ def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -
     tier_ranks: dict[CheckpointId, Mapping[int, frozenset[int]]] = {}
     for place in inventory.tiers.values():
         for copy in place.copies(run) if place else ():
-            tier_ranks[copy.id] = union(tier_ranks.get(copy.id, {}), copy.ranks)
+            tier_ranks[copy.id] = union_ranks(tier_ranks.get(copy.id, {}), copy.ranks)
     complete: dict[int, set[CheckpointId]] = defaultdict(set)
     mixed: set[CheckpointId] = set()
     hollow: set[CheckpointId] = set()
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
-    for checkpoint in sorted({*spool_ranks, *tier_ranks}, key=in_order):
+    for checkpoint in sorted({*spool_ranks, *tier_ranks}, key=checkpoint_order):
         in_spool, on_tiers = spool_ranks.get(checkpoint, {}), tier_ranks.get(checkpoint, {})
-        ranks = union(in_spool, on_tiers)
+        ranks = union_ranks(in_spool, on_tiers)
         if sizes := complete_world_sizes(ranks):
             bare = [size for size in sizes if _is_hollow(inventory, checkpoint, size)]
             size = min([size for size in sizes if size not in bare] or sizes)
@@ -119,13 +122,13 @@ def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -
     for part in inventory.spool.committed:
         if part.checkpoint.run == run:
             saved.setdefault(part.checkpoint, {}).setdefault(part.world, set()).add(part.rank)
-    sound = inventory.sound(run)
+    sound = inventory.sound_checkpoints(run)
     missing = {
         checkpoint
         for checkpoint, ranks in saved.items()
-        if checkpoint not in sound or (is_complete(ranks) and not inventory.has_whole(checkpoint))
+        if checkpoint not in sound or (is_complete(ranks) and not inventory.has_complete(checkpoint))
     }
-    if newest_gone := inventory.gone(run):
+    if newest_gone := inventory.missing_newest(run):
         missing |= {newest_gone}
     return RunView(
         whole={size: _steps(checkpoints) for size, checkpoints in sorted(complete.items())},
@@ -147,18 +150,18 @@ def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -
     )
 
 
-def cut(view: RunView, run: str, oldest: CheckpointId) -> RunView:
+def without_older(view: RunView, run: str, oldest: CheckpointId) -> RunView:
     """The run view of an observation that left out all checkpoints older than `oldest`.
 
     Older checkpoints are removed from `gone`, because a checkpoint that was not observed is not proven lost.
     """
-    missing = _steps(checkpoint for checkpoint in named(run, view.gone) if checkpoint >= oldest)
+    missing = _steps(checkpoint for checkpoint in ids_of(run, view.gone) if checkpoint >= oldest)
     return msgspec.structs.replace(view, gone=missing, down_to=(oldest.attempt, oldest.step))
 
 
-def with_gone(view: RunView, run: str, checkpoints: Collection[CheckpointId]) -> RunView:
+def with_missing(view: RunView, run: str, checkpoints: Collection[CheckpointId]) -> RunView:
     """The view with these checkpoints as gone too."""
-    return msgspec.structs.replace(view, gone=_steps({*named(run, view.gone), *checkpoints}))
+    return msgspec.structs.replace(view, gone=_steps({*ids_of(run, view.gone), *checkpoints}))
 
 
 def _is_hollow(inventory: Inventory, checkpoint: CheckpointId, size: int) -> bool:
@@ -209,7 +212,7 @@ def _hides_origin(place: Place, run: str, origins: Mapping[str, CheckpointId | N
     )
 
 
-def named(run: str, steps: Steps) -> set[CheckpointId]:
+def ids_of(run: str, steps: AttemptSteps) -> set[CheckpointId]:
     """The checkpoints that `steps` names."""
     return {CheckpointId(run, attempt, step) for attempt, attempt_steps in steps.items() for step in attempt_steps}
 
@@ -219,8 +222,8 @@ def ranks_of(pairs: list[int]) -> set[int]:
     return {rank for first, last in zip(pairs[::2], pairs[1::2], strict=True) for rank in range(first, last + 1)}
 
 
-def _steps(checkpoints: Iterable[CheckpointId]) -> Steps:
-    by_attempt: Steps = {}
+def _steps(checkpoints: Iterable[CheckpointId]) -> AttemptSteps:
+    by_attempt: AttemptSteps = {}
     for checkpoint in sorted(checkpoints):
         by_attempt.setdefault(checkpoint.attempt, []).append(checkpoint.step)
     return by_attempt
@@ -234,3 +237,112 @@ def _pairs(ranks: Iterable[int]) -> list[int]:
         else:
             pairs += [rank, rank]
     return pairs
+
+
+def silent_places(views: Sequence[RunView]) -> dict[str, tuple[int, ...]]:
+    """By details of a place that did not answer, the indices of the run views that lack it."""
+    silent: dict[str, tuple[int, ...]] = {}
+    for number, view in enumerate(views):
+        for why in (view.silent[name] for name in view.unreached if name in view.silent):
+            silent[why] = (*silent.get(why, ()), number)
+    return silent
+
+
+def metric_values(views: Sequence[RunView], run: str) -> dict[str, dict[CheckpointId, float]]:
+    """By metric, the values that any rank's view has, without corrupt ones."""
+    values: dict[str, dict[CheckpointId, float]] = {}
+    for view in {msgspec.msgpack.encode(view.values): view for view in views}.values():
+        for metric, attempts in view.values.items():
+            values.setdefault(metric, {}).update(
+                (CheckpointId(run, attempt, step), math.nan if value is None else float(value))
+                for attempt, steps in attempts.items()
+                for step, value in steps.items()
+                if value != CORRUPT
+            )
+    return values
+
+
+def corrupt_metrics(views: Sequence[RunView], run: str) -> set[CheckpointId]:
+    """The checkpoints whose metrics rank 0's manifest will never give, because it is corrupt in some view."""
+    return {
+        CheckpointId(run, attempt, step)
+        for view in views
+        for attempts in view.values.values()
+        for attempt, steps in attempts.items()
+        for step, value in steps.items()
+        if value == CORRUPT
+    }
+
+
+def combine_views(
+    views: Sequence[RunView], by_view: Sequence[dict[CheckpointId, int]], run: str, *, isolated: bool
+) -> tuple[set[CheckpointId], dict[CheckpointId, int], set[CheckpointId]]:
+    """Combine the run views of all ranks.
+
+    Returns:
+        Every checkpoint of which any rank observes a part; the complete ones with their world sizes; and the complete
+        ones that only names show to be so.
+    """
+    proven: dict[CheckpointId, int] = {}
+    bare: dict[CheckpointId, int] = {}
+    # Ranks of one node have equal views, each of which is decoded once.
+    alike = {
+        (id(listed), msgspec.msgpack.encode(view.hollow)): (view, listed)
+        for view, listed in zip(views, by_view, strict=True)
+    }
+    for view, listed in alike.values():
+        hollow = ids_of(run, view.hollow)
+        for checkpoint, size in listed.items():
+            into = bare if checkpoint in hollow else proven
+            into[checkpoint] = min(size, into.get(checkpoint, size))
+    complete = bare | proven
+    parts: dict[CheckpointId, dict[int, set[int]]] = {}
+    for view in {msgspec.msgpack.encode(view.parts): view for view in views}.values():
+        for checkpoint, sizes in view.partial(run).items():
+            for size, ranks in sizes.items():
+                parts.setdefault(checkpoint, {}).setdefault(size, set()).update(ranks)
+    observed = {*complete, *parts}
+    for checkpoint, sizes in parts.items():
+        full = [size for size, ranks in sizes.items() if len(ranks) == size != bare.get(checkpoint)]
+        if full and checkpoint not in proven:
+            proven[checkpoint] = complete[checkpoint] = min(full)
+    if isolated:
+        for checkpoint in ids_of(run, views[0].mixed):
+            del complete[checkpoint]
+    return observed, complete, bare.keys() & complete.keys() - proven.keys()
+
+
+def lacking_ranks(
+    views: Sequence[RunView],
+    by_view: Sequence[dict[CheckpointId, int]],
+    complete: dict[CheckpointId, int],
+    world: int,
+    *,
+    everything: bool,
+) -> dict[CheckpointId, tuple[int, ...]]:
+    """By complete checkpoint, the ranks that do not observe the parts that they need."""
+    lacking: dict[CheckpointId, list[int]] = {}
+    absent: dict[int, list[CheckpointId]] = {}
+    for rank, (view, listed) in enumerate(zip(views, by_view, strict=True)):
+        if id(listed) not in absent:
+            required = [checkpoint for checkpoint, size in complete.items() if everything or size == world]
+            absent[id(listed)] = [
+                checkpoint for checkpoint in required if listed.get(checkpoint) != complete[checkpoint]
+            ]
+        for checkpoint in absent[id(listed)]:
+            present = view.parts.get(checkpoint.attempt, {}).get(checkpoint.step, {}).get(complete[checkpoint], [])
+            if everything or rank not in ranks_of(present):
+                lacking.setdefault(checkpoint, []).append(rank)
+    return {checkpoint: tuple(ranks) for checkpoint, ranks in lacking.items()}
+
+
+def complete_by_view(views: Sequence[RunView], run: str) -> list[dict[CheckpointId, int]]:
+    """For each run view, its complete checkpoints with their world sizes. Equal views are decoded once."""
+    same: dict[bytes, dict[CheckpointId, int]] = {}
+    by_view = []
+    for view in views:
+        name = msgspec.msgpack.encode(view.whole)
+        if name not in same:
+            same[name] = view.complete(run)
+        by_view.append(same[name])
+    return by_view

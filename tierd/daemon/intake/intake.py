@@ -24,23 +24,29 @@ from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.retention.policy import seconds
-from tierd.daemon.intake.directory_id import DirectoryAbsent, identify
-from tierd.daemon.intake.manifests import first_manifest
-from tierd.daemon.intake.other_watches import OtherWatches
-from tierd.daemon.intake.own import own_layout
-from tierd.daemon.intake.reports import ToReconciler, forget, report, report_absent
-from tierd.daemon.intake.taker import IngestClaim
+from tierd.core.retention.policy import parse_duration
+from tierd.daemon.component_status import nothing_taken
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.intake.active_watch import (
+    SILENT_S,
+    ActiveWatch,
+    DirectoryAbsent,
+    RunNotWatched,
+    identify_directory,
+    run_in_watch_thread,
+)
+from tierd.daemon.intake.series_restore import own_layout
 from tierd.daemon.intake.unit_watch import UnitWatch
-from tierd.daemon.intake.watch_at_work import SILENT_S, RunNotWatched, WatchAtWork, run_in
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.reports.watches import nothing_taken
-from tierd.daemon.timings import DaemonTimings
-from tierd.priority import lower
-from tierd.spool.commit import Room
+from tierd.daemon.intake.watch_records import RunWatchClaim
+from tierd.daemon.intake.watch_reports import ReconcilerReports, hide_watch, show_absent_directory, show_watch
+from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.tiers.announcements import IngestClaim
+from tierd.daemon.tiers.tier_objects import first_manifest
+from tierd.spool.commit import SpaceMaker
 from tierd.stores.base import Store
-from tierd.stores.directory_overlap import check_apart
-from tierd.watching.naming import history, stepless_run
+from tierd.stores.mounted_directories import check_no_overlap
+from tierd.threads import lower_priority
+from tierd.watching.checkpoint_names import known_checkpoints, stepless_run
 from tierd.watching.unit_file import UNIT_NAME
 
 log = logging.getLogger("tierd.daemon")
@@ -74,9 +80,9 @@ class Intake:
         room: frees disk space when a commit finds the disk full, as for `HandoffServer`.
     """
 
-    def __init__(self, reconciler: Reconciler, room: Callable[[], Room | None]) -> None:
+    def __init__(self, reconciler: Reconciler, room: Callable[[], SpaceMaker | None]) -> None:
         self._reconciler, self._room = reconciler, room
-        self._watching: dict[WatchConfig, WatchAtWork] = {}
+        self._watching: dict[WatchConfig, ActiveWatch] = {}
 
     @property
     def busy(self) -> bool:
@@ -131,10 +137,12 @@ class Intake:
                 watches = self._watches_to_run()
                 for watch in self._watching.keys() - watches.keys():
                     await self._end(self._watching.pop(watch))
-                    self._reconciler.journal.worked(("watch", watch.run))  # end the alert of a watch that was removed
+                    self._reconciler.journal.record_success(
+                        ("watch", watch.run)
+                    )  # end the alert of a watch that was removed
                 for watch, stepless in watches.items():
                     if watch not in self._watching:
-                        active_watch = self._watching[watch] = WatchAtWork(watch, stepless)
+                        active_watch = self._watching[watch] = ActiveWatch(watch, stepless)
                         active_watch.task = asyncio.ensure_future(self._watch(active_watch))
                 before_s, asked_s = asked_s, time.monotonic()
                 for active_watch in self._watching.values():
@@ -144,19 +152,19 @@ class Intake:
         finally:
             await asyncio.gather(*(self._end(active_watch) for active_watch in self._watching.values()))
 
-    async def _end(self, active_watch: WatchAtWork) -> None:
+    async def _end(self, active_watch: ActiveWatch) -> None:
         active_watch.ending = True
-        forget(self._reconciler, active_watch)
+        hide_watch(self._reconciler, active_watch)
         if active_watch.task is not None:
             active_watch.task.cancel()
             await asyncio.gather(active_watch.task, return_exceptions=True)
 
-    async def _watch(self, active_watch: WatchAtWork) -> None:
+    async def _watch(self, active_watch: ActiveWatch) -> None:
         run = active_watch.watch.run
         await self._observe(run, list(self._reconciler.workers))
         who, timings = self._reconciler.tiers.who, self._reconciler.timings
         taker = IngestClaim(run, who, self._find_first, timings)
-        other_watches = OtherWatches(run, who, self._reconciler.spool, self._find_first, timings)
+        other_watches = RunWatchClaim(run, who, self._reconciler.spool, self._find_first, timings)
         signs = (taker.keep_renewing(), other_watches.keep_renewing(lambda: active_watch.idle))
         renewing = [asyncio.ensure_future(sign) for sign in signs]
         try:
@@ -171,10 +179,10 @@ class Intake:
                 await other_watches.end()
 
     async def _observe_for_ever(
-        self, active_watch: WatchAtWork, taker: IngestClaim, other_watches: OtherWatches
+        self, active_watch: ActiveWatch, taker: IngestClaim, other_watches: RunWatchClaim
     ) -> None:
         run = active_watch.watch.run
-        reports = ToReconciler(self._reconciler, run)
+        reports = ReconcilerReports(self._reconciler, run)
         watch: UnitWatch | None = None
         log.info("watching %s as run %s", active_watch.watch.directory, run)
         while True:
@@ -182,16 +190,22 @@ class Intake:
             try:
                 if watch is None:
                     await self._check_run(run)
-                    watch = await run_in(active_watch, self._make, active_watch, reports)
-                directory = await run_in(active_watch, identify, Path(active_watch.watch.directory))
+                    watch = await run_in_watch_thread(active_watch, self._make, active_watch, reports)
+                directory = await run_in_watch_thread(
+                    active_watch, identify_directory, Path(active_watch.watch.directory)
+                )
                 await self._take_up_directory(active_watch)
-                if alone := await other_watches.may_go_on(directory, time.monotonic()):
+                if alone := await other_watches.confirm_alone(directory, time.monotonic()):
                     await self._observe_watch(active_watch, watch, taker)
                     await self._share_pins(run, but=await watch.pins.share(*self._on_every_tier()))
-                active_watch.idle, active_watch.tries, active_watch.error = alone and not watch.waiting, 0, None
+                active_watch.idle, active_watch.failed_tries, active_watch.error = (
+                    alone and not watch.is_waiting,
+                    0,
+                    None,
+                )
                 active_watch.leaves_stepless = active_watch.leaves_stepless or watch.leaves_stepless
-                report(self._reconciler, active_watch, watch, other_watches.awaited)
-                rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.waiting)
+                show_watch(self._reconciler, active_watch, watch, other_watches.awaited)
+                rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.is_waiting)
             except DirectoryAbsent as error:
                 rest_s = self._wait_for(active_watch, error, is_new=watch is None or watch.is_new)
             except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
@@ -199,53 +213,53 @@ class Intake:
                     log.exception("%s: a look failed", active_watch.watch.directory)
                 rest_s = self._failed(active_watch, error)
             else:
-                self._reconciler.journal.worked(("watch", run))
+                self._reconciler.journal.record_success(("watch", run))
             await asyncio.sleep(rest_s)
 
-    async def _take_up_directory(self, active_watch: WatchAtWork) -> None:
+    async def _take_up_directory(self, active_watch: ActiveWatch) -> None:
         """Take up a directory that exists. One that appeared only now is compared with the spool and the tiers, as all
         are at the daemon's start, because it may be a link into one of them.
         """
-        if active_watch.awaited_s is not None and not active_watch.was_there:
-            await check_apart(self._reconciler.config)
+        if active_watch.awaited_s is not None and not active_watch.directory_existed:
+            await check_no_overlap(self._reconciler.config)
         if isinstance(active_watch.error, DirectoryAbsent):
             active_watch.awaited_s = time.monotonic()
             log.info("%s is there now, and is watched", active_watch.watch.directory)
-        active_watch.was_there = True
+        active_watch.directory_existed = True
 
-    def _wait_for(self, active_watch: WatchAtWork, error: DirectoryAbsent, *, is_new: bool) -> float:
+    def _wait_for(self, active_watch: ActiveWatch, error: DirectoryAbsent, *, is_new: bool) -> float:
         """Wait for a directory, and return the seconds until the next try. One that existed before may be a mount that
         is missing, which is a failure; a program has yet to make any other.
         """
         fresh, active_watch.idle = not isinstance(active_watch.error, DirectoryAbsent), False
         if fresh:
             active_watch.awaited_s = time.monotonic()
-        if active_watch.was_there or not is_new:
+        if active_watch.directory_existed or not is_new:
             return self._failed(active_watch, error)
         directory, timings = active_watch.watch.directory, self._reconciler.timings
         active_watch.error = DirectoryAbsent(
             "it does not exist; name the directory that the program writes to, or make it"
         )
-        report_absent(self._reconciler, active_watch)
+        show_absent_directory(self._reconciler, active_watch)
         if fresh:
             log.info("%s does not exist yet: waiting for it; --until-idle waits %g s", directory, timings.appear_s)
         return timings.watch_s
 
-    def _failed(self, active_watch: WatchAtWork, error: Exception) -> float:
+    def _failed(self, active_watch: ActiveWatch, error: Exception) -> float:
         """Report that a directory cannot be watched now, and return the seconds until the next try."""
-        active_watch.tries, active_watch.error = active_watch.tries + 1, error
+        active_watch.failed_tries, active_watch.error = active_watch.failed_tries + 1, error
         subject, directory = ("watch", active_watch.watch.run), active_watch.watch.directory
-        self._reconciler.journal.failed(subject, "observe", SPOOL, directory, f"{directory}: {error}")
+        self._reconciler.journal.record_failure(subject, "observe", SPOOL, directory, f"{directory}: {error}")
         log.warning("%s: it cannot be watched now: %s", directory, error)
         # Without a limit on the exponent, the product of a mount that is missing for hours is no float any more.
-        return min(_RETRY_S, self._reconciler.timings.watch_s * 2.0 ** min(active_watch.tries, 10))
+        return min(_RETRY_S, self._reconciler.timings.watch_s * 2.0 ** min(active_watch.failed_tries, 10))
 
-    def _report_silence(self, active_watch: WatchAtWork) -> None:
+    def _report_silence(self, active_watch: ActiveWatch) -> None:
         """Report a call that may hang, as a failed try, and again if it goes on."""
         active_watch.silent_s, active_watch.idle = 0.0, False
         self._failed(active_watch, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
 
-    async def _observe_watch(self, active_watch: WatchAtWork, watch: UnitWatch, taker: IngestClaim) -> None:
+    async def _observe_watch(self, active_watch: ActiveWatch, watch: UnitWatch, taker: IngestClaim) -> None:
         """Look once; take what is due if no other node does. What another node took is known only after it is done.
 
         An idle daemon lists its tiers seldom. So the first one is observed here while another node takes: retention may
@@ -254,22 +268,22 @@ class Intake:
         run = active_watch.watch.run
 
         async def observe(may_take: bool) -> None:
-            run_history = history(self._reconciler.inventory(), run)
-            await run_in(active_watch, watch.observe, run_history, time.monotonic(), may_take=may_take)
+            run_history = known_checkpoints(self._reconciler.inventory(), run)
+            await run_in_watch_thread(active_watch, watch.observe, run_history, time.monotonic(), may_take=may_take)
 
-        await observe(taker.held)
-        if watch.wanted is not None and await taker.may_take(watch.wanted, time.monotonic()):
-            if taker.held:
+        await observe(taker.is_claimed)
+        if watch.wanted_checkpoint is not None and await taker.may_take(watch.wanted_checkpoint, time.monotonic()):
+            if taker.is_claimed:
                 await self._observe(run, self._first)
             await observe(True)
-        elif watch.wanted is not None:
+        elif watch.wanted_checkpoint is not None:
             await self._see_taken(run)
-        if taker.held and not await self._is_sending(run):
+        if taker.is_claimed and not await self._is_sending(run):
             await taker.release()
 
     async def _see_taken(self, run: str) -> None:
         """Observe the first tier, at most once in `rescan`."""
-        observed, rescan_s = self._reconciler.tiers.observed, seconds(self._reconciler.config.rescan)
+        observed, rescan_s = self._reconciler.tiers.observed, parse_duration(self._reconciler.config.rescan)
         await self._observe(run, [name for name in self._first if observed.age_s(name) >= rescan_s])
 
     @property
@@ -322,7 +336,7 @@ class Intake:
                 except (StoreUnavailable, StoreRefused) as error:
                     log.info("%s: %s cannot be pinned there yet: %s", name, checkpoint, error)
 
-    def _make(self, active_watch: WatchAtWork, reports: ToReconciler) -> UnitWatch:
+    def _make(self, active_watch: ActiveWatch, reports: ReconcilerReports) -> UnitWatch:
         return UnitWatch(
             self._reconciler.spool,
             Path(active_watch.watch.directory),
@@ -332,9 +346,9 @@ class Intake:
             own=own_layout(active_watch.watch),
             stepless=active_watch.stepless,
             room=self._find_room,
-            going=active_watch.going,
-            writes=active_watch.writes,
-            reads=lower,
+            going=active_watch.give_sign,
+            writes=active_watch.allow_silence,
+            reads=lower_priority,
             stores=lambda: self._reconciler.stores,
         )
 
@@ -358,5 +372,5 @@ class Intake:
                 )
 
     def _stay_interested(self, run: str) -> None:
-        self._reconciler.requests.interest.add(run)
-        self._reconciler.requests.presence.asked(run)
+        self._reconciler.requests.requested_runs.add(run)
+        self._reconciler.requests.trainer_activity.note_request(run)

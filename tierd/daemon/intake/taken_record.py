@@ -1,27 +1,34 @@
-"""The content of a watched directory's record, as `.tierd/watched/<run>.json` has it. Pure.
+"""What a watch took of a directory: the content of `.tierd/watched/<run>.json`, and how a unit differs from it now.
 
-Invariant: members are only ever added, each with a default, because an older daemon may have written the record, and
-may read it again.
+Invariant: members of the record are only ever added, each with a default, because an older daemon may have written it,
+and may read it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
 
 from tierd import __version__
-from tierd.core.manifest import File
+from tierd.core.errors import CorruptChunk
+from tierd.core.manifest import Chunk, File, Manifest
+from tierd.core.storage_faults import read_until_proven
+from tierd.spool.file_io import digest
+from tierd.watching.checkpoint_names import checkpoint_time
+from tierd.watching.directory_tree import DirectoryTree, OpenFile
+from tierd.watching.unit import ListedEntry, Listing
+from tierd.watching.unit_file import UNIT_NAME
 
 _NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
 _MOST_SERIES = 100  # series of which the newest are kept
 Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class WaitingUnit(msgspec.Struct, frozen=True):
     """A unit that was not taken yet, and the attempt and the step of the newest checkpoint before it appeared."""
 
     sizes: Sizes
@@ -45,7 +52,7 @@ class UncertainOrder(msgspec.Struct, frozen=True):
 
 class TakenRecord(msgspec.Struct):
     taken: dict[str, Sizes]
-    waiting: dict[str, Waiting]
+    waiting: dict[str, WaitingUnit]
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
     newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
     has_steps: bool = False  # whether a unit ever had a step in its name
@@ -62,7 +69,7 @@ class TakenRecord(msgspec.Struct):
     amended: dict[str, list[str]] = {}  # by unit: its files that were written again since it was saved
 
 
-def written_again(was: Sizes, now: Sizes) -> set[str]:
+def rewritten_files(was: Sizes, now: Sizes) -> set[str]:
     """Return the files of a unit that have other sizes or times than before."""
     return {name for name, size in now.items() if name in was and was[name] != size}
 
@@ -73,7 +80,7 @@ def is_saved_again(was: Sizes, now: Sizes) -> bool:
     A save writes at least as many bytes again as it leaves. A file that is gone counts as written again if files were
     added, because a save may give its files other names, as `model-00001-of-00003` for `model-00001-of-00002`.
     """
-    rewritten = written_again(was, now)
+    rewritten = rewritten_files(was, now)
     deleted = was.keys() - now.keys() if now.keys() - was.keys() else set[str]()
     left_bytes = sum(size for name, (size, _) in now.items() if name in was and name not in rewritten)
     return sum(now[name][0] for name in rewritten) + sum(was[name][0] for name in deleted) >= left_bytes
@@ -84,7 +91,7 @@ def add_digests(record: TakenRecord, sizes: Sizes, files: Iterable[File]) -> Non
     record.digests |= {file.path: (*sizes[file.path], _digest(file)) for file in files if file.path in sizes}
 
 
-def decayed(record: TakenRecord, sizes: Sizes, files: Iterable[File]) -> list[str]:
+def decayed_files(record: TakenRecord, sizes: Sizes, files: Iterable[File]) -> list[str]:
     """Return the files that have the size and the time with which they were taken, and other bytes."""
     recorded = ((file, record.digests.get(file.path)) for file in files if file.path in sizes)
     return [
@@ -116,7 +123,7 @@ def add_to_series(record: TakenRecord, series: str, pair: tuple[str, int]) -> No
         record.released += over
 
 
-def settle(record: TakenRecord, path: str, series: str, pair: tuple[str, int]) -> None:
+def settle_doubts(record: TakenRecord, path: str, series: str, pair: tuple[str, int]) -> None:
     """Settle the doubts about what was taken before a unit of the series appeared, unless it is in doubt itself."""
     waiting = record.waiting.get(path)
     if waiting is None or any(entry.checkpoint == pair for entry in record.doubted):
@@ -127,3 +134,60 @@ def settle(record: TakenRecord, path: str, series: str, pair: tuple[str, int]) -
         else entry
         for entry in record.doubted
     ]
+
+
+class Difference(NamedTuple):
+    """Where a unit differs from its manifest, for people, and the path of the file, if it is not there."""
+
+    why: str
+    absent: str | None = None
+
+
+def differences(tree: DirectoryTree, listing: Listing, manifest: Manifest) -> Iterator[Difference]:
+    """Yield where a unit differs from its manifest; right bytes are read once.
+
+    Raises:
+        ChangedFile, OSError: as `DirectoryTree.opened`.
+    """
+    for file in manifest.files:
+        entry = listing.entries.get(file.path)
+        if file.path == UNIT_NAME:
+            continue
+        if entry is None or entry.kind != "file":
+            yield Difference(f"{file.path} is not there", absent=file.path)
+            continue
+        since = _why_edited(entry, manifest)
+        if entry.size != file.size:
+            yield Difference(f"{file.path} has {entry.size} bytes, and had {file.size} when it was taken{since}")
+            continue
+        with tree.opened(file.path, entry) as source:
+            offset = 0
+            for chunk in file.chunks:
+                if not _is_right(source, offset, chunk, file.path):
+                    at = f"bytes {offset}..{offset + chunk.size}"
+                    yield Difference(f"{file.path}: {at} are not those that were taken{since}")
+                offset += chunk.size
+
+
+def _is_right(source: OpenFile, offset: int, chunk: Chunk, path: str) -> bool:
+    """Whether a file has a chunk's bytes. Raises UnstableRead, an OSError, if its reads differ from each other."""
+
+    def check() -> None:
+        actual = digest(source.read(offset, chunk.size))
+        if actual != chunk.xxh3_128:
+            source.drop_cached()
+            error = CorruptChunk(path)
+            error.read_digest = actual
+            raise error
+
+    try:
+        read_until_proven(check, path)
+    except CorruptChunk:
+        return False
+    return True
+
+
+def _why_edited(entry: ListedEntry, manifest: Manifest) -> str:
+    """Say if a file was written to after the save; such an edit is no decay of the disk, and a person may want it."""
+    at = checkpoint_time(entry.mtime_ns)
+    return f"; it was written to at {at:%Y-%m-%d %H:%M:%S} UTC, after the save" if at > manifest.created_at else ""

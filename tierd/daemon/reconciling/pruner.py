@@ -16,17 +16,15 @@ from functools import partial
 from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound, StoreFull, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.planning.actions import Prune
 from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.eviction import complete_here, superseded
+from tierd.core.planning.eviction import complete_in_spool, superseded_copies
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL
-from tierd.core.planning.pruning import lost_to, relied_on, together
-from tierd.daemon.reconciling.releases import Releases
-from tierd.daemon.reconciling.repairs import REFUSED_S
-from tierd.daemon.reconciling.setup import ReconcilerContext
-from tierd.daemon.tiers.prune import quarantine
+from tierd.core.planning.place import SPOOL, Prune
+from tierd.core.planning.pruning import prune_batch, relied_copies, tiers_losing
+from tierd.daemon.reconciling.reconciler_context import ReconcilerContext
+from tierd.daemon.reconciling.repairs import REFUSED_S, QuarantineReview
+from tierd.daemon.tiers.tier_prune import quarantine
 
 log = logging.getLogger("tierd.daemon")
 
@@ -47,7 +45,7 @@ class Pruner:
         ] = {}  # checkpoint whose prune waits -> the copy to verify first
         self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
         self._refused = set[tuple[str, PartId]]()  # tiers and parts whose quarantine was refused, which was reported
-        self._releases = Releases(setup)
+        self._releases = QuarantineReview(setup)
 
     async def prune(self, action: Prune) -> None:
         """Delete a checkpoint from a tier, or its copy from the spool; what cannot be deleted yet is put off."""
@@ -58,31 +56,31 @@ class Pruner:
         self._copy_to_verify.pop(checkpoint, None)
         try:
             # On a full disk, free space matters more than fast writes into recycled blocks.
-            if await self.release(checkpoint, action.reasons, reuse=not self._setup.live.is_low):
+            if await self.release(checkpoint, action.reasons, reuse=not self._setup.live_inventory.is_disk_low):
                 return
         except (DeleteRefused, StoreFull):  # a tier's copy is corrupt, and cannot be quarantined
-            worker.put_off(checkpoint, REFUSED_S)
+            worker.defer(checkpoint, REFUSED_S)
             return
         except (TierdError, OSError):  # other copies go first
-            worker.put_off_stuck(checkpoint)
+            worker.defer_stuck(checkpoint)
             raise
-        worker.put_off(checkpoint, self._setup.timings.prune_again_s)
+        worker.defer(checkpoint, self._setup.timings.prune_again_s)
         self._setup.wake()
 
-    def rests(self, action: Prune) -> bool:
+    def waits_for_copy(self, action: Prune) -> bool:
         """Whether a prune in the spool waits for a copy that the scrub cannot read for now."""
         on = self._copy_to_verify.get(action.checkpoint) if action.tier == SPOOL else None
-        return on is not None and self._setup.scrubber.rests_s(on) > 0
+        return on is not None and self._setup.scrubber.postponed_s(on) > 0
 
     async def _prune_together(self, first: Prune) -> None:
         """Delete a checkpoint from a tier in one pass with others of its run that retention gives up there."""
-        setup, live = self._setup, self._setup.live
+        setup, live = self._setup, self._setup.live_inventory
         worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
         before, run = live.inventory(), first.checkpoint.run
         # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
         retired = setup.planner.retired(before, setup.config, first.tier)
-        other_prunes = [prune for prune in retired if not worker.is_off(prune.checkpoint)]
-        prunes = await self._releases.proven_corrupt(together(first, other_prunes, place), place)
+        other_prunes = [prune for prune in retired if not worker.is_deferred(prune.checkpoint)]
+        prunes = await self._releases.proven_corrupt(prune_batch(first, other_prunes, place), place)
         prunes = await self._held_elsewhere(prunes, self._demand(run))
 
         async def confirm(listed: Collection[CheckpointId]) -> frozenset[CheckpointId]:
@@ -102,16 +100,18 @@ class Pruner:
             """Report each checkpoint once: as soon as its manifests are gone, because what follows may fail."""
             for checkpoint in [checkpoint for checkpoint in reasons if checkpoint in deleted]:
                 self._record_pruned(checkpoint, first.tier, reasons.pop(checkpoint), before)
-                live.full.discard(first.tier)  # even if what follows fails: the next put says whether there is room
+                live.full_tiers.discard(
+                    first.tier
+                )  # even if what follows fails: the next put says whether there is room
 
         try:
             deleted = await setup.tiers.prune([prune.checkpoint for prune in prunes], first.tier, confirm, record)
-        except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
+        except DeleteRefused:  # reported once by `SaveEvents.report_append_only`; later plans omit these prunes
             deleted = set()
         record(deleted)  # also those of which only chunks were left
         for prune in prunes:
             if prune.checkpoint not in deleted:
-                worker.put_off(prune.checkpoint)
+                worker.defer(prune.checkpoint)
 
     async def _held_elsewhere(self, prunes: Sequence[Prune], demand: Demand) -> list[Prune]:
         """Return the prunes of checkpoints that every other tier holds that wants them, and put off the others.
@@ -123,11 +123,9 @@ class Pruner:
         going, lacking_tiers, ends_s = [], set[str](), time.monotonic() + _ASKING_S
         limit_s, rest_s = self._setup.timings.holds_s, self._setup.timings.stuck_s / 2
         for prune in prunes:
-            worker, relied = self._setup.workers[prune.tier], dict(relied_on(demand, prune.tier, prune.checkpoint))
+            worker, relied = self._setup.workers[prune.tier], dict(relied_copies(demand, prune.tier, prune.checkpoint))
             if any(time.monotonic() < self._rest_until.get(name, 0.0) for name in relied):
-                worker.put_off(
-                    prune.checkpoint, rest_s
-                )  # due before the one without an answer, which may never get any
+                worker.defer(prune.checkpoint, rest_s)  # due before the one without an answer, which may never get any
                 continue
             lacking, name = set[str](), ""
             try:
@@ -136,20 +134,20 @@ class Pruner:
                         lacking.add(name)
             except (DeleteRefused, StoreFull) as error:  # the copy there is corrupt, and cannot be quarantined
                 log.warning("%s: %s is kept, because another copy is corrupt: %s", prune.tier, prune.checkpoint, error)
-                worker.put_off(prune.checkpoint, REFUSED_S)
+                worker.defer(prune.checkpoint, REFUSED_S)
             except (TierdError, OSError) as error:
                 log.info(
                     "%s: %s is kept, because another tier cannot be asked: %s", prune.tier, prune.checkpoint, error
                 )
                 self._rest_until[name] = time.monotonic() + rest_s
-                worker.put_off(prune.checkpoint)
+                worker.defer(prune.checkpoint)
             else:
                 lacking_tiers |= lacking
                 if lacking:
-                    worker.put_off(prune.checkpoint)
+                    worker.defer(prune.checkpoint)
                 else:
                     going.append(prune)
-            if time.monotonic() > ends_s or self._setup.phase.ends:  # the others are left to the next batch
+            if time.monotonic() > ends_s or self._setup.run_mode.is_ending:  # the others are left to the next batch
                 break
         for name in lacking_tiers:
             with suppress(TierdError, OSError):  # then it is unknown; an observation that takes longer goes on
@@ -160,7 +158,7 @@ class Pruner:
     async def _holds(self, tier: str, copy: CheckpointCopy) -> bool:
         """Whether a tier still holds a checkpoint. A part proven corrupt there is quarantined, so that it is sent
         again."""
-        corrupt = await self._setup.tiers.holds(tier, list(copy.parts()))
+        corrupt = await self._setup.tiers.find_corrupt_parts(tier, list(copy.parts()))
         for part, judged in (corrupt or {}).items():
             await self._quarantine(tier, part, judged, "it cannot be read")
         return corrupt == {}
@@ -192,10 +190,14 @@ class Pruner:
         Returns:
             Whether the copy was deleted.
         """
-        spool, live, requests = self._setup.spool, self._setup.live, self._setup.requests
+        spool, live, requests = self._setup.spool, self._setup.live_inventory, self._setup.requests
         before = live.inventory()
         parts = await self._deletable_parts(checkpoint)
-        if parts is None or checkpoint in requests.held or any(part.checkpoint == checkpoint for part in live.busy):
+        if (
+            parts is None
+            or checkpoint in requests.held_checkpoints
+            or any(part.checkpoint == checkpoint for part in live.busy)
+        ):
             return False  # held or flushed since the tiers were asked; the next plan decides
         present = [part for part in parts if spool.has(part)]
         writers = requests.writers() if reuse else frozenset[str]()
@@ -215,13 +217,13 @@ class Pruner:
         Args:
             before: the inventory on which the deletion was decided.
         """
-        journal, live = self._setup.journal, self._setup.live
+        journal, live = self._setup.journal, self._setup.live_inventory
         journal.counters["pruned"] += 1
         journal.record("pruned", tier, checkpoint, "; ".join(reasons))
         copy = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
         if not copy or not (before.silent or before.full):
             return
-        if names := lost_to(live.inventory(), before, self._setup.config, tier, copy):
+        if names := tiers_losing(live.inventory(), before, self._setup.config, tier, copy):
             why = f"its last copy was deleted, and {', '.join(names)} wanted it: {'; '.join(reasons)}"
             journal.record("given up", tier, checkpoint, why)
 
@@ -231,15 +233,15 @@ class Pruner:
         These are the parts for which the tiers were asked, if one tier holds them all or no tier wants them any more;
         otherwise None. Parts that another rank commits meanwhile are not among them.
         """
-        setup, live, tiers = self._setup, self._setup.live, self._setup.tiers
+        setup, live, tiers = self._setup, self._setup.live_inventory, self._setup.tiers
         copy = live.place.checkpoints.get(checkpoint)
         parts = tuple(copy.parts()) if copy else ()
-        lacking = await tiers.lacking(
+        lacking = await tiers.find_missing_parts(
             {part: await asyncio.to_thread(self._read_local_manifest, part) for part in parts}
         )
         for name, part, judged in lacking or ():
             await self._quarantine(name, part, judged, "chunks are missing")
-            tiers.observed.doubt(name)
+            tiers.observed.invalidate(name)
         if lacking is not None:
             return None
         if any(all(tiers.observed.has(part, name) for part in parts) for name in setup.stores):
@@ -248,36 +250,38 @@ class Pruner:
 
     async def _is_given_up(self, checkpoint: CheckpointId) -> bool:
         """Whether no tier wants a copy that only the spool has, and the newer ones are right to which it yields."""
-        live, tiers = self._setup.live, self._setup.tiers
+        live, tiers = self._setup.live_inventory, self._setup.tiers
         if self._are_aged():
             return False
         demand = self._demand(checkpoint.run)
-        is_superseded = checkpoint in superseded(demand)
+        is_superseded = checkpoint in superseded_copies(demand)
         if is_superseded:
-            other_copies = [copy for copy in complete_here(demand.inventory, checkpoint.run) if copy.id != checkpoint]
+            other_copies = [
+                copy for copy in complete_in_spool(demand.inventory, checkpoint.run) if copy.id != checkpoint
+            ]
             is_past = await self._verify_spool_copies(
                 checkpoint, [part for copy in other_copies for part in copy.parts()]
             )
         else:
-            is_past = await tiers.are_past(checkpoint, demand.inventory)
+            is_past = await tiers.have_newer_copies(checkpoint, demand.inventory)
         if not is_past:
             return False
         # Reading those may have taken minutes. A pin, or another node's restore, that began meanwhile counts.
         await live.observe()
         demand = self._demand(checkpoint.run)
-        protected = demand.inventory.pins | demand.inventory.needed
-        is_protected = checkpoint not in superseded(demand) if is_superseded else checkpoint in protected
+        protected = demand.inventory.pins | demand.inventory.awaited
+        is_protected = checkpoint not in superseded_copies(demand) if is_superseded else checkpoint in protected
         return not (is_protected or self._are_aged())
 
     def _demand(self, run: str) -> Demand:
-        return self._setup.planner.demand(self._setup.live.inventory(), self._setup.config, run)
+        return self._setup.planner.demand(self._setup.live_inventory.inventory(), self._setup.config, run)
 
     def _are_aged(self) -> bool:
         """Whether a tier's observation is too old to delete an only copy by it. If so, it is made anew."""
         observed, setup = self._setup.tiers.observed, self._setup
         aged = [name for name in setup.stores if setup.timings.aged_s < observed.age_s(name) < math.inf]
         for name in aged:
-            observed.doubt(name)
+            observed.invalidate(name)
         return bool(aged)
 
     async def _verify_spool_copies(self, checkpoint: CheckpointId, parts: Iterable[PartId]) -> bool:

@@ -1,18 +1,23 @@
-"""Repair and fetch copies, for the plan and for clients, and hold those from which a client restores."""
+"""Repair and fetch copies, for the plan and for clients, and judge quarantined copies before a prune deletes them.
+
+Invariant: no quarantined copy is deleted before its bytes were proven corrupt once more, after its quarantine.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from tierd.core.errors import CorruptChunk, DeleteRefused, ObjectNotFound, TierdError
+from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
-from tierd.core.planning.place import SPOOL
-from tierd.daemon.reconciling.setup import ReconcilerContext
+from tierd.core.planning.place import SPOOL, Place, Prune
+from tierd.daemon.concurrency import thread_uncancelled
+from tierd.daemon.reconciling.reconciler_context import ReconcilerContext
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.download import Progress, Wanted
+from tierd.daemon.tiers.tier_probes import QuarantinedCopy
+from tierd.daemon.transfer.download import ChunkRuns, Progress
 
 log = logging.getLogger("tierd.daemon")
 
@@ -51,9 +56,9 @@ class Repairs:
         except TierdError as error:
             # Put the part off so that the worker acts on others first.
             if isinstance(error, DeleteRefused):
-                self._setup.workers[tier].put_off(part, REFUSED_S)
+                self._setup.workers[tier].defer(part, REFUSED_S)
             else:
-                self._setup.workers[tier].put_off_stuck(part)
+                self._setup.workers[tier].defer_stuck(part)
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be repaired yet: %s", tier, part, error)  # the other tier's worker backs off
@@ -69,32 +74,98 @@ class Repairs:
         """
         room, *pieces = name.split("/")
         part = PartId.parse(*pieces) if room == "quarantine" and len(pieces) == 3 else None
-        if part is None or not await to_the_end(self._setup.spool.unquarantine, part):
+        if part is None or not await thread_uncancelled(self._setup.spool.unquarantine, part):
             return False
-        self._setup.journal.released(SPOOL, part)
-        self._setup.live.doubt(part.checkpoint)
+        self._setup.journal.record_release(SPOOL, part)
+        self._setup.live_inventory.invalidate(part.checkpoint)
         return True
 
-    async def fetch(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
+    async def fetch(
+        self, part: PartId, *, counted: bool = False, chunk_runs: ChunkRuns | None = None
+    ) -> tuple[str, ...]:
         """Repair the spool's copy of `part`, or fetch some of it, by `Repairer`; then observe the spool."""
-        self._setup.save_events.fetched(part)
+        self._setup.save_events.expect_fetch(part)
         try:
-            return await self._repairer.repair_spool(part, counted=counted, wanted=wanted)
+            return await self._repairer.repair_spool(part, counted=counted, chunk_runs=chunk_runs)
         finally:
-            self._setup.live.doubt(part.checkpoint)  # its manifest may have been replaced
+            self._setup.live_inventory.invalidate(part.checkpoint)  # its manifest may have been replaced
             self._setup.wake()
 
     @property
-    def under_way(self) -> Mapping[PartId, Progress]:
+    def running_fetches(self) -> Mapping[PartId, Progress]:
         """By part, the progress of repairs and fetches that run now."""
-        return self._repairer.fetching
+        return self._repairer.running_fetches
 
     def hold(self, part: PartId) -> None:
         """Keep all parts of the part's checkpoint in the spool until `release`, for a restore from the part."""
-        self._setup.requests.held[part.checkpoint] += 1
+        self._setup.requests.held_checkpoints[part.checkpoint] += 1
         self._repairer.hold(part)
 
     def release(self, part: PartId) -> None:
         """End a `hold`."""
-        self._setup.requests.held -= Counter([part.checkpoint])
+        self._setup.requests.held_checkpoints -= Counter([part.checkpoint])
         self._repairer.release(part)
+
+
+_VERIFYING_S = 10.0  # for which copies are read in a row, because flushes to their tier wait meanwhile
+
+
+class QuarantineReview:
+    """The quarantined copies on tiers that are being verified once more."""
+
+    def __init__(self, setup: ReconcilerContext) -> None:
+        self._setup = setup
+        self._copies: dict[tuple[str, PartId], QuarantinedCopy] = {}
+
+    async def proven_corrupt(self, prunes: Sequence[Prune], place: Place | None) -> list[Prune]:
+        """Return the prunes of a tier that delete no quarantined copy, or only such as were proven corrupt once more.
+
+        If a copy proves right, it is used again and no prune is returned, because the plan did not count it. A prune
+        whose copies were not all read yet is due again, and then goes on reading.
+
+        Args:
+            prunes: prunes of one tier.
+            place: the tier's contents from which they were planned.
+
+        Raises:
+            TierdError, OSError: a copy could not be judged. Its checkpoint was put off, so that others go first.
+        """
+        if place is None or not place.quarantined or not prunes:
+            return list(prunes)
+        quarantined = [part for part in place.quarantined if not place.has(part)]
+        tier, ends_s, going = prunes[0].tier, time.monotonic() + _VERIFYING_S, list[Prune]()
+        self._copies = {
+            key: copy for key, copy in self._copies.items() if key[0] != tier or key[1] in place.quarantined
+        }
+        for prune in prunes:
+            own_parts = [part for part in quarantined if part.checkpoint == prune.checkpoint]
+            verdict = await self._verify_quarantined(prune, own_parts, ends_s)
+            if verdict is True:
+                return []
+            if verdict is False:
+                going.append(prune)
+        return going
+
+    async def _verify_quarantined(self, prune: Prune, parts: Iterable[PartId], ends_s: float) -> bool | None:
+        """Verify a checkpoint's quarantined parts. Returns whether one is used again; None if that is not known yet."""
+        setup, tier = self._setup, prune.tier
+        worker, released = setup.workers[tier], False
+        for part in parts:
+            store, who, timings = setup.stores[tier], setup.tiers.who, setup.timings
+            copy = self._copies.setdefault((tier, part), QuarantinedCopy(store, part, who, timings))
+            try:
+                verdict = await copy.release(ends_s)
+            except FormatTooNew as error:  # a newer tierd, or one with the key, can judge it
+                log.warning("%s: %s is kept, because its quarantined copy cannot be read: %s", tier, part, error)
+                worker.defer(prune.checkpoint)
+                return None
+            except (TierdError, OSError):
+                worker.defer_stuck(prune.checkpoint)
+                raise
+            if verdict is None:
+                return released or None
+            if verdict:
+                setup.journal.record_release(tier, part)
+                setup.tiers.observed.invalidate(tier)
+                released = True
+        return released

@@ -1,6 +1,7 @@
-"""The loop of one tier worker: take the next action for its place, perform it, wait, and observe again.
+"""The loop of one tier worker: choose the next action for its place, perform it, wait, and observe again.
 
-Invariant: a loop never ends by an error. Every failure ends in a backoff of the place's worker and shows in `status`.
+A place is observed as freshly as the action demands. Invariant: a loop never ends by an error. Every failure ends in a
+backoff of the place's worker and shows in `status`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,173 @@ import asyncio
 import logging
 import math
 import random
+import time
+from collections.abc import Awaitable, Callable
 
 from tierd.core.errors import StoreFull, StoreRefused, TierdError, is_exhausted
-from tierd.core.planning.actions import Action, Discard, Flush, Prune, RepairCopy
-from tierd.core.planning.place import SPOOL
-from tierd.daemon.reconciling.agenda import NextAction
-from tierd.daemon.reconciling.backlog import Backlog
-from tierd.daemon.reconciling.flusher import Flusher
+from tierd.core.planning.background_schedule import ARRIVAL_TIMEOUT_S, is_arriving, listing_pause_s
+from tierd.core.planning.flush_order import is_contended
+from tierd.core.planning.place import SPOOL, Action, Discard, Flush, Prune, RepairCopy
+from tierd.core.planning.pruning import PruneBacklog
+from tierd.core.retention.policy import parse_duration
+from tierd.daemon.reconciling.flusher import Backlog, Flusher, RunRecords
 from tierd.daemon.reconciling.pruner import Pruner
+from tierd.daemon.reconciling.reconciler_context import ReconcilerContext
 from tierd.daemon.reconciling.repairs import Repairs
-from tierd.daemon.reconciling.setup import ReconcilerContext
-from tierd.daemon.reconciling.wording import describe, subject, verb
-from tierd.daemon.tier_worker import TierWorker
+from tierd.daemon.reconciling.tier_worker import TierWorker, action_subject, action_verb, describe_action
+
+
+class NextAction:
+    """Choose each worker's next action, and when it observes its place again.
+
+    Args:
+        setup: what the parts of the reconciler share.
+        backlog: what is left to flush.
+        records: brings a tier's records up to date after an observation.
+        pruner: tells which prunes wait.
+        observe: observes one place afresh.
+    """
+
+    def __init__(
+        self,
+        setup: ReconcilerContext,
+        backlog: Backlog,
+        records: RunRecords,
+        pruner: Pruner,
+        observe: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._setup, self._backlog, self._records, self._pruner, self._observe = (
+            setup,
+            backlog,
+            records,
+            pruner,
+            observe,
+        )
+        self._prunes_left = {name: PruneBacklog() for name in setup.stores}
+
+    async def next_action(self, worker: TierWorker) -> Action | None:
+        """Observe, and return the worker's next action.
+
+        Where other nodes may send parts of another checkpoint than this node's newest, their choice counts. The reason
+        is that a checkpoint is useful only when all its parts are on the tier.
+        """
+        action = await self._observe_and_plan(worker)
+        if isinstance(action, Flush) and is_contended(self._setup.live_inventory.inventory(), worker.name, action.part):
+            await self._setup.tiers.flushes.observe_announcements(worker.name, action.part.checkpoint.run)
+            return self._next(worker)
+        return action
+
+    async def _observe_and_plan(self, worker: TierWorker) -> Action | None:
+        """Observe, and return the worker's next action, without asking what other nodes send.
+
+        Where an observation takes long, an earlier one suffices to send parts; every other action needs a fresh one.
+        A sparing observation of the spool suffices to send parts, too, and to find that there is nothing to do.
+        """
+        tiers = self._setup.tiers
+        if worker.name != SPOOL:
+            slow, after_flush = tiers.observed.send_validity_s(worker.name), worker.has_flushed
+            worker.has_flushed = False
+            # After a failure observe afresh, because the object may have arrived there or may be a known defect by now.
+            age_s = tiers.observed.age_s(worker.name)
+            recent = worker.last_error is None and age_s < parse_duration(self._setup.config.rescan)
+            if slow or recent:
+                await self._setup.live_inventory.observe(sparing=True)
+                action = self._next(worker)
+                suffices = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
+                if isinstance(action, Flush) and (suffices or self._is_safe_to_send(action, worker.name)):
+                    return action
+                if action is None and (slow or after_flush):
+                    return None
+        elif worker.last_error is None:
+            await self._setup.live_inventory.observe(sparing=True)
+            if self._next(worker) is None:
+                return None
+        await self._observe(worker.name)
+        if worker.name != SPOOL:
+            await self._records.bring_up_to_date(worker.name)
+        return self._next(worker)
+
+    def _was_observed_for(self, flush: Flush, tier: str) -> bool:
+        """Whether a relay's run was observed on the tier, where another node may have the run in its care."""
+        return not flush.relayed or self._setup.tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
+
+    def _is_safe_to_send(self, flush: Flush, tier: str) -> bool:
+        """Whether an observation younger than `rescan` suffices to send a part.
+
+        It does if this node has all parts of the checkpoint, so that no other node sends any, and if the observation
+        covered the run.
+        """
+        copy = self._setup.live_inventory.place.checkpoints.get(flush.part.checkpoint)
+        return (
+            copy is not None
+            and copy.complete
+            and self._setup.tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
+        )
+
+    def _next(self, worker: TierWorker) -> Action | None:
+        setup, live, phase = self._setup, self._setup.live_inventory, self._setup.run_mode
+        if phase.halted.is_set() or (setup.pause.paused and worker.name != SPOOL):
+            return None
+        planned = worker.planned()
+        if planned and live.place.has(planned.part) and not setup.tiers.observed.has(planned.part, worker.name):
+            return planned
+        began = time.thread_time()
+        backoff = {name: tier_worker.retry_at for name, tier_worker in setup.workers.items()}
+        actions = setup.planner.plan(live.inventory(), setup.config, backoff, worker.now(), worker.name)
+        if worker.name != SPOOL:
+            waiting = len(setup.planner.retired(live.inventory(), setup.config, worker.name))
+            grows = self._prunes_left[worker.name].record(waiting, worker.now())
+            setup.journal.record_backlog(worker.name, waiting, grows)
+        candidates = [
+            action
+            for action in actions
+            if not self._is_deferred(worker, action) and (isinstance(action, Flush) or not phase.draining)
+        ]
+        # Prune after each sent part, because where saves outrun flushes there is always another part to send.
+        prunes = [action for action in candidates if isinstance(action, Prune)] if worker.sent else []
+        own_flushes = [
+            flush
+            for flush in candidates
+            if isinstance(flush, Flush) and not flush.relayed and self._is_safe_to_send(flush, worker.name)
+        ]
+        worker.plan_ahead(own_flushes[1:] if len(own_flushes) == len(candidates) else (), time.thread_time() - began)
+        return next(iter(prunes or candidates), None)
+
+    def _is_deferred(self, worker: TierWorker, action: Action) -> bool:
+        """Whether an action is deferred: its subject was put off, or a copy that it needs cannot be read for now."""
+        return worker.is_deferred(action_subject(action)) or (
+            isinstance(action, Prune) and self._pruner.waits_for_copy(action)
+        )
+
+    def rescan_s(self, worker: TierWorker, cost: int) -> float:
+        """Return the seconds until the worker observes its place again without being woken.
+
+        The interval grows with the duration of an observation and, while the daemon is at rest, with the number of
+        requests that it cost.
+        """
+        rescan = parse_duration(self._setup.config.rescan)
+        if worker.name == SPOOL:
+            return rescan
+        rescan = max(rescan, self._setup.tiers.observed.send_validity_s(worker.name))
+        return listing_pause_s(rescan, cost, len(self._setup.stores)) if self._is_idle(worker) else rescan
+
+    def _is_idle(self, worker: TierWorker) -> bool:
+        """Whether nobody trains or restores here, and nothing is left to do or expected to arrive."""
+        live, tiers, requests = self._setup.live_inventory, self._setup.tiers, self._setup.requests
+        place = tiers.observed.places[worker.name]
+        if (
+            requests.attended()
+            or requests.held_checkpoints
+            or requests.needed_checkpoints
+            or place is None
+            or self._backlog.parts()
+        ):
+            return False
+        if tiers.has_leftovers(worker.name):  # they become old enough for removal soon
+            return False
+        settled = time.monotonic() - live.changed_at >= ARRIVAL_TIMEOUT_S
+        return settled or not is_arriving(live.place, place)
+
 
 log = logging.getLogger("tierd.daemon")
 
@@ -54,58 +210,66 @@ class WorkerLoop:
 
     async def run(self, worker: TierWorker) -> None:
         """Work on one place until the reconciler is halted."""
-        while not self._setup.phase.halted.is_set():
+        while not self._setup.run_mode.halted.is_set():
             worker.wake.clear()
             action = None
             before = self._setup.tiers.requests(worker.name)
             try:
                 action = await self._agenda.next_action(worker)
                 if action is not None:
-                    worker.doing = describe(action)
+                    worker.doing = describe_action(action)
                     worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush
                     await self.act(action)
                     self._setup.wake()
                     worker.has_flushed = worker.sent
                 elif self._setup.backfill.runs:
-                    inventory = self._setup.live.inventory()
+                    inventory = self._setup.live_inventory.inventory()
                     flushes = {part.checkpoint.run for part, _ in self._backlog.flushes(inventory)}
-                    self._setup.backfill.settle(flushes, inventory)
-                worker.succeeded(subject(action))
+                    self._setup.backfill.forget_filled(flushes, inventory)
+                worker.note_success(action_subject(action))
                 self._report_success(worker, action)
             except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
                 self._failed(worker, action, error)
             finally:
                 worker.doing = None
-                self._setup.save_events.append_only(worker.name, self._setup.tiers.refusal(worker.name))
+                self._setup.save_events.report_append_only(worker.name, self._setup.tiers.refusal(worker.name))
             async with self._moved:
                 self._moved.notify_all()
-            if not self._setup.phase.halted.is_set() and (action is None or worker.last_error):
+            if not self._setup.run_mode.halted.is_set() and (action is None or worker.last_error):
                 cost = self._setup.tiers.requests(worker.name) - before
-                await worker.rest(
-                    min(self._agenda.rescan_s(worker, cost), worker.off_for, self._setup.pause.left or math.inf)
+                await worker.wait(
+                    min(
+                        self._agenda.rescan_s(worker, cost),
+                        worker.deferred_s,
+                        self._setup.pause.remaining_s or math.inf,
+                    )
                 )
-                if worker.name == SPOOL and not self._setup.phase.draining:
+                if worker.name == SPOOL and not self._setup.run_mode.draining:
                     await asyncio.sleep(worker.pause_s)  # plan once for related events such as a save and its flush
 
     def _failed(self, worker: TierWorker, action: Action | None, error: Exception) -> None:
         self._setup.journal.counters["errors"] += 1
         if worker.name in self._setup.stores:
-            self._setup.tiers.failed(worker.name)
+            self._setup.tiers.note_failure(worker.name)
         if isinstance(error, StoreFull):
-            self._setup.live.full.add(worker.name)
-        delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused), what=subject(action))
-        doing = describe(action) if action else "observing"
+            self._setup.live_inventory.full_tiers.add(worker.name)
+        delay = worker.note_failure(
+            error, self._random, long=isinstance(error, StoreRefused), subject=action_subject(action)
+        )
+        doing = describe_action(action) if action else "observing"
         is_expected = isinstance(error, TierdError | OSError) or is_exhausted(error)
         log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not is_expected)
-        self._setup.journal.failed((WORKER, worker.name), verb(action), worker.name, subject(action), str(error))
+        self._setup.journal.record_failure(
+            (WORKER, worker.name), action_verb(action), worker.name, action_subject(action), str(error)
+        )
 
     def _report_success(self, worker: TierWorker, action: Action | None) -> None:
         topic = (WORKER, worker.name)
-        self._setup.journal.worked(topic, subject(None), others=False)
+        self._setup.journal.record_success(topic, action_subject(None), clears_siblings=False)
         if action is not None:
-            self._setup.journal.worked(topic, subject(action))
-        elif not (self._setup.pause.paused or self._setup.phase.draining or worker.retries_later):
-            self._setup.journal.worked(topic)  # no failed action is left to retry
+            self._setup.journal.record_success(topic, action_subject(action))
+        elif not (self._setup.pause.paused or self._setup.run_mode.draining or worker.retries_later):
+            self._setup.journal.record_success(topic)  # no failed action is left to retry
 
     async def act(self, action: Action) -> None:
         """Carry out one action."""
@@ -122,6 +286,6 @@ class WorkerLoop:
                         return
                     await asyncio.to_thread(self._setup.spool.discard, name)
                 except (OSError, TierdError):  # what can be deleted goes first
-                    self._setup.workers[SPOOL].put_off_stuck(name)
+                    self._setup.workers[SPOOL].defer_stuck(name)
                     raise
                 log.info("local: discarded %s", name)

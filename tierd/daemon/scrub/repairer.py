@@ -14,15 +14,15 @@ from weakref import WeakValueDictionary
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
-from tierd.core.manifest import Manifest, Where
+from tierd.core.manifest import ChunkPlace, Manifest
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.pause import Pause, at_once
+from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.scrub.tier_repair import TierRepairer
-from tierd.daemon.tiers.objects import manifest_now
-from tierd.daemon.tiers.prune import quarantine
-from tierd.daemon.transfer.download import Progress, Wanted
-from tierd.daemon.transfer.fetch import FetchResult, Partial, fetch
-from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.tiers.tier_objects import reread_manifest
+from tierd.daemon.tiers.tier_pauses import Pause, no_pause
+from tierd.daemon.tiers.tier_prune import quarantine
+from tierd.daemon.transfer.download import ChunkRuns, Progress
+from tierd.daemon.transfer.tier_fetch import FetchResult, PartialFetch, fetch
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -32,20 +32,20 @@ class Repairer:
     """Repairs the spool from the tiers, and each tier from the spool and the other tiers.
 
     Attributes:
-        fetching: by part, the progress of repairs and fetches that run now.
-        loose: names of stages that were begun for some chunks only, so they never become a whole part.
+        running_fetches: by part, the progress of repairs and fetches that run now.
+        partial_stages: names of stages that were begun for some chunks only, so they never become a whole part.
     """
 
-    def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: Budget) -> None:
+    def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: MemoryBudget) -> None:
         self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
         # Weak, because a daemon meets many parts. The fetches that hold a lock or wait for it keep the lock.
         self._locks: WeakValueDictionary[PartId, asyncio.Lock] = WeakValueDictionary()
-        self.fetching: dict[PartId, Progress] = {}  # parts that are fetched now
-        self.loose: set[str] = set()  # names of stages that were begun for some chunks only
-        self._partials: dict[PartId, Partial] = {}
+        self.running_fetches: dict[PartId, Progress] = {}  # parts that are fetched now
+        self.partial_stages: set[str] = set()  # names of stages that were begun for some chunks only
+        self._partials: dict[PartId, PartialFetch] = {}
         self._readers: Counter[PartId] = Counter()
 
-    def use(self, stores: Mapping[str, Store]) -> None:
+    def use_stores(self, stores: Mapping[str, Store]) -> None:
         """Use other stores from now on. Work that runs already ends with its own stores."""
         self._stores = stores
 
@@ -64,14 +64,14 @@ class Repairer:
             self._partials.pop(part).leave()
 
     async def repair_spool(
-        self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None
+        self, part: PartId, *, counted: bool = False, chunk_runs: ChunkRuns | None = None
     ) -> tuple[str, ...]:
-        """Make the spool's copy of `part` whole, or fetch the chunks in `wanted`.
+        """Make the spool's copy of `part` whole, or fetch the chunks in `chunk_runs`.
 
         Args:
             part: the part.
             counted: the caller has counted the corruption already.
-            wanted: as for `fetch`.
+            chunk_runs: as for `fetch`.
 
         Returns:
             The tiers that provided chunks.
@@ -83,7 +83,7 @@ class Repairer:
         """
         stores, progress = self._stores, Progress()
         try:
-            fetched = await self._fetch(part, wanted, stores, progress)
+            fetched = await self._fetch(part, chunk_runs, stores, progress)
         except CorruptChunk as error:
             if stores is not self._stores:
                 raise StoreUnavailable(f"{part}: the tiers changed while it was fetched: {error}") from error
@@ -100,7 +100,7 @@ class Repairer:
             raise
         # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
         # copy.
-        for name, reason in fetched.defects.items() if wanted is None else ():
+        for name, reason in fetched.defects.items() if chunk_runs is None else ():
             try:
                 with suppress(DeleteRefused):
                     await _quarantine_as_read(stores[name], part, progress.manifests.get(name))
@@ -137,24 +137,24 @@ class Repairer:
         return True
 
     async def _fetch(
-        self, part: PartId, chunk_runs: Wanted | None, stores: Mapping[str, Store], progress: Progress
+        self, part: PartId, chunk_runs: ChunkRuns | None, stores: Mapping[str, Store], progress: Progress
     ) -> FetchResult:
         lock = self._locks.setdefault(part, asyncio.Lock())
         async with lock:
-            self.fetching[part] = progress
-            partial = self._partials.setdefault(part, Partial(self._spool, part))
+            self.running_fetches[part] = progress
+            partial = self._partials.setdefault(part, PartialFetch(self._spool, part))
             if chunk_runs is None:
-                self.loose.discard(partial.path.name)
+                self.partial_stages.discard(partial.path.name)
             elif not partial.path.exists() and not self._spool.has(part):
-                self.loose.add(partial.path.name)
+                self.partial_stages.add(partial.path.name)
             try:
                 return await fetch(self._spool, part, stores, self._budget, progress, chunk_runs, partial)
             finally:
-                del self.fetching[part]
+                del self.running_fetches[part]
                 self._let_go(part)
 
     async def repair(
-        self, tier: str, part: PartId, manifest: Manifest, places: Iterable[Where], pause: Pause = at_once
+        self, tier: str, part: PartId, manifest: Manifest, places: Iterable[ChunkPlace], pause: Pause = no_pause
     ) -> TierRepairer:
         """Repair the chunks of a tier's copy that are proven bad. If a chunk is lost for good, quarantine the copy.
 
@@ -177,12 +177,12 @@ class Repairer:
         finally:
             self._report_repaired(tier, part, work, "")
         # The search for a lost chunk may take minutes, and another node may repair the chunk meanwhile.
-        has_lost_chunks = work.lost and not await work.are_repaired()
+        has_lost_chunks = work.lost_reasons and not await work.are_repaired()
         if has_lost_chunks and await _quarantine_as_read(self._stores[tier], part, manifest):
-            self._report_quarantined(tier, part, work.lost[0])
+            self._report_quarantined(tier, part, work.lost_reasons[0])
         return work
 
-    async def rebuild(self, tier: str, part: PartId, reason: str, pause: Pause = at_once) -> bool:
+    async def rebuild(self, tier: str, part: PartId, reason: str, pause: Pause = no_pause) -> bool:
         """Repair a tier's manifest that is proven bad, and the chunks that it should name.
 
         If the spool has the part, the bad manifest is quarantined instead, and the plan flushes the part again. If the
@@ -209,7 +209,7 @@ class Repairer:
             silent = error
         except (ObjectNotFound, ManifestError):
             pass
-        judged, now = await manifest_now(store, part)
+        judged, now = await reread_manifest(store, part)
         if now is not None and (local is None or now.same_content(local)):
             return False  # another node has replaced it; a later read tells whether the copy is right
         if local is not None:
@@ -222,10 +222,10 @@ class Repairer:
         except CorruptChunk as error:
             if silent:
                 raise StoreUnavailable(f"{SPOOL}: {silent}; {error}") from error
-            work.lost.append(str(error))
-        if work.lost:
-            await self.quarantine(tier, part, f"{reason}; {work.lost[0]}", judged)
-        return not work.lost
+            work.lost_reasons.append(str(error))
+        if work.lost_reasons:
+            await self.quarantine(tier, part, f"{reason}; {work.lost_reasons[0]}", judged)
+        return not work.lost_reasons
 
     async def quarantine(self, tier: str, part: PartId, reason: str, judged: bytes | None = None) -> None:
         """Quarantine a tier's copy, if it has one; with `judged`, only if its manifest is still these bytes."""
@@ -247,5 +247,5 @@ class Repairer:
 async def _quarantine_as_read(store: Store, part: PartId, read: Manifest | None) -> bool:
     """Quarantine a tier's copy, unless another node has replaced its manifest since it was read; None if it was not
     readable. Return whether this call moved it. Raises as `quarantine`, and ObjectNotFound if there is none."""
-    judged, now = await manifest_now(store, part)
+    judged, now = await reread_manifest(store, part)
     return now == read and await quarantine(store, part, judged)

@@ -23,23 +23,28 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tierd.core.config import Config
-from tierd.core.corruption import UnstableRead
 from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.background_schedule import (
+    DueScrub,
+    ScrubbedCopy,
+    base_copies,
+    count_overdue,
+    reschedule,
+    scrub_agenda,
+)
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.scrub_schedule import DueScrub, ScrubbedCopy, again, agenda, base_copies, overdue
-from tierd.core.rate import rate
-from tierd.core.retention.policy import seconds
-from tierd.daemon.pause import TierPause
-from tierd.daemon.scrub.history import ScrubHistory
+from tierd.core.retention.policy import parse_duration, parse_rate
+from tierd.core.storage_faults import UnstableRead
+from tierd.daemon.component_status import ScrubStatus
+from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.reconciling.tier_worker import TierWorker
+from tierd.daemon.scrub.copy_verifier import CopyVerifier
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.scrub.scrub_status import ScrubStatus
-from tierd.daemon.scrub.verifier import CopyVerifier
-from tierd.daemon.tier_worker import TierWorker
-from tierd.daemon.timings import DaemonTimings
-from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.scrub.scrub_history import ScrubHistory
+from tierd.daemon.tiers.tier_pauses import TierPause
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -55,18 +60,18 @@ class _Schedule:
     """The schedule of one place. It is valid while the place is unchanged.
 
     Attributes:
-        seen: the observed spool and tier from which the schedule was built.
+        observed: the observed spool and tier from which the schedule was built.
         doubts: the value of `Scrubber._doubts` at that time.
-        begun: the schedule's begin, seconds since 1970.
-        end: the schedule's end, seconds since 1970.
-        scrubs: the scrubs from `begun` to `end`, as a heap.
+        begins_s: the schedule's begin, seconds since 1970.
+        ends_s: the schedule's end, seconds since 1970.
+        scrubs: the scrubs from `begins_s` to `ends_s`, as a heap.
         oldest: the oldest verification of all other copies, seconds since 1970.
     """
 
-    seen: tuple[Place, Place | None]
+    observed: tuple[Place, Place | None]
     doubts: int
-    begun: float
-    end: float
+    begins_s: float
+    ends_s: float
     scrubs: list[DueScrub]
     oldest: float
 
@@ -99,7 +104,7 @@ class Scrubber:
         stores: Mapping[str, Store],
         repairer: Repairer,
         journal: Journal,
-        budget: Budget,
+        budget: MemoryBudget,
         *,
         inventory: Callable[[], Inventory],
         pause: TierPause,
@@ -110,11 +115,11 @@ class Scrubber:
     ) -> None:
         self._inventory, self._pause, self._wake, self._timings = inventory, pause, wake, timings
         self._spool, self._journal, self._repairer = spool, journal, repairer
-        self._period, self._rate = seconds(config.scrub), rate(config.scrub_rate)
+        self._period, self._rate = parse_duration(config.scrub), parse_rate(config.scrub_rate)
         self._reader = CopyVerifier(
             spool, stores, repairer, journal, budget, self._rate, self._pause_before_chunk, held
         )
-        self._reader.doubted = self._expedite_copies
+        self._reader.on_doubt = self._expedite_copies
         self._remembered = ScrubHistory(spool.control / "scrubbed.json")
         self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *stores)}
         self._verified_parts: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
@@ -132,7 +137,7 @@ class Scrubber:
     async def run(self) -> None:
         """Scrub until cancelled. If the configuration disables scrubbing, only suspect copies are read."""
         if self._period:
-            await to_the_end(self._remembered.load)
+            await thread_uncancelled(self._remembered.load)
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers.values():
@@ -160,7 +165,7 @@ class Scrubber:
         for name, place in self._inventory().places.items():
             for part in self._journal.unstable_parts(name):
                 if not place.has(part):
-                    self._journal.stable(name, part)
+                    self._journal.record_stable_read(name, part)
 
     async def _run_worker(self, worker: TierWorker) -> None:
         while True:
@@ -171,13 +176,13 @@ class Scrubber:
                 if copy is not None:
                     worker.doing = f"scrubbing {copy.part}"
                     await self.scrub(copy)
-                worker.succeeded()
+                worker.note_success()
             except UnstableRead as error:  # the place answers, so its other copies are read without a delay
                 self._journal.counters["errors"] += 1
                 log.warning("%s: scrubbing %s: again later: %s", worker.name, copy, error)
             except Exception as error:  # as a tier worker of the reconciler, this loop never ends
                 self._journal.counters["errors"] += 1
-                delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused))
+                delay = worker.note_failure(error, self._random, long=isinstance(error, StoreRefused))
                 is_expected = isinstance(error, TierdError | OSError)
                 log.warning(
                     "%s: scrubbing %s: again in %.0f s: %s", worker.name, copy, delay, error, exc_info=not is_expected
@@ -185,7 +190,7 @@ class Scrubber:
             finally:
                 worker.doing = None
             if copy is None or worker.last_error:
-                await worker.rest(self._timings.scrub_rest_s)
+                await worker.wait(self._timings.scrub_rest_s)
 
     async def next(self, place: str) -> ScrubbedCopy | None:
         """Return the copy in a place that is due now; None if there is none."""
@@ -200,12 +205,12 @@ class Scrubber:
         inventory, now = self._inventory(), self._timings.now_s()
         waiting: list[DueScrub] = []
         copy = None
-        while copy is None and schedule.scrubs and schedule.scrubs[0].at <= now:
+        while copy is None and schedule.scrubs and schedule.scrubs[0].due_at <= now:
             due_scrub = heapq.heappop(schedule.scrubs)
-            rescheduled = again(inventory, due_scrub.copy, self._remembered, self._period, now)
+            rescheduled = reschedule(inventory, due_scrub.copy, self._remembered, self._period, now)
             if rescheduled is None:
                 continue
-            if rescheduled.at > now:  # verified since the schedule was built
+            if rescheduled.due_at > now:  # verified since the schedule was built
                 self._reschedule(schedule, rescheduled)
                 continue
             waiting.append(rescheduled)
@@ -217,7 +222,7 @@ class Scrubber:
 
     def _may_be_read(self, copy: ScrubbedCopy) -> bool:
         rests = self._postponed.get(copy, (0.0, 0))[0] > time.monotonic()
-        return not rests and copy.part not in self._inventory().busy and copy.part not in self._repairer.fetching
+        return not rests and copy.part not in self._inventory().busy and copy.part not in self._repairer.running_fetches
 
     def _build(self, place: str, inventory: Inventory, doubts: int, now: float) -> _Schedule:
         """Build a place's schedule in a thread, because there may be half a million copies.
@@ -225,20 +230,20 @@ class Scrubber:
         The known schedule is returned if the place is unchanged.
         """
         built, observed = self._schedules.get(place), (inventory.spool, inventory.tiers.get(place))
-        if built and built.doubts == doubts and built.begun <= now < built.end and built.seen == observed:
+        if built and built.doubts == doubts and built.begins_s <= now < built.ends_s and built.observed == observed:
             return built
-        scrubs = agenda(inventory, self._remembered, self._period, now, place)
-        first = bisect.bisect(scrubs, now + _AHEAD, key=lambda scrub: scrub.at)
-        oldest = min((scrub.verified for scrub in scrubs[first:]), default=math.inf)
+        scrubs = scrub_agenda(inventory, self._remembered, self._period, now, place)
+        first = bisect.bisect(scrubs, now + _AHEAD, key=lambda scrub: scrub.due_at)
+        oldest = min((scrub.verified_at for scrub in scrubs[first:]), default=math.inf)
         return _Schedule(observed, doubts, now, now + _AHEAD, scrubs[:first], oldest)
 
     def _reschedule(self, agenda: _Schedule, scrub: DueScrub) -> None:
-        if scrub.at <= agenda.end:
+        if scrub.due_at <= agenda.ends_s:
             heapq.heappush(agenda.scrubs, scrub)
         else:
-            agenda.oldest = min(agenda.oldest, scrub.verified)
+            agenda.oldest = min(agenda.oldest, scrub.verified_at)
 
-    def verified(self, place: str, part: PartId, at: float | None = None) -> None:
+    def note_verified(self, place: str, part: PartId, at: float | None = None) -> None:
         """Record that a copy was found right, now or at a given time, by a reader of the whole copy."""
         self._remembered[ScrubbedCopy(place, part)] = self._timings.now_s() if at is None else at
         self._postponed.pop(ScrubbedCopy(place, part), None)
@@ -252,7 +257,7 @@ class Scrubber:
             self._verified_parts.discard(part)
         self._workers[place].wake.set()
 
-    def rests_s(self, part: PartId) -> float:
+    def postponed_s(self, part: PartId) -> float:
         """Return the seconds for which the spool's suspect copy of a part is not read again."""
         copy = ScrubbedCopy(SPOOL, part)
         until = self._postponed.get(copy, (0.0, 0))[0] if copy in self._suspected else 0.0
@@ -268,7 +273,7 @@ class Scrubber:
         if await self._reader.is_right(part):
             self._verified_parts.add(part)
             return True
-        if await to_the_end(self._spool.has, part):  # else it was just quarantined: nothing is left to read
+        if await thread_uncancelled(self._spool.has, part):  # else it was just quarantined: nothing is left to read
             self.suspect(SPOOL, part)
         return False
 
@@ -278,11 +283,11 @@ class Scrubber:
         now = self._timings.now_s()
         scrubs = [scrub for built in self._schedules.values() for scrub in built.scrubs]
         oldest = min(
-            [*(scrub.verified for scrub in scrubs), *(built.oldest for built in self._schedules.values()), math.inf]
+            [*(scrub.verified_at for scrub in scrubs), *(built.oldest for built in self._schedules.values()), math.inf]
         )
         return ScrubStatus(
             oldest=None if oldest == math.inf else datetime.fromtimestamp(oldest, UTC).isoformat(timespec="seconds"),
-            due=overdue(scrubs, self._period, now),
+            due=count_overdue(scrubs, self._period, now),
             doing="; ".join(doing) or None,
         )
 
@@ -302,17 +307,17 @@ class Scrubber:
             is_right = await self._reader.read(copy)
         except ObjectNotFound:
             self._suspected.discard(copy)
-            self._journal.stable(copy.place, copy.part)
+            self._journal.record_stable_read(copy.place, copy.part)
             return  # pruned meanwhile; the next observation shows that
         except UnstableRead as error:
-            self._journal.unstable(copy.place, copy.part, str(error))
+            self._journal.record_unstable_read(copy.place, copy.part, str(error))
             raise
-        self._journal.stable(copy.place, copy.part)
+        self._journal.record_stable_read(copy.place, copy.part)
         waited_for = copy in self._suspected
         self._suspected.discard(copy)
         self._journal.counters["scrubbed"] += 1
         if is_right:
-            self.verified(copy.place, copy.part, started_s)
+            self.note_verified(copy.place, copy.part, started_s)
             self._remembered.update(dict.fromkeys(base_copies(self._inventory(), copy), started_s))
         if waited_for or not is_right:
             self._wake()

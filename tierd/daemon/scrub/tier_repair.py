@@ -14,21 +14,20 @@ from functools import partial
 
 import msgspec
 
-from tierd.codec.codec import RAW, EncodedChunk, encode, encode_patch
+from tierd.codec.chunk_codec import RAW, EncodedChunk, encode, encode_patch
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key, chunk_owner
-from tierd.core.manifest import Chunk, Manifest, Stored, Where, is_patch
+from tierd.core.manifest import Chunk, ChunkPlace, Manifest, StoredChunk, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.pause import Pause, at_once
-from tierd.daemon.tiers.intents import naming
-from tierd.daemon.tiers.objects import get_recognized, get_stored, manifest_bytes, put_manifest, surely
-from tierd.daemon.tiers.observe import missing_chunks
-from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
+from tierd.daemon.tiers.intents import protect_chunks
+from tierd.daemon.tiers.tier_objects import get_recognized, get_stored, manifest_bytes, put_manifest, read_until_certain
+from tierd.daemon.tiers.tier_observer import missing_chunks
+from tierd.daemon.tiers.tier_pauses import Pause, no_pause
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
+from tierd.spool.spool_directory import node_id
 from tierd.spool.verified_reads import read_chunk
 from tierd.stores.base import Buffer, Store
 
@@ -47,12 +46,18 @@ class TierRepairer:
     Attributes:
         repaired: the number of repaired chunks.
         sources: the places that provided the bytes.
-        lost: why other chunks could not be repaired.
-        left: chunks whose objects are as bad as before: lost, or now stored under another key.
+        lost_reasons: why other chunks could not be repaired.
+        unrepaired: chunks whose objects are as bad as before: lost, or now stored under another key.
     """
 
     def __init__(
-        self, spool: Spool, stores: Mapping[str, Store], tier: str, part: PartId, budget: Budget, pause: Pause = at_once
+        self,
+        spool: Spool,
+        stores: Mapping[str, Store],
+        tier: str,
+        part: PartId,
+        budget: MemoryBudget,
+        pause: Pause = no_pause,
     ) -> None:
         self._spool, self._store, self._part, self._budget, self._pause = spool, stores[tier], part, budget, pause
         self._tier, self._run = tier, part.checkpoint.run
@@ -60,12 +65,12 @@ class TierRepairer:
         # Includes the repaired tier, because an equal chunk may exist there under another checkpoint's name.
         self._copies = Replicas(part, stores)
         self.repaired = 0
-        self.lost: list[str] = []
+        self.lost_reasons: list[str] = []
         self._lost_chunks: list[Chunk] = []
-        self.left: set[Where] = set()
+        self.unrepaired: set[ChunkPlace] = set()
         self.sources: set[str] = set()
 
-    async def repair(self, manifest: Manifest, places: Iterable[Where]) -> None:
+    async def repair(self, manifest: Manifest, places: Iterable[ChunkPlace]) -> None:
         """Repair these chunks of the tier's copy.
 
         Args:
@@ -81,9 +86,9 @@ class TierRepairer:
         if now is not manifest:
             await self._show(now)
 
-    async def _repair_chunks(self, manifest: Manifest, places: Iterable[Where]) -> Manifest:
+    async def _repair_chunks(self, manifest: Manifest, places: Iterable[ChunkPlace]) -> Manifest:
         """Repair chunks, and return the manifest that names them; the same object unless chunks have a new key."""
-        await self._copies.ask()
+        await self._copies.read_manifests()
         self._copies.trust(manifest)
         moved: dict[Chunk, Chunk] = {}
         to_repair = list(places)
@@ -96,17 +101,17 @@ class TierRepairer:
                 try:
                     now = await self._repair(manifest, where)
                 except CorruptChunk as error:
-                    self.lost.append(str(error))
+                    self.lost_reasons.append(str(error))
                     self._lost_chunks.append(chunk)
-                    self.left.add(where)
+                    self.unrepaired.add(where)
                     continue
             if now is not chunk:
                 moved[chunk] = now
-        self.left |= {where for where in to_repair if manifest.chunk(where) in moved}
-        if not moved or self.lost:
+        self.unrepaired |= {where for where in to_repair if manifest.chunk(where) in moved}
+        if not moved or self.lost_reasons:
             return manifest
         self.repaired += len(moved)
-        return manifest.with_chunks({where: moved[manifest.chunk(where)] for where in self.left})
+        return manifest.with_chunks({where: moved[manifest.chunk(where)] for where in self.unrepaired})
 
     async def are_repaired(self) -> bool:
         """Whether the chunks of `repair` that were lost are right now, because another node repaired them since."""
@@ -125,12 +130,12 @@ class TierRepairer:
             StoreUnavailable, StoreRefused: as `repair`.
         """
         copies = Replicas(self._part, self._other_stores)
-        await copies.ask()
+        await copies.read_manifests()
         manifest = next(iter(copies.contents()), None)
         if manifest is None:
-            raise copies.lost("its manifest", copies.unavailable)
-        places: list[Where] = []
-        replacements: dict[Where, Chunk] = {}
+            raise copies.lost_error("its manifest", copies.unavailable)
+        places: list[ChunkPlace] = []
+        replacements: dict[ChunkPlace, Chunk] = {}
         for where, chunk in manifest.places():
             await self._pause()
             async with self._budget.take(
@@ -144,10 +149,10 @@ class TierRepairer:
             elif entry is not chunk:
                 replacements[where] = entry
         manifest = await self._repair_chunks(manifest.with_chunks(replacements), places)
-        if not self.lost:
+        if not self.lost_reasons:
             await self._show(manifest)
 
-    async def _repair(self, manifest: Manifest, where: Where) -> Chunk:
+    async def _repair(self, manifest: Manifest, where: ChunkPlace) -> Chunk:
         """Repair one chunk, unless another process has done so, and return its entry for the manifest."""
         chunk = manifest.chunk(where)
         bad_links = [link for link in chunk.chain() if not await self._is_right(link)]
@@ -162,12 +167,12 @@ class TierRepairer:
 
     async def _is_right(self, link: Chunk) -> bool:
         try:
-            await surely(partial(get_stored, self._store, self._run, link))
+            await read_until_certain(partial(get_stored, self._store, self._run, link))
         except CorruptChunk:
             return False
         return True
 
-    async def _restore(self, manifest: Manifest, where: Where, bad_links: Iterable[Chunk]) -> bool:
+    async def _restore(self, manifest: Manifest, where: ChunkPlace, bad_links: Iterable[Chunk]) -> bool:
         """Put objects of a chunk's chain again, byte for byte; return whether that was possible for all.
 
         Raises:
@@ -190,38 +195,38 @@ class TierRepairer:
         key = f"{self._run}/{encoded.stored.key}"
         await self._store.put(key, encoded.data)
         try:
-            await surely(lambda: get_stored(self._store, self._run, encoded.chunk))
+            await read_until_certain(lambda: get_stored(self._store, self._run, encoded.chunk))
         except CorruptChunk as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put: {error}") from error
 
-    async def _same_bytes(self, link: Chunk, where: Where) -> EncodedChunk | None:
+    async def _same_bytes(self, link: Chunk, where: ChunkPlace) -> EncodedChunk | None:
         """Read an object's bytes from another tier; None if no tier has the same bytes."""
         for name, store in self._other_stores.items():
             manifest = self._copies.manifests.get(name)
             chain = manifest.chunk(where).chain() if manifest else ()
             for candidate in (*(chunk for chunk in chain if _are_equal(chunk, link)), link):
                 try:
-                    data = await surely(partial(get_stored, store, self._run, candidate))
+                    data = await read_until_certain(partial(get_stored, store, self._run, candidate))
                 except TierdError:
                     continue
                 self.sources.add(name)
                 return EncodedChunk(link, data)
         return None
 
-    async def _encoded_again(self, manifest: Manifest, link: Chunk, where: Where) -> EncodedChunk | None:
+    async def _encoded_again(self, manifest: Manifest, link: Chunk, where: ChunkPlace) -> EncodedChunk | None:
         """Encode a link of a chunk's chain as its manifest says; None if the encoder does not produce that any more."""
         base = link.stored.base if link.stored else None
         raw = await self._link(manifest, link, where)
         base_raw = await self._link(manifest, base, where) if base else None
-        encoded = await to_the_end(self._encode, link, raw, base, base_raw)
+        encoded = await thread_uncancelled(self._encode, link, raw, base, base_raw)
         return EncodedChunk(link, encoded.data) if encoded and _are_equal(encoded.chunk, link) else None
 
-    async def _link(self, manifest: Manifest, link: Chunk, where: Where) -> Buffer:
+    async def _link(self, manifest: Manifest, link: Chunk, where: ChunkPlace) -> Buffer:
         """Return the raw bytes of a link of a chunk's chain: from the part that wrote it in the spool, or the tiers."""
         if link is manifest.chunk(where):
             return await self._read_raw(manifest, where)
         try:
-            data = await to_the_end(self._read_older_part, link, manifest.files[where[0]].path)
+            data = await thread_uncancelled(self._read_older_part, link, manifest.files[where[0]].path)
             self.sources.add(SPOOL)
             return data
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError):
@@ -240,12 +245,12 @@ class TierRepairer:
                 return read_chunk(self._spool.path(part) / path, file, contents.index(link.content))
         raise ObjectNotFound(f"{part}: {path} has no such chunk")
 
-    async def _read_raw(self, manifest: Manifest, where: Where) -> Buffer:
+    async def _read_raw(self, manifest: Manifest, where: ChunkPlace) -> Buffer:
         number, index = where
         file = manifest.files[number]
         path = self._spool.path(self._part) / file.path
         try:
-            data = await to_the_end(read_chunk, path, file, index)
+            data = await thread_uncancelled(read_chunk, path, file, index)
             self.sources.add(SPOOL)
             return data
         except CorruptChunk:
@@ -253,7 +258,7 @@ class TierRepairer:
         except OSError as error:  # a disk error proves nothing about the bytes
             self._copies.unavailable[SPOOL] = f"{SPOOL}: {error}"
         raw = await self._copies.chunk(number, index, file.path)
-        self.sources |= self._copies.used
+        self.sources |= self._copies.used_tiers
         return raw
 
     def _encode(self, link: Chunk, raw: Buffer, base: Chunk | None, base_raw: Buffer | None) -> EncodedChunk | None:
@@ -264,7 +269,7 @@ class TierRepairer:
     def _raw_entry(self, chunk: Chunk) -> Chunk:
         """Return the entry of a chunk that is stored raw, under a key of its own."""
         key = chunk_key(self._part, chunk.xxh3_128, RAW)
-        stored = Stored(codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=key)
+        stored = StoredChunk(codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=key)
         return msgspec.structs.replace(chunk, stored=stored)
 
     async def _find_stored_entry(self, chunk: Chunk) -> Chunk | None:
@@ -272,7 +277,7 @@ class TierRepairer:
         stored = chunk.stored
         try:
             for link in chunk.chain():
-                await surely(partial(get_stored, self._store, self._run, link))
+                await read_until_certain(partial(get_stored, self._store, self._run, link))
             return chunk
         except CorruptChunk:
             if stored is None:
@@ -287,7 +292,7 @@ class TierRepairer:
         """Replace the tier's manifest, unless the part was pruned meanwhile."""
         data = encode_manifest(manifest)
         owners = manifest.owners | {self._part.checkpoint}
-        async with naming(self._store, self._part, data, owners, node_id(self._spool.root)):
+        async with protect_chunks(self._store, self._part, data, owners, node_id(self._spool.root)):
             try:
                 await manifest_bytes(self._store, self._part)  # also if it is damaged
             except ObjectNotFound:

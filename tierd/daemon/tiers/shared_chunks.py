@@ -18,7 +18,7 @@ import xxhash
 from tierd.core.ids import CheckpointId, chunk_owner
 from tierd.core.manifest import Manifest
 
-LIMIT_BYTES = 32 << 20  # for each tier; beyond it, a prune that needs a manifest's chunks reads the manifest again
+MAX_TABLE_BYTES = 32 << 20  # for each tier; beyond it, a prune that needs a manifest's chunks reads the manifest again
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -34,17 +34,17 @@ class SharedChunks:
     chunks: Mapping[CheckpointId, array[int]] | None
 
 
-NOTHING = SharedChunks(frozenset(), {})
+NO_SHARED_CHUNKS = SharedChunks(frozenset(), {})
 _Name: TypeAlias = tuple[frozenset[CheckpointId], tuple[int, ...] | None]
 
 
-def mark_of(key: str) -> int:
+def key_digest(key: str) -> int:
     """Return an 8-byte digest for a chunk's key, relative to its run."""
     return xxhash.xxh3_64_intdigest(key.encode())
 
 
-def named_by(manifest: Manifest, *, own: bool = False) -> SharedChunks:
-    """Return the chunks of other checkpoints that a manifest names; with `own`, all chunks that it names."""
+def chunks_named_by(manifest: Manifest, *, include_own: bool = False) -> SharedChunks:
+    """Return the chunks of other checkpoints that a manifest names; with `include_own`, all chunks that it names."""
     marks: dict[CheckpointId, set[int]] = {}
     homes: dict[str, CheckpointId | None] = {}
     for stored in manifest.objects():
@@ -52,8 +52,8 @@ def named_by(manifest: Manifest, *, own: bool = False) -> SharedChunks:
         if home not in homes:
             homes[home] = chunk_owner(manifest.run, stored.key)
         owner = homes[home]
-        if owner and (own or owner != manifest.part.checkpoint):
-            marks.setdefault(owner, set()).add(mark_of(stored.key))
+        if owner and (include_own or owner != manifest.part.checkpoint):
+            marks.setdefault(owner, set()).add(key_digest(stored.key))
     return SharedChunks(
         frozenset(marks), {owner: array("Q", sorted(owner_marks)) for owner, owner_marks in marks.items()}
     )
@@ -62,7 +62,7 @@ def named_by(manifest: Manifest, *, own: bool = False) -> SharedChunks:
 class SharedChunkTable:
     """Keep the shared chunks of one tier's manifests small: equal sets are stored once, within a limit of memory."""
 
-    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, limit_bytes: int = MAX_TABLE_BYTES) -> None:
         self._limit = self._room = limit_bytes
         self._sets: WeakValueDictionary[bytes, array[int]] = WeakValueDictionary()
         self._all: WeakValueDictionary[_Name, SharedChunks] = WeakValueDictionary()
@@ -71,10 +71,10 @@ class SharedChunkTable:
         """Recompute the free memory, because records may have been discarded since."""
         self._room = self._limit - sum(len(marks) * marks.itemsize for marks in self._sets.values())
 
-    def kept(self, shared: SharedChunks) -> SharedChunks:
+    def deduplicate(self, shared: SharedChunks) -> SharedChunks:
         """Return an equal record to keep; without the chunks if there is no memory for them."""
         if not shared.owners:
-            return NOTHING
+            return NO_SHARED_CHUNKS
         by_owner = shared.chunks or {}
         kept_chunks = {
             owner: marks
@@ -112,7 +112,7 @@ class NamedChunks:
                 self._sets[owner][id(marks)] = marks
                 self._all.pop(owner, None)
 
-    def under(self, owner: CheckpointId) -> frozenset[int]:
+    def of_owner(self, owner: CheckpointId) -> frozenset[int]:
         """Return the digests of the chunks of `owner` that are named."""
         if owner not in self._all:
             self._all[owner] = frozenset().union(*self._sets.get(owner, {}).values())

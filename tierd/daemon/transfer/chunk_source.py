@@ -1,4 +1,4 @@
-"""Sources of the chunks that a flush sends: the protocol, and the spool's copy of a part.
+"""From where a flush gets its chunks, and its way to one tier: the sources' protocol, the spool's copy, the context.
 
 A chunk of which few bytes differ from that of another checkpoint, whose copy is in the spool as well, is stored as a
 patch.
@@ -10,25 +10,68 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Protocol
 
 import msgspec
 
-from tierd.codec import patch
-from tierd.codec.codec import EncodedChunk, decode, encode_patch
+from tierd.codec import chunk_codec
+from tierd.codec.chunk_codec import EncodedChunk, decode, encode_patch
 from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId, chunk_key
-from tierd.core.manifest import Chunk, Content, File, Manifest, Where
-from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.shared_encoding import EncodedChunkConsumer, Encoding
+from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest
+from tierd.daemon.concurrency import FLUSH_BYTES, MemoryBudget, thread_uncancelled
+from tierd.daemon.daemon_timings import USUAL, DaemonTimings
+from tierd.daemon.tiers.tier_pauses import Pause, no_pause
+from tierd.daemon.transfer.shared_encoding import EncodedChunkConsumer, SharedEncoder, Throughput
 from tierd.spool.direct_io import memory_for
 from tierd.spool.file_io import open_plain
 from tierd.spool.spool import Spool
-from tierd.spool.verified_reads import read_recent_chunk, room_for_chunk
+from tierd.spool.verified_reads import chunk_buffer_size, read_recent_chunk
 from tierd.stores.base import Buffer, Store
+
+
+@dataclass(slots=True)
+class FlushProgress:
+    """How far a flush is, in raw bytes: `done` are confirmed on the tier, of `total`."""
+
+    total: int
+    done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierUploadContext:
+    """Everything that a flush needs to reach one tier.
+
+    Attributes:
+        store: the tier's store.
+        tier: the tier's name.
+        who: 8 hex digits that identify this node; random if no later process sweeps this node's intents.
+        reread: read everything back, even if the server shows that it verifies.
+        budget: the budget of encoded bytes in transfer to this tier.
+        encoding: the encoder that all flushes of a daemon share.
+        pause: awaited before each chunk, because the daemon may be paused.
+        progress_by_part: how far the flushes under way are.
+        timings: the daemon's.
+    """
+
+    store: Store
+    tier: str = ""
+    who: str = ""
+    reread: bool = False
+    budget: MemoryBudget = field(default_factory=lambda: MemoryBudget(FLUSH_BYTES))
+    encoding: SharedEncoder = field(default_factory=SharedEncoder)
+    pause: Pause = no_pause
+    progress_by_part: dict[PartId, FlushProgress] = field(default_factory=dict)
+    timings: DaemonTimings = USUAL
+
+    @property
+    def throughput(self) -> Throughput:
+        """The measured throughput, which decides whether compression pays."""
+        return self.encoding.throughput
+
 
 _SAMPLE, _SAMPLES = 16 << 10, 16  # bytes of a sampled piece of a chunk, and about how many
 
@@ -55,11 +98,11 @@ class PatchBase:
 class ChunkSource(Protocol):
     """Provides the chunks of a part."""
 
-    def copies(self, content: Content) -> int:
+    def memory_copies(self, content: ContentId) -> int:
         """Return how many copies of a chunk's bytes are in memory at once."""
         ...
 
-    async def compare(self, bases: Mapping[Content, PatchBase], token: str) -> None:
+    async def choose_patches(self, bases: Mapping[ContentId, PatchBase], token: str) -> None:
         """Choose the chunks that are provided as patches of these bases from now on.
 
         Args:
@@ -68,15 +111,15 @@ class ChunkSource(Protocol):
         """
         ...
 
-    def reading(self, contents: Collection[Content]) -> AbstractContextManager[None]:
+    def reading(self, contents: Collection[ContentId]) -> AbstractContextManager[None]:
         """A context within which the caller reads the chunks with these `contents`."""
         ...
 
-    def next(self, todo: Collection[Content], accepts: Callable[[Content], bool]) -> Content | None:
+    def next_content(self, todo: Collection[ContentId], accepts: Callable[[ContentId], bool]) -> ContentId | None:
         """Return the content in `todo` that is cheapest to read next, of those that `accepts` allows; None if none."""
         ...
 
-    def read(self, where: Where, file: File) -> AbstractAsyncContextManager[EncodedChunk]:
+    def read(self, where: ChunkPlace, file: File) -> AbstractAsyncContextManager[EncodedChunk]:
         """A context with one verified chunk, encoded for the tier under a key of this part.
 
         The chunk is in memory until the context ends.
@@ -95,36 +138,36 @@ class ReferenceCopy:
     Attributes:
         store: the other tier's store.
         manifest: the part's manifest there.
-        answers: whether the tier has answered so far.
+        is_answering: whether the tier has answered so far.
         answer_s: how long a chunk waits for that tier's encoding of it.
     """
 
     store: Store
     manifest: Manifest
-    answers: bool = True
+    is_answering: bool = True
     answer_s: float = 60.0
 
 
 class SpoolChunkSource:
     """The spool's copy of a part, in the encoding that the twin uses."""
 
-    def __init__(self, spool: Spool, part: PartId, encoding: Encoding, twin: ReferenceCopy | None) -> None:
+    def __init__(self, spool: Spool, part: PartId, encoding: SharedEncoder, twin: ReferenceCopy | None) -> None:
         self._spool, self._home, self._part = spool, spool.path(part), part
         self._encoding, self._twin = encoding, twin
         self._taker: EncodedChunkConsumer | None = None
-        self._bases: dict[Content, PatchBase] = {}
+        self._bases: dict[ContentId, PatchBase] = {}
         self._token = ""
 
-    def copies(self, content: Content) -> int:
+    def memory_copies(self, content: ContentId) -> int:
         return 3 if self._twin or content in self._bases else 1
 
-    async def compare(self, bases: Mapping[Content, PatchBase], token: str) -> None:
+    async def choose_patches(self, bases: Mapping[ContentId, PatchBase], token: str) -> None:
         self._token = token
-        self._bases = await to_the_end(self._similar_bases, bases)
+        self._bases = await thread_uncancelled(self._similar_bases, bases)
 
-    def _similar_bases(self, bases: Mapping[Content, PatchBase]) -> dict[Content, PatchBase]:
+    def _similar_bases(self, bases: Mapping[ContentId, PatchBase]) -> dict[ContentId, PatchBase]:
         """Return the bases that seem to differ little, by samples."""
-        alike: dict[Content, PatchBase] = {}
+        alike: dict[ContentId, PatchBase] = {}
         for path, pairs in groupby(bases.items(), key=lambda item: item[1].file.path):
             of_file = dict(pairs)
             first = next(iter(of_file.values()))
@@ -136,29 +179,29 @@ class SpoolChunkSource:
                 ):
                     for content, base in of_file.items():
                         places = (new.fileno(), begins[base.index]), (old.fileno(), old_begins[base.index])
-                        if _share_that_differs(*places, content[1]) <= patch.MOST_SHARE:
+                        if _share_that_differs(*places, content[1]) <= chunk_codec.MOST_SHARE:
                             alike[content] = base
             except (CorruptChunk, OSError):
                 continue  # the older checkpoint has left the spool
         return alike
 
     @contextmanager
-    def reading(self, contents: Collection[Content]) -> Iterator[None]:
-        with self._encoding.taking(self._part, contents) as self._taker:
+    def reading(self, contents: Collection[ContentId]) -> Iterator[None]:
+        with self._encoding.registered_consumer(self._part, contents) as self._taker:
             yield
 
-    def next(self, todo: Collection[Content], accepts: Callable[[Content], bool]) -> Content | None:
+    def next_content(self, todo: Collection[ContentId], accepts: Callable[[ContentId], bool]) -> ContentId | None:
         assert self._taker is not None
-        return self._taker.next(todo, accepts)
+        return self._taker.next_content(todo, accepts)
 
     @asynccontextmanager
-    async def read(self, where: Where, file: File) -> AsyncIterator[EncodedChunk]:
+    async def read(self, where: ChunkPlace, file: File) -> AsyncIterator[EncodedChunk]:
         assert self._taker is not None
-        chunk, room = file.chunks[where[1]], room_for_chunk(file, where[1])
+        chunk, room = file.chunks[where[1]], chunk_buffer_size(file, where[1])
         base = self._bases.get(chunk.content)
-        patched = await to_the_end(self._encode_patch, file, where[1], base) if base else None
+        patched = await thread_uncancelled(self._encode_patch, file, where[1], base) if base else None
         if patched:
-            self._taker.passes(chunk.content)
+            self._taker.skip(chunk.content)
             yield patched
             return
         async with self._taker.take(chunk, room, partial(self._read, file, where[1])) as encoded:
@@ -166,12 +209,12 @@ class SpoolChunkSource:
 
     def _encode_patch(self, file: File, index: int, base: PatchBase) -> EncodedChunk | None:
         """Return the chunk as a patch; None if too much differs, or the base is not right in the spool any more."""
-        path, size = self._spool.path(base.part) / base.older.path, room_for_chunk(base.older, base.index)
+        path, size = self._spool.path(base.part) / base.older.path, chunk_buffer_size(base.older, base.index)
         try:
             old = read_recent_chunk(path, base.older, base.index, memory_for(size))
         except (CorruptChunk, OSError):
             return None
-        raw = self._read(file, index, memory_for(room_for_chunk(file, index)))
+        raw = self._read(file, index, memory_for(chunk_buffer_size(file, index)))
         return encode_patch(self._part, file.chunks[index], raw, base.chunk, old, self._token)
 
     def _read(self, file: File, index: int, memory: memoryview) -> Buffer:
@@ -182,21 +225,21 @@ class SpoolChunkSource:
                 raise ObjectNotFound(f"{self._part} is not in the spool any more") from None
             raise
 
-    async def _encode_as_reference(self, where: Where, encoded: EncodedChunk) -> EncodedChunk:
+    async def _encode_as_reference(self, where: ChunkPlace, encoded: EncodedChunk) -> EncodedChunk:
         twin = self._twin
         chunk = twin.manifest.chunk(where) if twin else None
-        if not (twin and twin.answers and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
+        if not (twin and twin.is_answering and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
             return encoded
         if chunk.stored.base:  # it may not be on this tier
             return encoded
         try:
             async with asyncio.timeout(twin.answer_s):
                 data = await twin.store.get(f"{self._part.checkpoint.run}/{chunk.stored.key}")
-            await to_the_end(decode, chunk, data, "the other tier")
+            await thread_uncancelled(decode, chunk, data, "the other tier")
         except (ObjectNotFound, CorruptChunk, FormatTooNew):
             return encoded  # the spool's encoding is right too, and is available now
         except (TierdError, TimeoutError):
-            twin.answers = False  # so that later chunks do not wait for that tier
+            twin.is_answering = False  # so that later chunks do not wait for that tier
             return encoded
         return stored_as(self._part, chunk, data)
 
@@ -218,7 +261,7 @@ def _share_that_differs(new: tuple[int, int], old: tuple[int, int], size: int) -
         samples = [os.pread(fd, piece, begin + sample) for fd, begin in (new, old)]
         if {len(data) for data in samples} != {piece}:
             return 1.0  # a file was cut; the read of the chunk finds out
-        shares.append(patch.share_that_differs(*samples))
+        shares.append(chunk_codec.differing_share(*samples))
     return sum(shares) / len(shares)
 
 

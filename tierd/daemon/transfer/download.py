@@ -18,28 +18,26 @@ from typing import TypeAlias
 from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
 from tierd.core.manifest import DRAFT_NAME, File, Manifest
 from tierd.core.manifest_codec import encode
-from tierd.daemon.transfer.buffers import Buffers
-from tierd.daemon.transfer.concurrency import to_the_end, together
-from tierd.daemon.transfer.download_files import (
-    Target,
-    chunks_to_do,
+from tierd.daemon.concurrency import Buffers, MemoryBudget, gather_limited, thread_uncancelled
+from tierd.daemon.transfer.local_files import (
+    TargetFile,
+    chunks_to_write,
+    clear_path,
     is_hole,
-    make_way,
-    remove_strangers,
+    remove_other_files,
     sync_directories,
     write_at,
 )
-from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.spool.adopt import is_shared, unshare
-from tierd.spool.conditions import is_full
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, reserve
-from tierd.spool.file_io import Buffer, drop_cached, flat, make_private, private
+from tierd.spool.file_io import Buffer, drop_cached, flat_bytes, make_private, private_opener
+from tierd.spool.foreign_files import is_shared, unshare
+from tierd.spool.spool_access import is_disk_full
 from tierd.spool.verified_reads import read_chunk
 
 _HANDS = 8  # chunks in transfer at once, as far as the budget permits
 
-Wanted: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]  # a file's path -> (first, end) of ranges of its chunks
+ChunkRuns: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]  # a file's path -> (first, end) of ranges of its chunks
 
 
 @dataclass(slots=True)
@@ -50,8 +48,8 @@ class Progress:
         on_progress: called after each change.
         done: bytes that are right in place.
         total: bytes in all.
-        kept: bytes of `done` that were in place before.
-        written: the number of chunks that were written.
+        kept_bytes: bytes of `done` that were in place before.
+        written_chunks: the number of chunks that were written.
         tiers: the tiers that provided chunks.
         manifests: by tier, the manifest that was read there, if it was readable.
     """
@@ -59,13 +57,13 @@ class Progress:
     on_progress: Callable[[Progress], None] = lambda progress: None
     done: int = 0
     total: int = 0
-    kept: int = 0
-    written: int = 0
+    kept_bytes: int = 0
+    written_chunks: int = 0
     tiers: tuple[str, ...] = ()
     manifests: Mapping[str, Manifest] = field(default_factory=dict)
 
     def begin(self, total: int) -> None:
-        self.done = self.kept = self.written = 0
+        self.done = self.kept_bytes = self.written_chunks = 0
         self.total = total
         self.on_progress(self)
 
@@ -74,11 +72,11 @@ async def download(
     home: Path,
     manifest: Manifest,
     copies: Replicas,
-    budget: Budget,
+    budget: MemoryBudget,
     progress: Progress,
     *,
     committed: bool = False,
-    wanted: Wanted | None = None,
+    chunk_runs: ChunkRuns | None = None,
     public: bool = False,
 ) -> None:
     """Make every file of `manifest` under `home` right and durable.
@@ -91,38 +89,38 @@ async def download(
         progress: updated during the download.
         committed: `home` is a part of the spool, whole or damaged. If False, `home` is for this download only, and all
             other files there are removed.
-        wanted: only these chunks. Unless `committed`, nothing is synced then, files have holes, and the manifest is
+        chunk_runs: only these chunks. Unless `committed`, nothing is synced then, files have holes, and the manifest is
             kept in `home`.
         public: give files and directories the modes of the umask. If False, only this user can access them.
 
     Raises:
-        ConfigError: `wanted` names a chunk that the part does not have.
+        ConfigError: `chunk_runs` names a chunk that the part does not have.
         CorruptChunk: no copy of a chunk is right; if `committed`, the message also says what is wrong with the local
             chunk.
         StoreUnavailable: a tier could not be asked, so the result is unknown.
         OSError: as the system reports it.
     """
-    work = _Download(home, copies, budget, progress, committed, wanted, public)
-    targets = await to_the_end(work.lay_out, manifest)
-    work.queue.extend(chunks_to_do(targets))
+    work = _Download(home, copies, budget, progress, committed, chunk_runs, public)
+    targets = await thread_uncancelled(work.lay_out, manifest)
+    work.queue.extend(chunks_to_write(targets))
 
     async def hand() -> None:
         while work.queue:
             await work.bring(*work.queue.popleft())
 
     try:
-        await together(_HANDS, [hand() for _ in range(_HANDS)])
+        await gather_limited(_HANDS, [hand() for _ in range(_HANDS)])
     finally:
         for target in targets:
             target.close()
-    if not committed and wanted is not None:
+    if not committed and chunk_runs is not None:
         return
     if not committed:
         (home / DRAFT_NAME).unlink()
-    await to_the_end(sync_directories, home)
+    await thread_uncancelled(sync_directories, home)
 
 
-def wanted_size(manifest: Manifest, chunk_runs: Wanted | None) -> int:
+def chunk_runs_size(manifest: Manifest, chunk_runs: ChunkRuns | None) -> int:
     """Return the raw bytes of the wanted chunks; raises `ConfigError` if the part has no such chunk."""
     if chunk_runs is None:
         return manifest.size
@@ -133,7 +131,7 @@ def wanted_size(manifest: Manifest, chunk_runs: Wanted | None) -> int:
     return sum(files[path].chunks[index].size for path, runs in chunk_runs.items() for index in _numbers(runs))
 
 
-def missing(home: Path, manifest: Manifest) -> int:
+def missing_bytes(home: Path, manifest: Manifest) -> int:
     """Return the most bytes of disk space that a download into `home` still needs."""
     allocated = 0
     for file in manifest.files:
@@ -151,22 +149,22 @@ class _Download:
         self,
         home: Path,
         copies: Replicas,
-        budget: Budget,
+        budget: MemoryBudget,
         progress: Progress,
         committed: bool,
-        chunk_runs: Wanted | None,
+        chunk_runs: ChunkRuns | None,
         public: bool,
     ) -> None:
         self._private = not public
         self._home, self._copies, self._budget, self._progress = home, copies, budget, progress
         self._committed, self._chunk_runs = committed, chunk_runs
         self._buffers = Buffers()
-        self.queue: deque[tuple[Target, int, int]] = deque()
+        self.queue: deque[tuple[TargetFile, int, int]] = deque()
 
-    def lay_out(self, manifest: Manifest) -> list[Target]:
+    def lay_out(self, manifest: Manifest) -> list[TargetFile]:
         """Create every file with its size and blocks, so that a full disk fails before any transfer."""
         if not self._committed:
-            remove_strangers(self._home, {DRAFT_NAME, *(file.path for file in manifest.files)})
+            remove_other_files(self._home, {DRAFT_NAME, *(file.path for file in manifest.files)})
         targets = [
             self._target(number, file)
             for number, file in enumerate(manifest.files)
@@ -178,16 +176,16 @@ class _Download:
 
     def _draft(self, data: bytes) -> None:
         """Write the manifest for concurrent readers, by a rename, because a reader must never see an incomplete one."""
-        make_way(self._home, DRAFT_NAME)
+        clear_path(self._home, DRAFT_NAME)
         fresh = self._home / f"{DRAFT_NAME}.new"
         fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
-        with open(fresh, "wb", opener=private) as file:
+        with open(fresh, "wb", opener=private_opener) as file:
             file.write(data)
         fresh.replace(self._home / DRAFT_NAME)
 
-    def _target(self, number: int, file: File) -> Target:
+    def _target(self, number: int, file: File) -> TargetFile:
         path = self._home / file.path
-        make_way(self._home, file.path)
+        clear_path(self._home, file.path)
         try:
             size = path.lstat().st_size
         except FileNotFoundError:
@@ -213,45 +211,45 @@ class _Download:
             finally:
                 os.close(fd)
         todo = range(len(file.chunks)) if self._chunk_runs is None else _numbers(self._chunk_runs[file.path])
-        return Target(number, file, path, size >= 0, set(todo), self._committed and is_shared(path))
+        return TargetFile(number, file, path, size >= 0, set(todo), self._committed and is_shared(path))
 
-    async def bring(self, target: Target, index: int, offset: int) -> None:
+    async def bring(self, target: TargetFile, index: int, offset: int) -> None:
         """Make one chunk right in place, and sync the file after its last chunk."""
         size = target.file.chunks[index].size
         async with self._budget.take(self._copies.weight(target.number, index)) as hold:
             defect = await self._find_defect(target, index, offset)
             if defect is None:
-                self._progress.kept += size
+                self._progress.kept_bytes += size
             else:
                 lead = offset % PAGE  # aligned as in the file, so that O_DIRECT needs no further copy
                 with self._buffers.hold(lead + size) as memory:
                     raw = await self._fetch_chunk(target, index, memory[lead:], defect)
                     # The stored bytes are released; some raw bytes may pass through another buffer.
-                    hold.keep(size + min(size, PIECE))
+                    hold.shrink_to(size + min(size, PIECE))
                     await self._own(target)
                     target.open()
-                    await to_the_end(self._write, target, raw, offset)
-                self._progress.written += 1
+                    await thread_uncancelled(self._write, target, raw, offset)
+                self._progress.written_chunks += 1
         target.todo.discard(index)
         if not target.todo and (self._committed or self._chunk_runs is None):
             # Also if nothing was written, because an interrupted download may have left bytes in the page cache only.
-            await to_the_end(self._sync, target)
-        self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used)
+            await thread_uncancelled(self._sync, target)
+        self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used_tiers)
         self._progress.done += size
         self._progress.on_progress(self._progress)
 
-    async def _find_defect(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
+    async def _find_defect(self, target: TargetFile, index: int, offset: int) -> CorruptChunk | OSError | None:
         """Return why a chunk is not right in the file that is at the path once this returns."""
         while True:
             shared = target.shared
-            defect = await to_the_end(self._defect, target, index, offset)
+            defect = await thread_uncancelled(self._defect, target, index, offset)
             if shared == target.shared:  # otherwise the file was replaced meanwhile
                 break
         if shared and defect is None:
-            target.right.append((index, offset))
+            target.right_chunks.append((index, offset))
         return defect
 
-    async def _own(self, target: Target) -> None:
+    async def _own(self, target: TargetFile) -> None:
         """Replace a shared file by a copy before the first write; the chunks that were right are checked again there.
 
         Not earlier, because a copy of each healthy file of a watched run would double its disk space.
@@ -259,18 +257,18 @@ class _Download:
         async with target.lock:
             if not target.shared:
                 return
-            await to_the_end(unshare, target.path)
+            await thread_uncancelled(unshare, target.path)
             target.shared = False
-            for index, offset in target.right:
+            for index, offset in target.right_chunks:
                 size = target.file.chunks[index].size
                 self._progress.done -= size
-                self._progress.kept -= size
+                self._progress.kept_bytes -= size
                 target.todo.add(index)
                 self.queue.append((target, index, offset))
-            target.right.clear()
+            target.right_chunks.clear()
 
-    def _defect(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
-        if not target.found:
+    def _defect(self, target: TargetFile, index: int, offset: int) -> CorruptChunk | OSError | None:
+        if not target.existed:
             return CorruptChunk(f"{target.path}: the file was missing")
         try:
             if not self._committed and is_hole(target.path, offset, target.file.chunks[index].size):
@@ -287,7 +285,7 @@ class _Download:
         return None
 
     async def _fetch_chunk(
-        self, target: Target, index: int, into: memoryview, defect: CorruptChunk | OSError
+        self, target: TargetFile, index: int, into: memoryview, defect: CorruptChunk | OSError
     ) -> Buffer:
         try:
             return await self._copies.chunk(target.number, index, target.file.path, into, self._buffers)
@@ -298,15 +296,15 @@ class _Download:
                 raise CorruptChunk(f"local: {defect}; {error}") from error
             raise
 
-    def _write(self, target: Target, raw: Buffer, offset: int) -> None:
+    def _write(self, target: TargetFile, raw: Buffer, offset: int) -> None:
         try:
-            write_at(target.path, flat(raw), offset)
+            write_at(target.path, flat_bytes(raw), offset)
         except OSError as error:
-            if not self._committed and not is_full(error):
+            if not self._committed and not is_disk_full(error):
                 target.path.unlink(missing_ok=True)
             raise
 
-    def _sync(self, target: Target) -> None:
+    def _sync(self, target: TargetFile) -> None:
         try:
             target.sync()
         except OSError:

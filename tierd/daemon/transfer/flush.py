@@ -2,17 +2,15 @@
 
 Invariant: a manifest is put only after every chunk that it names is confirmed on the tier. A chunk is confirmed by
 reading it back and comparing it; a directory digests it where it lies. A checksum also confirms it, if the server has
-shown that it refuses a wrong checksum. The manifest is confirmed in the same manner before a part counts as flushed. So
-a manifest on a tier means a verified copy for every reader at any time.
-
-An interrupted flush is continued: a chunk that is on the tier already is compared, not sent. A large chunk that the
-newest complete checkpoint has is named, not sent, as far as `core/planning/sharing.py` permits. Flushes of one part to
-several tiers share their reads (`daemon/transfer/shared_encoding.py`).
+shown that it refuses a wrong checksum. So a manifest on a tier means a verified copy for every reader at any time. An
+interrupted flush is continued: a chunk that is on the tier already is compared, not sent. A large chunk that the newest
+complete checkpoint has is named, not sent, as far as `core/planning/flush_order.py` permits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -20,30 +18,118 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 
+import msgspec
+
+from tierd.codec.chunk_codec import check_digest, check_stored
 from tierd.core.errors import (
+    CorruptChunk,
+    FormatTooNew,
     ManifestError,
+    ObjectNotFound,
     StoreRefused,
     StoreUnavailable,
 )
 from tierd.core.ids import IDENTITY_KEY, README_KEY, CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import Chunk, Content, Manifest, is_patch
+from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
-from tierd.core.planning.sharing import patchable, shareable
-from tierd.daemon.pause import Pause
-from tierd.daemon.tiers.identity import put_identity
-from tierd.daemon.tiers.intents import left_over, naming
-from tierd.daemon.tiers.objects import put_manifest
-from tierd.daemon.tiers.observe import chunks_there, missing_chunks
-from tierd.daemon.timings import DaemonTimings
-from tierd.daemon.transfer.chunk_source import ChunkSource, PatchBase, ReferenceCopy, SpoolChunkSource
-from tierd.daemon.transfer.chunk_upload import ChunkUpload
-from tierd.daemon.transfer.concurrency import together
-from tierd.daemon.transfer.flush_pacing import Spread
-from tierd.daemon.transfer.route import FlushProgress, TierUploadContext
+from tierd.core.planning.flush_order import is_patchable, shareable_chunks
+from tierd.daemon.concurrency import BudgetHold, gather_limited, thread_uncancelled
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.tiers.intents import long_marked, protect_chunks
+from tierd.daemon.tiers.tier_identity import put_identity
+from tierd.daemon.tiers.tier_objects import get_object, get_recognized, put_manifest, read_until_certain
+from tierd.daemon.tiers.tier_observer import list_chunks, missing_chunks
+from tierd.daemon.tiers.tier_pauses import FlushSpread, Pause
+from tierd.daemon.transfer.chunk_source import (
+    ChunkSource,
+    FlushProgress,
+    PatchBase,
+    ReferenceCopy,
+    SpoolChunkSource,
+    TierUploadContext,
+)
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, clear
+from tierd.stores.base import Store, delete_if_permitted
+
+log = logging.getLogger("tierd.daemon")
+
+
+class ChunkUpload:
+    """One chunk in transfer. After `send`, `encoded` is its entry for the manifest."""
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        route: TierUploadContext,
+        part: PartId,
+        keys_by_digest: Mapping[str, list[str]],
+        where: ChunkPlace,
+        file: File,
+    ) -> None:
+        self._source, self._route, self._part, self._keys_by_digest = source, route, part, keys_by_digest
+        self._where, self._file = where, file
+        self.encoded: Chunk = file.chunks[where[1]]
+
+    @property
+    def weight(self) -> int:
+        """The most bytes that the chunk takes in memory, without those that its source accounts for."""
+        copies = max(
+            self._source.memory_copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._keys_by_digest else 1
+        )
+        return max(copies * self.encoded.size, self._route.store.memory_for(self.encoded.size))
+
+    async def send(self, hold: BudgetHold) -> int:
+        """Put the chunk, unless it is on the tier intact. Returns the number of bytes put.
+
+        Args:
+            hold: bytes of the budget for the chunk's `weight`.
+        """
+        hold.shrink_to(self.weight)
+        if await self._is_already_stored():
+            return 0
+        async with self._source.read(self._where, self._file) as encoded:
+            self.encoded, stored = encoded.chunk, encoded.stored
+            hold.shrink_to(self._route.store.memory_for(stored.size))
+            key = f"{self._part.checkpoint.run}/{stored.key}"
+            with self._route.throughput.link(self._route.tier).measured(stored.size):
+                checked = await self._route.store.put(key, encoded.data)
+            del encoded  # the bytes that are read back take its place
+        if checked and not self._route.reread:
+            stored = msgspec.structs.replace(stored, checked=checked)
+            self.encoded = msgspec.structs.replace(self.encoded, stored=stored)
+        else:
+            await self._read_back(key, stored)
+        return stored.size
+
+    async def _is_already_stored(self) -> bool:
+        """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
+        for key in self._keys_by_digest.get(self.encoded.xxh3_128, ()):
+            try:
+                self.encoded, _ = await get_recognized(self._route.store, key, self.encoded, self._route.tier)
+            except (ObjectNotFound, CorruptChunk, FormatTooNew):
+                continue
+            except (StoreUnavailable, StoreRefused) as error:  # perhaps this object alone; else the put fails, too
+                log.warning("%s: it is sent again, because what lies there cannot be read: %s", key, error)
+                continue
+            return True
+        return False
+
+    async def _read_back(self, key: str, stored: StoredChunk) -> None:
+        async def read() -> None:
+            if self._route.store.can_digest:
+                check_digest(stored, *await self._route.store.digest(key), key)
+            else:
+                with self._route.encoding.buffers.hold(stored.size) as memory:
+                    data = await get_object(self._route.store, key, stored, into=memory)
+                    await thread_uncancelled(check_stored, stored, data, key)
+
+        try:
+            await read_until_certain(read)
+        except (CorruptChunk, ObjectNotFound) as error:
+            raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
+
 
 _CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
 
@@ -75,7 +161,7 @@ async def flush(
     twin: ReferenceCopy | None = None,
     base: Manifest | None = None,
     worn_out: Collection[CheckpointId] = (),
-    spread: Spread | None = None,
+    spread: FlushSpread | None = None,
 ) -> FlushResult:
     """Copy a committed part to a tier.
 
@@ -86,7 +172,7 @@ async def flush(
         twin: another tier's copy of the part. Chunks are stored in its encoding, even if today's encoder would differ.
         base: another checkpoint's manifest on this tier, at the same rank. Its equal large chunks are named, not
             sent.
-        worn_out: checkpoints whose chunks are not named, because enough others depend on them (`sharing.worn`).
+        worn_out: checkpoints whose chunks are not named, because enough others depend on them (`overshared`).
         spread: the pauses between chunks; None for no pauses.
 
     Raises:
@@ -97,19 +183,19 @@ async def flush(
     manifest = await asyncio.to_thread(spool.manifest, part)
     if twin and not twin.manifest.same_content(manifest):
         twin = None
-    return await send(
+    return await send_part(
         manifest, part, route, SpoolChunkSource(spool, part, route.encoding, twin), base, worn_out, spread
     )
 
 
-async def send(
+async def send_part(
     manifest: Manifest,
     part: PartId,
     route: TierUploadContext,
     source: ChunkSource,
     base: Manifest | None,
     worn_out: Collection[CheckpointId],
-    spread: Spread | None = None,
+    spread: FlushSpread | None = None,
 ) -> FlushResult:
     """Put the chunks that a part's manifest describes on a tier, and the manifest last.
 
@@ -125,11 +211,11 @@ async def send(
     """
     await _introduce(route.store)
     keys_by_digest: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
-    for key in await chunks_there(route.store, part.rank, [part.checkpoint]):
+    for key in await list_chunks(route.store, part.rank, [part.checkpoint]):
         name, _, codec = key.rpartition("/")[2].partition(".")
         if not is_patch(codec):  # the base of a left one is not known
             keys_by_digest.setdefault(name, []).append(key)
-    work: dict[Content, ChunkUpload] = {}  # a chunk that the part holds twice is one object
+    work: dict[ContentId, ChunkUpload] = {}  # a chunk that the part holds twice is one object
     for where, chunk in manifest.places():
         if chunk.content not in work:
             work[chunk.content] = ChunkUpload(source, route, part, keys_by_digest, where, manifest.files[where[0]])
@@ -139,24 +225,24 @@ async def send(
     todo = OrderedDict((content, chunk) for content, chunk in work.items() if content not in shared)
     if base and (bases := _bases(manifest, todo, base, shared)):
         token = digest(f"{route.timings.now_ms()} {route.who or secrets.token_hex(4)}".encode())[:11]
-        await source.compare(bases, token)
+        await source.choose_patches(bases, token)
     with source.reading([content for content in todo if content[0] not in keys_by_digest]):
-        pauses = partial((spread or Spread()).pause, len(todo))
-        moved = route.moving[part] = FlushProgress(sum(size for _, size in todo))
+        pauses = partial((spread or FlushSpread()).pause, len(todo))
+        moved = route.progress_by_part[part] = FlushProgress(sum(size for _, size in todo))
         hands = [_send_each(todo, source, route, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
         try:
-            sent = await together(_CHUNKS, hands)
+            sent = await gather_limited(_CHUNKS, hands)
         finally:
-            route.moving.pop(part, None)
+            route.progress_by_part.pop(part, None)
     tiered = manifest.with_chunks({where: work[chunk.content].encoded for where, chunk in manifest.places()})
     await _show(route, part, tiered)
-    await clear(route.store, [part.quarantine_key])
+    await delete_if_permitted(route.store, [part.quarantine_key])
     reused = sum(size for _, size in work.keys() & shared.keys())
     return FlushResult(manifest.size, tiered.stored_size, sum(sent), reused, ManifestFacts.of(tiered))
 
 
 async def _send_each(
-    todo: OrderedDict[Content, ChunkUpload],
+    todo: OrderedDict[ContentId, ChunkUpload],
     source: ChunkSource,
     route: TierUploadContext,
     pauses: Pause,
@@ -167,12 +253,14 @@ async def _send_each(
     while todo:
         await route.pause()
         await pauses()
-        likely = source.next(todo, lambda _: True)
+        likely = source.next_content(todo, lambda _: True)
         if likely is None:  # concurrent calls took the last ones
             break
         async with route.budget.take(todo[likely].weight) as hold:
             # Chosen again, because other chunks may have been encoded while this call waited for the budget.
-            content = source.next(todo, lambda content: route.budget.share(todo[content].weight) <= hold.size)
+            content = source.next_content(
+                todo, lambda content: route.budget.granted_size(todo[content].weight) <= hold.size
+            )
             if content is not None:
                 sent += await todo.pop(content).send(hold)
                 moved.done += content[1]
@@ -180,32 +268,32 @@ async def _send_each(
 
 
 def _bases(
-    manifest: Manifest, todo: Collection[Content], base: Manifest, shared: Mapping[Content, Chunk]
-) -> dict[Content, PatchBase]:
+    manifest: Manifest, todo: Collection[ContentId], base: Manifest, shared: Mapping[ContentId, Chunk]
+) -> dict[ContentId, PatchBase]:
     """Return, by content, the chunk at the same place of the same file of `base`, if it may be a patch's base."""
     files = {file.path: file for file in base.files}
-    bases: dict[Content, PatchBase] = {}
+    bases: dict[ContentId, PatchBase] = {}
     for file in manifest.files:
         older = files.get(file.path)
         for index, (chunk, old) in enumerate(zip(file.chunks, older.chunks if older else (), strict=False)):
             link = shared.get(old.content) if old.size == chunk.size and chunk.content in todo else None
-            if older and link and patchable(link):
+            if older and link and is_patchable(link):
                 bases.setdefault(chunk.content, PatchBase(file, index, base.part, older, link))
     return bases
 
 
 async def _shared_with(
     store: Store, part: PartId, base: Manifest | None, worn_out: Collection[CheckpointId], timings: DaemonTimings
-) -> dict[Content, Chunk]:
+) -> dict[ContentId, Chunk]:
     """Return, by content, the chunks of `base` that may be named and are on the tier."""
     if base is None or base.rank != part.rank:
         return {}
-    offered = shareable(base, worn_out)
+    offered = shareable_chunks(base, worn_out)
     if not offered:
         return {}
     owners = {chunk_owner(base.run, stored.key) for chunk in offered for stored in chunk.objects()}
-    owners -= await left_over(store, base.run, timings)
-    sizes = await chunks_there(store, part.rank, [owner for owner in owners if owner])
+    owners -= await long_marked(store, base.run, timings)
+    sizes = await list_chunks(store, part.rank, [owner for owner in owners if owner])
     return {
         chunk.content: chunk
         for chunk in offered
@@ -219,7 +307,7 @@ async def _show(route: TierUploadContext, part: PartId, manifest: Manifest) -> N
         data = encode_manifest(manifest)
     except ManifestError as error:  # the spool's manifest is right; with keys it is larger than readers accept
         raise StoreRefused(f"{part}: no tier can describe it: {error}") from error
-    async with naming(route.store, part, data, manifest.owners, route.who, route.timings):
+    async with protect_chunks(route.store, part, data, manifest.owners, route.who, route.timings):
         missing = await missing_chunks(route.store, manifest)
         if not missing:
             await put_manifest(route.store, part.manifest_key, data, reread=route.reread)
@@ -231,11 +319,11 @@ async def _introduce(store: Store) -> None:
     # A person who finds the bucket in five years should be able to recover from it by hand.
     present = {info.key async for info in store.scan(README_KEY)}
     if README_KEY not in present:
-        await store.put(README_KEY, introduction())
+        await store.put(README_KEY, tier_readme())
     if IDENTITY_KEY not in present:
         await put_identity(store)
 
 
-def introduction() -> bytes:
+def tier_readme() -> bytes:
     """Return the content of a tier's README.md."""
     return resources.files("tierd").joinpath("TIER_README.md").read_bytes()

@@ -12,14 +12,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from tierd.codec.codec import RAW, decode
+from tierd.codec.chunk_codec import RAW, decode
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix
-from tierd.core.manifest import Chunk, Content, Manifest, Where, is_patch
-from tierd.daemon.tiers.objects import get_object, get_recognized, read_manifest, surely
-from tierd.daemon.transfer.buffers import Buffers
-from tierd.daemon.transfer.concurrency import to_the_end, together
-from tierd.stores.base import Buffer, ObjectInfo, Store, children
+from tierd.core.manifest import Chunk, ChunkPlace, ContentId, Manifest, is_patch
+from tierd.daemon.concurrency import Buffers, gather_limited, thread_uncancelled
+from tierd.daemon.tiers.tier_objects import get_object, get_recognized, read_manifest, read_until_certain
+from tierd.stores.base import Buffer, ObjectInfo, Store, list_children
 
 # Seconds that a tier has for a manifest, all retries included, because another tier may have the whole part.
 _ELSEWHERE = 1000  # checkpoints whose keys are searched for a lost chunk, newest first
@@ -37,7 +36,7 @@ class Replicas:
         manifests: by tier, a readable manifest that agrees with the reference.
         defects: by tier, why its copy is proven bad.
         unavailable: by tier, why it could not be asked.
-        used: the tiers that provided chunks.
+        used_tiers: the tiers that provided chunks.
         reference: the manifest with which the others must agree.
         answer_s: how long a tier may take for its manifest.
     """
@@ -47,7 +46,7 @@ class Replicas:
     manifests: dict[str, Manifest] = field(default_factory=dict)
     defects: dict[str, str] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    used_tiers: set[str] = field(default_factory=set)
     reference: Manifest | None = None
     answer_s: float = ANSWER_S
     # By tier, every readable manifest, also if it contradicts the reference.
@@ -56,9 +55,9 @@ class Replicas:
         default_factory=dict
     )  # tier -> prefixes where the rank's chunks may be
 
-    async def ask(self) -> None:
+    async def read_manifests(self) -> None:
         """Read the part's manifest on every tier."""
-        answers = await together(len(self.stores), [self._answer(name) for name in self.stores])
+        answers = await gather_limited(len(self.stores), [self._answer(name) for name in self.stores])
         for name, answer in zip(self.stores, answers, strict=True):
             match answer:
                 case Manifest():
@@ -136,7 +135,7 @@ class Replicas:
         for name, manifest in list(self.manifests.items()):
             read = partial(self._read, name, manifest.files[file].chunks[index], (file, index), into, buffers)
             try:
-                return await surely(read)
+                return await read_until_certain(read)
             except CorruptChunk as error:
                 self.defects[name] = str(error)
             except TierdError as error:
@@ -150,9 +149,9 @@ class Replicas:
                     raw = await self._by_digest(name, expected, unavailable, elsewhere=elsewhere)
                     if raw is not None:
                         return raw
-        raise self.lost(f"chunk {index} of {path}", unavailable)
+        raise self.lost_error(f"chunk {index} of {path}", unavailable)
 
-    async def link(self, name: str, link: Chunk, where: Where) -> Buffer:
+    async def link(self, name: str, link: Chunk, where: ChunkPlace) -> Buffer:
         """Return the verified raw bytes of one link of a chunk's chain: from a tier, or else from any other tier.
 
         Args:
@@ -164,10 +163,10 @@ class Replicas:
             CorruptChunk: no tier has the link right.
             StoreUnavailable, StoreRefused: no copy was right, and not all tiers could be asked.
         """
-        return await surely(lambda: self._link(name, link, where, None, Buffers(), {}))
+        return await read_until_certain(lambda: self._link(name, link, where, None, Buffers(), {}))
 
     async def _read(
-        self, name: str, chunk: Chunk, where: Where, into: memoryview | None, buffers: Buffers | None
+        self, name: str, chunk: Chunk, where: ChunkPlace, into: memoryview | None, buffers: Buffers | None
     ) -> Buffer:
         return await self._get(name, chunk, where, into, buffers or Buffers(), {})
 
@@ -175,10 +174,10 @@ class Replicas:
         self,
         name: str,
         link: Chunk,
-        where: Where,
+        where: ChunkPlace,
         into: memoryview | None,
         buffers: Buffers,
-        failed: dict[Content, TierdError],
+        failed: dict[ContentId, TierdError],
     ) -> Buffer:
         """Do the work of `link`. `failed` are the contents that no tier had right during this read, and why."""
         if link.content in failed:
@@ -194,7 +193,7 @@ class Replicas:
         failed[link.content] = why
         raise why
 
-    def _places(self, name: str, link: Chunk, where: Where) -> Iterator[tuple[str, Chunk]]:
+    def _places(self, name: str, link: Chunk, where: ChunkPlace) -> Iterator[tuple[str, Chunk]]:
         """Yield where a link's bytes may be: each tier, and the entry of its object there."""
         yield name, link
         for tier, manifest in self.manifests.items():
@@ -208,10 +207,10 @@ class Replicas:
         self,
         name: str,
         chunk: Chunk,
-        where: Where,
+        where: ChunkPlace,
         into: memoryview | None,
         buffers: Buffers,
-        failed: dict[Content, TierdError],
+        failed: dict[ContentId, TierdError],
     ) -> Buffer:
         stored = chunk.stored
         if stored is None:
@@ -220,11 +219,11 @@ class Replicas:
         get = partial(get_object, self.stores[name], f"{self.part.checkpoint.run}/{stored.key}", stored, f"{name}: ")
         if stored.codec == RAW:
             is_read_in_place = into is not None and stored.size == len(into)
-            raw = await to_the_end(decode, chunk, await get(into if is_read_in_place else None), name)
+            raw = await thread_uncancelled(decode, chunk, await get(into if is_read_in_place else None), name)
         else:
             with buffers.hold(stored.size) as memory:
-                raw = await to_the_end(decode, chunk, await get(memory), name, into, base)
-        self.used.add(name)
+                raw = await thread_uncancelled(decode, chunk, await get(memory), name, into, base)
+        self.used_tiers.add(name)
         return raw
 
     async def _by_digest(
@@ -253,7 +252,9 @@ class Replicas:
         elif name in self._other_prefixes:
             prefixes = self._other_prefixes[name]
         else:
-            checkpoints = [CheckpointId.parse(checkpoint.run, directory) async for directory in children(store, base)]
+            checkpoints = [
+                CheckpointId.parse(checkpoint.run, directory) async for directory in list_children(store, base)
+            ]
             other_checkpoints = sorted((owner for owner in checkpoints if owner and owner != checkpoint), reverse=True)[
                 :_ELSEWHERE
             ]
@@ -269,7 +270,7 @@ class Replicas:
     ) -> Buffer | None:
         try:
             _, raw = await get_recognized(self.stores[name], info.key, expected, name)
-            self.used.add(name)
+            self.used_tiers.add(name)
             return raw
         except (ObjectNotFound, CorruptChunk):
             return None
@@ -277,7 +278,7 @@ class Replicas:
             unavailable[name] = str(error)
             return None
 
-    def lost(self, subject: str, unavailable: Mapping[str, str]) -> CorruptChunk | StoreUnavailable:
+    def lost_error(self, subject: str, unavailable: Mapping[str, str]) -> CorruptChunk | StoreUnavailable:
         """Return the error for a chunk that no tier has right: `CorruptChunk` only if every tier answered."""
         if unavailable:
             reasons = "; ".join(unavailable.values())

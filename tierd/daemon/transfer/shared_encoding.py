@@ -1,33 +1,120 @@
 """Share encoding between tiers: a chunk of the spool is read, verified and encoded once for concurrent flushes.
 
-Flushes of one part run concurrently, each to its own tier. The first flush that needs a chunk has it encoded. The other
-flushes join, and prefer a chunk that is ready to the next one in the manifest. So a flush that begins later or falls
-behind takes the chunks that the others are sending. It reads again only the chunks that it missed.
-
-Invariant: no flush waits for another tier. Only reading and encoding are shared. A chunk that is kept for a slower tier
-is dropped, oldest first, as soon as its memory is needed. Whether a chunk is compressed is decided once for all
-concurrent flushes of the part, so that it is byte-identical on every tier.
+The first flush that needs a chunk has it encoded. The other flushes of the part join, and prefer a chunk that is ready
+to the next one in the manifest. Invariants: no flush waits for another tier. A chunk that is kept for a slower tier is
+dropped, oldest first, as soon as its memory is needed. Whether a chunk is compressed is decided once, by the measured
+throughput of links and encoder, so that it is byte-identical on every tier.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TypeAlias
 
-from tierd.codec.codec import EncodedChunk
+from tierd.codec.chunk_codec import EncodedChunk, encode
+from tierd.core.chunking import CompressionChoice, compression_choice
 from tierd.core.ids import PartId
-from tierd.core.manifest import Chunk, Content
-from tierd.daemon.transfer.buffers import Buffers
-from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.memory_budget import ENCODING, FLUSHES, Budget, Hold
-from tierd.daemon.transfer.throughput import Throughput
-from tierd.priority import POLITE_THREADS
+from tierd.core.manifest import Chunk, ContentId
+from tierd.daemon.concurrency import ENCODING_BYTES, FLUSH_BYTES, BudgetHold, Buffers, MemoryBudget, thread_uncancelled
 from tierd.stores.base import Buffer
+from tierd.threads import BACKGROUND_THREADS
 
-Read: TypeAlias = Callable[[memoryview], Buffer]
+_FADE = 60.0  # seconds of work
+_MIN_MEASURED_BYTES = 64 << 20  # bytes; fewer measure the latency rather than the rate
+_FADE_BYTES = 4 << 30  # bytes that were compressed; older ones fade, because ratios change as training goes on
+_TRY = 64  # one chunk in so many is compressed even if that does not pay, as a measurement
+
+
+class ThroughputMeter:
+    """Bytes over time. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, enough: int = _MIN_MEASURED_BYTES) -> None:
+        self._clock, self._min_bytes, self._lock = clock, enough, Lock()
+        self._active, self._since = 0, 0.0
+        self._bytes = self._seconds = 0.0
+
+    @contextmanager
+    def measured(self, size: int) -> Iterator[None]:
+        """Measure the transfer of `size` bytes until the context ends. An exception leaves the bytes uncounted."""
+        with self._lock:
+            self._settle()
+            self._active += 1
+        moved_bytes = 0
+        try:
+            yield
+            moved_bytes = size
+        finally:
+            with self._lock:
+                self._settle()
+                self._active -= 1
+                self._bytes += moved_bytes
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second; None until enough bytes have been measured."""
+        with self._lock:
+            self._settle()
+            return self._bytes / self._seconds if self._bytes >= self._min_bytes and self._seconds else None
+
+    def _settle(self) -> None:
+        now = self._clock()
+        if self._active:
+            self._seconds += now - self._since
+        self._since = now
+        if self._seconds > 2 * _FADE:
+            self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
+
+
+class Throughput:
+    """The measurements of one daemon's flushes, and the encoder that uses them.
+
+    The decision is the same for all tiers, because a chunk has the same bytes on each. Chunks are compressed as long as
+    one tier gains by it.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[str, ThroughputMeter] = {}
+        self._encoder = ThroughputMeter()
+        self._raw = self._stored = 0.0  # bytes that were compressed, before and after
+        self._choices: dict[str, CompressionChoice] = {}
+        self._unpacked = 0
+
+    def link(self, tier: str) -> ThroughputMeter:
+        """Return the meter of the bytes that are put on a tier."""
+        return self._links.setdefault(tier, ThroughputMeter())
+
+    def compression(self, tier: str) -> CompressionChoice:
+        """Return whether compression pays for this tier alone, and why."""
+        before = self._choices.get(tier)
+        ratio = self._stored / self._raw if self._raw >= _MIN_MEASURED_BYTES else None
+        choice = compression_choice(self.link(tier).rate, self._encoder.rate, ratio, before.pack if before else True)
+        self._choices[tier] = choice
+        return choice
+
+    def should_compress(self) -> bool:
+        """Whether to compress the next chunk: if that pays for any tier, and sometimes as a measurement."""
+        pays = any([self.compression(tier).pack for tier in tuple(self._links)] or [True])
+        self._unpacked = 0 if pays else self._unpacked + 1
+        return pays or not self._unpacked % _TRY
+
+    def encode(self, part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview, pack: bool) -> EncodedChunk:
+        """Encode a chunk as `chunk_codec.encode` does, and measure it."""
+        if not pack:
+            return encode(part, chunk, raw, pack=False)
+        with self._encoder.measured(chunk.size):
+            encoded = encode(part, chunk, raw)
+        fade = 0.5 if self._raw > _FADE_BYTES else 1.0
+        self._raw = self._raw * fade + chunk.size
+        self._stored = self._stored * fade + encoded.stored.size
+        return encoded
+
+
+ReadInto: TypeAlias = Callable[[memoryview], Buffer]
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +132,7 @@ class _Entry:
     chunk: Chunk
     work: asyncio.Task[EncodedChunk]
     users: int = 0
-    kept: Hold | None = None
+    kept: BudgetHold | None = None
     memory: memoryview | None = None
 
 
@@ -60,11 +147,11 @@ class _Pass:
     """
 
     flushes: list[EncodedChunkConsumer] = field(default_factory=list)
-    entries: dict[Content, _Entry] = field(default_factory=dict)  # the oldest first
-    packed: dict[Content, bool] = field(default_factory=dict)
+    entries: dict[ContentId, _Entry] = field(default_factory=dict)  # the oldest first
+    packed: dict[ContentId, bool] = field(default_factory=dict)
 
 
-class Encoding:
+class SharedEncoder:
     """Encodes chunks of the spool for all flushes of a daemon.
 
     Args:
@@ -76,17 +163,17 @@ class Encoding:
         buffers: the memory of chunks; freed when no flush runs.
     """
 
-    def __init__(self, throughput: Throughput | None = None, budget: Budget | None = None) -> None:
+    def __init__(self, throughput: Throughput | None = None, budget: MemoryBudget | None = None) -> None:
         self.throughput = throughput or Throughput()
-        self._budget = budget or Budget(ENCODING)
+        self._budget = budget or MemoryBudget(ENCODING_BYTES)
         # Taken first, because a chunk that waits for a thread needs no memory yet.
-        self._threads = Budget(POLITE_THREADS)
-        self.buffers = Buffers(FLUSHES)
+        self._threads = MemoryBudget(BACKGROUND_THREADS)
+        self.buffers = Buffers(FLUSH_BYTES)
         self._passes: dict[PartId, _Pass] = {}
         self._window: dict[_Entry, _Pass] = {}  # kept chunks, the oldest first
 
     @contextmanager
-    def taking(self, part: PartId, contents: Collection[Content]) -> Iterator[EncodedChunkConsumer]:
+    def registered_consumer(self, part: PartId, contents: Collection[ContentId]) -> Iterator[EncodedChunkConsumer]:
         """Register a flush of `part` that needs the chunks with these `contents`, until the context ends."""
         shared = self._passes.setdefault(part, _Pass())
         taker = EncodedChunkConsumer(self, part, shared, set(contents))
@@ -103,9 +190,9 @@ class Encoding:
             if not self._passes:
                 self.buffers.clear()
 
-    def _begin(self, shared: _Pass, part: PartId, chunk: Chunk, room: int, read: Read) -> _Entry:
+    def _begin(self, shared: _Pass, part: PartId, chunk: Chunk, room: int, read: ReadInto) -> _Entry:
         if chunk.content not in shared.packed:
-            shared.packed[chunk.content] = self.throughput.packs()
+            shared.packed[chunk.content] = self.throughput.should_compress()
         entry: _Entry
 
         async def work() -> EncodedChunk:
@@ -114,7 +201,7 @@ class Encoding:
         entry = _Entry(chunk, asyncio.ensure_future(work()))
         return shared.entries.setdefault(chunk.content, entry)
 
-    async def _encode(self, entry: _Entry, part: PartId, room: int, read: Read, pack: bool) -> EncodedChunk:
+    async def _encode(self, entry: _Entry, part: PartId, room: int, read: ReadInto, pack: bool) -> EncodedChunk:
         async with self._threads.take(1):
             self._make_room(entry.chunk.size)
             async with self._budget.take(entry.chunk.size):
@@ -127,7 +214,7 @@ class Encoding:
 
                 is_raw = False
                 try:
-                    encoded, is_raw = await to_the_end(work)
+                    encoded, is_raw = await thread_uncancelled(work)
                     return encoded
                 finally:
                     if not is_raw:  # a compressed chunk lies elsewhere
@@ -140,7 +227,7 @@ class Encoding:
             entry.memory = None
 
     def _make_room(self, size: int) -> None:
-        while self._window and not self._budget.has(size):
+        while self._window and not self._budget.has_free(size):
             self._drop(next(iter(self._window)))
 
     def _keep(self, shared: _Pass, entry: _Entry) -> None:
@@ -149,9 +236,9 @@ class Encoding:
             self._forget(shared, entry)
             return
         size = entry.work.result().stored.size
-        if not self._budget.is_wanted:
+        if not self._budget.has_waiters:
             self._make_room(size)
-        entry.kept = self._budget.take_at_once(size)
+        entry.kept = self._budget.try_take(size)
         if entry.kept:
             self._window[entry] = shared
         else:
@@ -164,12 +251,12 @@ class Encoding:
     def _drop(self, entry: _Entry) -> None:
         self._forget(self._window.pop(entry), entry)
         if entry.kept:
-            entry.kept.keep(0)
+            entry.kept.shrink_to(0)
 
     def _use(self, entry: _Entry) -> None:
         entry.users += 1
         if entry.kept:
-            entry.kept.keep(0)
+            entry.kept.shrink_to(0)
             entry.kept = None
             del self._window[entry]
 
@@ -195,11 +282,11 @@ class EncodedChunkConsumer:
         lacking: the contents that the flush has not had yet.
     """
 
-    def __init__(self, encoding: Encoding, part: PartId, shared: _Pass, lacking: set[Content]) -> None:
+    def __init__(self, encoding: SharedEncoder, part: PartId, shared: _Pass, lacking: set[ContentId]) -> None:
         self._encoding, self._part, self._shared = encoding, part, shared
         self.lacking = lacking
 
-    def next(self, todo: Collection[Content], accepts: Callable[[Content], bool]) -> Content | None:
+    def next_content(self, todo: Collection[ContentId], accepts: Callable[[ContentId], bool]) -> ContentId | None:
         """Return the content to send next, among those of `todo` for which `accepts` is true.
 
         That is the oldest chunk that is or was encoded for another flush; otherwise the first of `todo`.
@@ -207,12 +294,12 @@ class EncodedChunkConsumer:
         ready = (content for content in self._shared.entries if content in todo and accepts(content))
         return next(ready, None) or next(filter(accepts, todo), None)
 
-    def passes(self, content: Content) -> None:
+    def skip(self, content: ContentId) -> None:
         """Note that the flush does not need this content: no encoding of it is kept for the flush."""
         self.lacking.discard(content)
 
     @asynccontextmanager
-    async def take(self, chunk: Chunk, room: int, read: Read) -> AsyncIterator[EncodedChunk]:
+    async def take(self, chunk: Chunk, room: int, read: ReadInto) -> AsyncIterator[EncodedChunk]:
         """A context with one encoded chunk for the tier.
 
         The caller's own budget must cover the chunk until the context ends.

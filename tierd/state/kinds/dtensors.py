@@ -19,8 +19,8 @@ from typing import Any, TypeGuard
 import torch
 
 from tierd.core.shard_placement import REPLICATE, SHARD, STRIDED, Placement, Rule
-from tierd.state.containers import leaves
 from tierd.state.kinds.wrapper_tensors import SavedWrapper, parts_of
+from tierd.state.state_tree import leaves
 
 RESHARD = "tierd.dcp.load(state, checkpointer) loads DTensors onto another mesh, placement or number of ranks"
 
@@ -58,7 +58,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def held_by(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def tensors_held_by(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors that hold this rank's values: of a DTensor's local shard, or of a wrapper."""
     return parts_of(local_of(tensor))
 
@@ -136,7 +136,7 @@ def is_placed_alike(spec: Any, other_spec: Any) -> bool:
 # ---- loading
 
 
-def misfit(target: Any, saved: object) -> str | None:
+def dtensor_misfit(target: Any, saved: object) -> str | None:
     """Return why a live DTensor cannot load `saved`; None if it can."""
     try:
         target_placement = placement_of(target)
@@ -148,12 +148,12 @@ def misfit(target: Any, saved: object) -> str | None:
         return f"{saved_kind} in the checkpoint, a DTensor of {dtype} {target_placement} here"
     if isinstance(saved.local, SavedWrapper) and (reason := saved.local.misfit(target._local_tensor)):
         return reason
-    if saved.placement != target_placement or saved.local.dtype != target.dtype or not is_whole(saved):
+    if saved.placement != target_placement or saved.local.dtype != target.dtype or not has_whole_shard(saved):
         return f"{saved} in the checkpoint, {dtype} {target_placement} here"
     return None
 
 
-def is_whole(saved: SavedDTensor) -> bool:
+def has_whole_shard(saved: SavedDTensor) -> bool:
     """Return whether the local shard has the shape that its placement gives."""
     return saved.placement.coordinate is None or tuple(saved.local.shape) == saved.placement.local_shape
 
@@ -164,7 +164,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
-            yield from held_by(leaf)
+            yield from tensors_held_by(leaf)
         elif isinstance(leaf, SavedWrapper):
             yield from leaf.tensors()
         elif isinstance(leaf, SavedDTensor):

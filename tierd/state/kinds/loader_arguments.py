@@ -1,14 +1,18 @@
 """Read the arguments with which data loaders, samplers and datasets were made from their attributes.
 
 Reading has no side effects: attributes are read, `len()` is called once on objects indexed by number, and nothing is
-iterated. `loader_fingerprint` says which arguments are recorded, and why.
+iterated. `loader_fingerprint` says which arguments are recorded, and why. Of a torch-dataloader-utils dataset its
+shards are compared before a load, because the library compares only those that were read to their end, and its state
+names the seed without restoring it (torch-dataloader-utils 0.2.0, `dataset/base.py` and `splits/target_size.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import re
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -20,8 +24,57 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from tierd.state.classify import IMMUTABLE, is_stateful
-from tierd.state.kinds.shard_datasets import is_shard_dataset, shard_facts
+from tierd.state.value_kinds import IMMUTABLE, is_stateful
+
+_BASE = "torch_dataloader_utils.dataset.base"
+_files: dict[int, str] = {}  # by the dataset's id, while it lives: a save runs in the training thread
+
+
+def is_shard_dataset(part: object) -> bool:
+    """Return whether `part` is a `StructuredDataset`, an `IcebergDataset` or another of the library's datasets."""
+    return any(kind.__module__ == _BASE and kind.__name__ == "BaseDataset" for kind in type(part).__mro__)
+
+
+def shard_facts(part: Any) -> dict[str, object]:
+    """Return the seed if the dataset shuffles, how it splits files, and the number and a digest of its files.
+
+    The digest covers the files' order, paths and sizes, because shards are cut from the ordered list.
+    """
+    facts: dict[str, object] = {}
+    if getattr(part, "_shuffle", False):
+        facts["shuffle_seed"] = part._shuffle_seed
+    if id(part) not in _files:
+        weakref.finalize(part, _files.pop, id(part), None)
+        _files[id(part)] = _files_digest(part._files)
+    return {**facts, "files": _files[id(part)], "split": _strategy_text(part)}
+
+
+def saved_facts(saved: Any) -> dict[str, object]:
+    """Return what a state alone names of these, also if it was saved without a record."""
+    seed = saved.get("_shuffle_seed") if isinstance(saved, dict) else None
+    return {} if seed is None else {"shuffle_seed": seed}
+
+
+def mismatch_error(part: object) -> type[Exception] | None:
+    """Return the error that the library's documents say to catch, if `part` is one of its datasets."""
+    error_class = getattr(sys.modules.get(_BASE), "CheckpointMismatchError", None) if is_shard_dataset(part) else None
+    return error_class if isinstance(error_class, type) and issubclass(error_class, Exception) else None
+
+
+def _files_digest(files: list[Any]) -> str:
+    lines = "\n".join(f"{file.path}\t{file.file_size}" for file in files)
+    return f"{len(files)} ({hashlib.sha256(lines.encode(errors='surrogateescape')).hexdigest()[:12]})"
+
+
+def _strategy_text(part: Any) -> str:
+    """Return the strategy's class and arguments, without a seed that is the dataset's or is not used."""
+    kind = type(part._strategy)
+    values = {name.strip("_"): value for name, value in vars(part._strategy).items()}
+    if not values.get("shuffle") or values.get("seed") == getattr(part, "_shuffle_seed", None):
+        values.pop("seed", None)
+    arguments = [name for name in inspect.signature(kind).parameters if type(values.get(name)) in (int, bool, str)]
+    return f"{kind.__name__}({', '.join(f'{name}={values[name]!r}' for name in arguments)})"
+
 
 Fingerprint = dict[str, dict[str, object]]  # path -> attributes: ".sampler" -> {"rank": 0}; "" is the object itself
 
@@ -49,7 +102,7 @@ def gives_samples(value: object) -> bool:
     )
 
 
-def made_with(value: object, state: dict[object, object] | None = None) -> Fingerprint:
+def read_arguments(value: object, state: dict[object, object] | None = None) -> Fingerprint:
     """Read the arguments of an object and of those that it holds.
 
     Args:
@@ -63,7 +116,7 @@ def made_with(value: object, state: dict[object, object] | None = None) -> Finge
         where, part, is_given = todo.popleft()
         if id(part) not in visited:
             visited.add(id(part))
-            links, own_values = links_of(part)
+            links, own_values = held_objects(part)
             facts = _facts(where, part, own_values, alone=not links, is_given=is_given)
             if facts:
                 fingerprint[where] = facts
@@ -75,7 +128,7 @@ def made_with(value: object, state: dict[object, object] | None = None) -> Finge
     return fingerprint | {where: fingerprint.get(where, {}) | facts for where, facts in shard_fingerprint.items()}
 
 
-def links_of(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
+def held_objects(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
     """Return the relevant objects that `part` holds, and its own values that decide the samples.
 
     Each object is paired with whether the constructor of `part` takes it. No property is run.
@@ -178,7 +231,7 @@ def _parameters(kind: Any) -> frozenset[str]:
 def _drop_restored(value: object, facts: Fingerprint, state: dict[object, object]) -> None:
     """Remove values that the state of `value` contains, because it restores them."""
     of_itself = facts.get("", {})
-    kept_names = {"class", "num_workers"} | whose_names(value, {*of_itself, *state})
+    kept_names = {"class", "num_workers"} | names_of_owner(value, {*of_itself, *state})
     for name in _bare_names(state) - kept_names:
         of_itself.pop(name, None)
     returns = [(part, name) for part in facts.values() for name in part if _RETURNS.fullmatch(name)]
@@ -200,7 +253,7 @@ def _bare_names(names: Iterable[object]) -> set[str]:
     return {name.strip("_") for name in names if type(name) is str}
 
 
-def whose_names(value: object, names: Iterable[object]) -> set[str]:
+def names_of_owner(value: object, names: Iterable[object]) -> set[str]:
     """Return the names that identify the owner of the state.
 
     LoRA's `rank` is not one of them, because such objects have no world size and no iterator.

@@ -34,28 +34,29 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from tierd.state.classify import Stateful
 from tierd.state.kinds.loader_arguments import (
     LOADER,
     NODES,
     Fingerprint,
     gives_samples,
-    links_of,
-    made_with,
-    whose_names,
+    held_objects,
+    is_shard_dataset,
+    names_of_owner,
+    read_arguments,
+    saved_facts,
 )
-from tierd.state.kinds.shard_datasets import is_shard_dataset, saved_facts
-from tierd.state.values import type_name
+from tierd.state.single_values import type_name
+from tierd.state.value_kinds import Stateful
 
 _RECORD = "made_with"
 
 
-def ask(value: Stateful) -> Any:
+def state_dict_with_arguments(value: Stateful) -> Any:
     """Return `value.state_dict()`, with the record attached if `value` yields samples."""
     state = value.state_dict()
     with suppress(Exception):  # any error, because the state is worth saving without the record
         if type(state) is dict and gives_samples(value):
-            facts = made_with(value, state)
+            facts = read_arguments(value, state)
             if facts:
                 recorded = OrderedDict(state)
                 recorded._metadata = {_RECORD: facts}  # type: ignore[attr-defined]
@@ -63,7 +64,7 @@ def ask(value: Stateful) -> Any:
     return state
 
 
-def as_given(saved: Any) -> Any:
+def without_arguments(saved: Any) -> Any:
     """Return the state as its object returned it, without the record."""
     return saved if _record(saved) is None else dict(saved)
 
@@ -82,7 +83,7 @@ def misfits(target: Stateful, saved: Any) -> list[tuple[str, str]]:
             return [("", defect)]
         if is_shard_dataset(target):
             saved_fingerprint[""] = {**saved_facts(saved), **saved_fingerprint.get("", {})}
-        target_fingerprint = made_with(target)
+        target_fingerprint = read_arguments(target)
     except Exception:  # then the object's own load_state_dict decides
         return []
     with suppress(Exception):
@@ -149,10 +150,10 @@ def _add_named_in_state(
 
     They exist because an object may get its rank from an attribute with another name.
     """
-    if not isinstance(saved, dict) or type(target).__module__.startswith((LOADER, NODES)) or links_of(target)[0]:
+    if not isinstance(saved, dict) or type(target).__module__.startswith((LOADER, NODES)) or held_objects(target)[0]:
         return
     own_facts = saved_fingerprint.setdefault("", {})
-    whose = whose_names(target, {*target_fingerprint.get("", {}), *saved})
+    whose = names_of_owner(target, {*target_fingerprint.get("", {}), *saved})
     names_by_key = {key: key.strip("_") for key in saved if type(key) is str and key.strip("_") in whose}
     names_by_key = {
         key: name for key, name in names_by_key.items() if name not in own_facts and type(saved[key]) in (int, str)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tierd.state.json_tree import SCALARS
+from tierd.state.state_tree import SCALARS
 
 _QUANTIZED = "torchao.quantization"
 _FLOAT8 = f"{_QUANTIZED}.quantize_.workflows.float8"
@@ -60,7 +60,7 @@ CONTEXTS: dict[str, tuple[str, ...]] = {
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device))
 
 
-def name_of(value: object, classes: dict[str, tuple[str, ...]] = CLASSES) -> str | None:
+def wrapper_name_of(value: object, classes: dict[str, tuple[str, ...]] = CLASSES) -> str | None:
     """Return the name under which the exact type of `value` is known; None if it is not."""
     kind = type(value)
     name = f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
@@ -75,7 +75,7 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold a tensor's values: those inside a known wrapper, or the tensor itself."""
-    if type(tensor) is torch.Tensor or name_of(tensor) is None:
+    if type(tensor) is torch.Tensor or wrapper_name_of(tensor) is None:
         yield tensor
     else:
         for inner in inner_tensors(tensor).values():
@@ -99,7 +99,7 @@ def _encoded(value: Any) -> object:
         return [type(value).__name__, *map(_encoded, value)]
     if type(value) is dict and all(type(key) is str for key in value):
         return ["dict", *([key, _encoded(inner)] for key, inner in value.items())]
-    name = name_of(value, CONTEXTS)
+    name = wrapper_name_of(value, CONTEXTS)
     if name is not None and isinstance(value, enum.Enum):
         return ["enum", name, value.name]
     if name is not None:
@@ -142,10 +142,10 @@ class SavedWrapper:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self.made(lambda tensor: copy.deepcopy(tensor, memo))
+            memo[id(self)] = self.rebuild(lambda tensor: copy.deepcopy(tensor, memo))
         return memo[id(self)]
 
-    def made(self, convert: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
+    def rebuild(self, convert: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
         """Return a tensor of inner tensors as `convert` returns them.
 
         Raises:
@@ -154,7 +154,7 @@ class SavedWrapper:
         """
         context, shape, stride, _ = self.context
         inner = {
-            name: tensor.made(convert) if isinstance(tensor, SavedWrapper) else convert(tensor)
+            name: tensor.rebuild(convert) if isinstance(tensor, SavedWrapper) else convert(tensor)
             for name, tensor in self.inner.items()
         }
         kind: Any = _class_of(self.name, CLASSES)
@@ -163,7 +163,7 @@ class SavedWrapper:
     def unusable(self) -> str | None:
         """Return why no tensor can be made of it here; None if one can."""
         try:
-            self.made()
+            self.rebuild()
         except Exception as error:
             return f"{self} that cannot be made here: {error}"
         return None
@@ -184,7 +184,7 @@ class SavedWrapper:
 
     def misfit(self, target: Any) -> str | None:
         """Return why it cannot be filled into the live tensor `target`; None if it can."""
-        target_name = name_of(target) or f"{type(target).__module__}.{type(target).__qualname__}"
+        target_name = wrapper_name_of(target) or f"{type(target).__module__}.{type(target).__qualname__}"
         if target_name != self.name:
             shape = tuple(target.shape)
             return f"{self} in the checkpoint, a {target_name} {shape} here; make it of that kind before the restore"
@@ -201,7 +201,9 @@ class SavedWrapper:
             if isinstance(saved, SavedWrapper):
                 reason = saved.misfit(target_tensors[name])
             else:
-                forms = [(tensor.shape, tensor.dtype, name_of(tensor)) for tensor in (saved, target_tensors[name])]
+                forms = [
+                    (tensor.shape, tensor.dtype, wrapper_name_of(tensor)) for tensor in (saved, target_tensors[name])
+                ]
                 reason = (
                     None if forms[0] == forms[1] else f"{self} in the checkpoint, whose {name!r} is another tensor here"
                 )
@@ -219,7 +221,7 @@ class SavedWrapper:
                 yield target_tensors[name], saved
 
 
-def parsed(payload: object) -> SavedWrapper:
+def parse_wrapper(payload: object) -> SavedWrapper:
     """Return the tensor that parsed JSON describes. Raises `ValueError` if it is not as `save` writes it."""
     if type(payload) is not list or len(payload) != 3 or payload[0] not in CLASSES:
         raise ValueError("$wrapper is [class, inner tensors, context] of a known class: a newer tierd may know it")

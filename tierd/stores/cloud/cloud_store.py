@@ -1,10 +1,4 @@
-"""Objects in a bucket of Google Cloud Storage, or in a container of Azure Blob Storage, through obstore.
-
-Invariant: one object is one request, so no partial object can exist. A request never uses the caller's buffer: obstore
-ends a cancelled request some time after the call has ended. So a put sends a copy, and a get fills the buffer here.
-
-obstore's own retries are off, because `RetryingStore` retries. `answers` translates all of its errors.
-"""
+"""Objects in a bucket of Google Cloud Storage, or in a container of Azure Blob Storage, through obstore."""
 
 from __future__ import annotations
 
@@ -14,18 +8,129 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
-from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
-from tierd.stores.absence import confirmed
-from tierd.stores.base import PAGE, Buffer, ObjectInfo, check_key, check_size, keys_alone, ns_since_1970, octets, room
-from tierd.stores.cloud.answers import SOURCES, read, translated
-from tierd.stores.foreign import ForeignStore
+from tierd.stores.base import (
+    PAGE,
+    Buffer,
+    ObjectInfo,
+    check_key,
+    check_size,
+    destination,
+    ns_since_1970,
+    octets,
+    scan_keys,
+)
+from tierd.stores.retry import UNNAMED, ForeignStore, StoreThrottled, UnnamedNotFound, confirm_absence
+
+_STATUS = re.compile(r"status code: (\d{3})\b")
+_CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_NO_OBJECT = {"NoSuchKey", "BlobNotFound"}
+_LATER = {"ContainerBeingDeleted", "AccountBeingCreated", "OperationTimedOut"}  # 409 or 500, and over soon
+# How obstore's texts tell that the source of the credentials failed, and not the store.
+_CREDENTIALS = re.compile(r"token request|credential|managed identity|//169\.254\.169\.254|//metadata\.google", re.I)
+# A key or an address in these texts: an account, a bucket, a run may have any of those words for its name.
+_NAMES = re.compile(r"(?<=location ).*?(?= not found: | already exists: | not modified: )|(?<=path ).*?(?=: Error )")
+_ADDRESS = re.compile(r"(?<=performing )[A-Z]+ https?://(?!169\.254\.169\.254|metadata\.google)\S+")
+_ACTIONS = {
+    "gs": {
+        "put": "storage.objects.create and storage.objects.delete, which replacing an object needs as well",
+        "get": "storage.objects.get",
+        "scan": "storage.objects.list",
+        "delete": "storage.objects.delete",
+    },
+    "az": dict.fromkeys(("put", "get", "scan", "delete"), "a role such as Storage Blob Data Contributor"),
+}
+CREDENTIAL_SOURCES = {
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default credentials, or the instance's service account",
+    "az": "AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID with AZURE_CLIENT_SECRET and AZURE_TENANT_ID, a federated token, "
+    "or the instance's managed identity",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorText:
+    """What obstore's text tells of a response.
+
+    Attributes:
+        status: the HTTP status; 0 if there was no response.
+        code: the server's error code; empty if it sent none.
+        is_of_credentials: whether the source of the credentials responded, or failed to.
+    """
+
+    status: int
+    code: str
+    is_of_credentials: bool
+
+
+def parse_error_text(text: str) -> ErrorText:
+    """Read the text of an error of obstore."""
+    summary = text.partition("Debug source")[0]  # what follows repeats it in another form
+    status, code = _STATUS.search(summary), _CODE.search(summary)
+    head = summary[: status.start()] if status else summary
+    bare = _ADDRESS.sub("", _NAMES.sub("", head))
+    return ErrorText(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(bare) is not None)
+
+
+def error_from_obstore(place: str, doing: str, error: BaseException) -> TierdError:
+    """Return the error that corresponds to an error of obstore.
+
+    Args:
+        place: the store's URL.
+        doing: the operation and the key: ``put``, ``get``, ``scan`` or ``delete`` first.
+    """
+    answer, name = parse_error_text(str(error)), type(error).__name__
+    if isinstance(error, FileNotFoundError) and not answer.status:  # a store in memory, or one key of a batch
+        answer = ErrorText(404, "NoSuchKey", is_of_credentials=False)
+    kind, advice = _condition(place.partition(":")[0], doing.partition(" ")[0], answer, str(error))
+    codes = " ".join(filter(None, (answer.code, str(answer.status or ""))))
+    return kind(f"{place}: {doing}: {codes or name}{advice}")
+
+
+def _condition(scheme: str, action: str, answer: ErrorText, text: str) -> tuple[type[TierdError], str]:
+    status, code = answer.status, answer.code
+    if answer.is_of_credentials:
+        return _without_credentials(scheme, status)
+    if code in _NO_BUCKET or (status == 404 and action in ("put", "scan")):
+        return StoreRefused, ": there is no such bucket or container; create it, or check its name and the account"
+    if status == 404:
+        return (ObjectNotFound, "") if code in _NO_OBJECT else (UnnamedNotFound, UNNAMED)
+    if status in (429, 503):
+        return StoreThrottled, ""
+    if status == 408 or status >= 500 or code in _LATER:
+        return StoreUnavailable, ""
+    if status == 0 and "certificate" in text.lower():
+        return StoreRefused, ": the server's certificate does not verify"
+    if status == 0:
+        return StoreUnavailable, ": no answer, or not all of it"
+    if status == 401:
+        return StoreRefused, f": check the credentials: {CREDENTIAL_SOURCES[scheme]}"
+    if action == "delete" and status in (403, 405, 409, 412):
+        return DeleteRefused, (
+            ": the credentials, a retention policy, a hold or a lease allow no deletion; without it this tier is "
+            "append-only, and nothing is pruned there"
+        )
+    if status == 403:
+        return (
+            StoreRefused,
+            f": check the credentials, and what they are allowed: this needs {_ACTIONS[scheme][action]}",
+        )
+    return StoreRefused, ""
+
+
+def _without_credentials(scheme: str, status: int) -> tuple[type[TierdError], str]:
+    if 400 <= status < 500 and status not in (408, 429):
+        return StoreRefused, f": no credentials are found, or they are refused: {CREDENTIAL_SOURCES[scheme]}"
+    return StoreUnavailable, f": the source of the credentials does not answer: {CREDENTIAL_SOURCES[scheme]}"
+
 
 _CONNECT_TIMEOUT_S, _TIMEOUT_S = 10, 3600  # the latter is longer than any deadline of `RetryingStore`
 _PIECE = 1 << 20  # bytes of a body that arrive together
@@ -91,7 +196,7 @@ class CloudStore(ForeignStore):
             size = int(answer.meta["size"])
             if into is None:
                 check_size(size, doing)
-            view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
+            view = memoryview(bytearray(size)) if into is None else destination(into, size, doing)
             await self._fill(view, answer, doing)
         return view
 
@@ -108,7 +213,7 @@ class CloudStore(ForeignStore):
             await self._fill(octets(into), answer, f"{self._url}: {doing}")
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        return keys_alone(self.names, prefix, after)
+        return scan_keys(self.names, prefix, after)
 
     async def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         """List every object, also those whose names are no keys; otherwise as `scan`."""
@@ -177,7 +282,7 @@ class CloudStore(ForeignStore):
     @asynccontextmanager
     async def _confirmed(self, key: str, doing: str) -> AsyncGenerator[None, None]:
         """Translate the errors of obstore, and confirm a 404 that names no error of the store."""
-        async with confirmed(self.names, key):
+        async with confirm_absence(self.names, key):
             with self._translated(doing):
                 yield
 
@@ -187,10 +292,10 @@ class CloudStore(ForeignStore):
         try:
             yield
         except (BaseError, OSError) as error:  # obstore's "not found" is a FileNotFoundError
-            answer = read(str(error))
+            answer = parse_error_text(str(error))
             if answer.is_of_credentials or answer.status in (401, 403):
                 self._store = None  # other credentials may be there at the next call
-            raise translated(str(self._url), doing, error) from None
+            raise error_from_obstore(str(self._url), doing, error) from None
         finally:
             _LastRequest.ended_at = time.monotonic()
 
@@ -230,5 +335,5 @@ def _open_store(url: StoreUrl) -> Any:
     except (BaseError, OSError, ValueError) as error:
         raise StoreRefused(
             f"{url}: {type(error).__name__}: what the environment says of credentials cannot be used; they come from "
-            f"{SOURCES[url.scheme]}"
+            f"{CREDENTIAL_SOURCES[url.scheme]}"
         ) from None

@@ -33,7 +33,7 @@ from tierd.stores.s3.http1 import NoResponse
 
 T = TypeVar("T")
 
-SLOWEST = 5_000  # bytes/s: a transfer with a lower average rate is given up
+SLOWEST_RATE = 5_000  # bytes/s: a transfer with a lower average rate is given up
 _BUFFERED_S = 5.0  # seconds after which a sent byte shows that the server reads; before, buffers may have taken it
 _PIECE = 1 << 20  # bytes: a cancelled call waits for at most one piece
 _SINGLE_SEND = 1 << 14  # bytes: a body up to this size is sent together with its head
@@ -43,7 +43,7 @@ _DISCONNECTS = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZ
 class StallTimer:
     """A limit on the time to wait for a peer.
 
-    The limit is `stall_s` seconds after the last byte, and in all `stall_s` plus one second for each `SLOWEST` bytes.
+    The limit is `stall_s` seconds after the last byte, and in all `stall_s` and 1 s for each `SLOWEST_RATE` bytes.
     Times are monotonic seconds. `moved` counts bytes and never falls. `when` describes the current activity for error
     messages.
     """
@@ -62,7 +62,7 @@ class StallTimer:
         if moved != self._moved:
             self._last, self._moved = now, moved
         stalled = self._last + self.stall_s - now
-        slow = self._started_at + self.stall_s + (moved - self._base) / SLOWEST - now
+        slow = self._started_at + self.stall_s + (moved - self._base) / SLOWEST_RATE - now
         if stalled <= 0:
             raise NoResponse(f"stalled: no byte for {self.stall_s:g} s {self._when}")
         if slow <= 0:
@@ -77,13 +77,13 @@ class Connection:
     Every method but `abort` blocks, and one thread at a time calls it.
 
     Attributes:
-        moved: bytes sent and received, without TLS overhead; the caller that sums them up resets it to 0.
-        signs: receptions and sends that show that the server lives; reset as `moved`.
+        moved_bytes: bytes sent and received, without TLS overhead; the caller that sums them up resets it to 0.
+        signs_of_life: receptions and sends that show that the server lives; reset as `moved_bytes`.
         aborted: whether the connection must not be used any more.
     """
 
     def __init__(self, url: SplitResult, tls: Callable[[], ssl.SSLContext], connect_timeout_s: float) -> None:
-        self.moved = self.signs = 0
+        self.moved_bytes = self.signs_of_life = 0
         self.aborted = False
         self._place = f"{url.scheme}://{url.netloc}"
         self._is_tls, self._tls = url.scheme == "https", tls
@@ -119,7 +119,7 @@ class Connection:
         self.sock.setblocking(False)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_tls:
-            self.watch(self._connect_timeout_s, "in the TLS handshake")
+            self.start_stall_timer(self._connect_timeout_s, "in the TLS handshake")
             self._shake_hands()
 
     def _reach(self) -> None:
@@ -142,7 +142,9 @@ class Connection:
         try:
             context = self._tls()
         except OSError as error:
-            raise NoResponse(f"the certificates to verify by cannot be read: {reason(error)}", refused=True) from error
+            raise NoResponse(
+                f"the certificates to verify by cannot be read: {safe_error_text(error)}", refused=True
+            ) from error
         try:
             tls = context.wrap_socket(self.sock, server_hostname=self._address[0], do_handshake_on_connect=False)
             self._adopt(tls)
@@ -150,7 +152,7 @@ class Connection:
         except ssl.SSLCertVerificationError as error:
             raise NoResponse(_distrust(error, self._address[0]), refused=True) from error
         except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise NoResponse(f"the TLS handshake was cut off: {reason(error)}") from error
+            raise NoResponse(f"the TLS handshake was cut off: {safe_error_text(error)}") from error
         except ssl.SSLError as error:
             raise botocore.SSLError(endpoint_url=self._place, error=error) from error
 
@@ -162,10 +164,10 @@ class Connection:
 
     # -- moving bytes -----------------------------------------------------------------------------------------------
 
-    def watch(self, stall_s: float, when: str) -> None:
+    def start_stall_timer(self, stall_s: float, when: str) -> None:
         """Limit all further waits by a new `StallTimer`."""
         self._watched_at = time.monotonic()
-        self._watch = StallTimer(stall_s, self._watched_at, acknowledged(self.sock), when)
+        self._watch = StallTimer(stall_s, self._watched_at, acknowledged_bytes(self.sock), when)
 
     def send(self, head: bytes, body: memoryview) -> OSError | None:
         """Send a request.
@@ -187,8 +189,8 @@ class Connection:
         with self._moving:
             while piece:
                 count = self._retry_when_ready(self.sock.send, select.POLLOUT, piece)
-                self.moved += count
-                self.signs += time.monotonic() > self._watched_at + _BUFFERED_S
+                self.moved_bytes += count
+                self.signs_of_life += time.monotonic() > self._watched_at + _BUFFERED_S
                 piece = piece[count:]
 
     def fill(self, view: memoryview, ahead: bytearray) -> int:
@@ -204,16 +206,16 @@ class Connection:
             view[:at] = ahead[:at]
             del ahead[:at]
             while at < len(view) and (count := self._retry_when_ready(self.sock.recv_into, select.POLLIN, view[at:])):
-                self.moved += count
-                self.signs += 1
+                self.moved_bytes += count
+                self.signs_of_life += 1
                 at += count
         return at
 
     def receive(self, max_bytes: int) -> bytes:
         """Receive at most `max_bytes` bytes; none at the connection's end."""
         data = self._retry_when_ready(self.sock.recv, select.POLLIN, max_bytes)
-        self.moved += len(data)
-        self.signs += bool(data)
+        self.moved_bytes += len(data)
+        self.signs_of_life += bool(data)
         return data
 
     def _retry_when_ready(self, call: Callable[..., T], event: int, *args: Any) -> T:
@@ -233,7 +235,7 @@ class Connection:
         poll = select.poll()
         poll.register(self.sock, event)
         while not self.aborted:
-            left_s = self._watch.left_s(time.monotonic(), acknowledged(self.sock))
+            left_s = self._watch.left_s(time.monotonic(), acknowledged_bytes(self.sock))
             if poll.poll(1000 * min(left_s, self._watch.stall_s / 4) + 1):
                 return
 
@@ -270,7 +272,7 @@ class Connection:
             self._sock.close()
 
 
-def acknowledged(sock: socket.socket) -> int:
+def acknowledged_bytes(sock: socket.socket) -> int:
     """Return the kernel's count of bytes received on a socket, plus bytes sent and acknowledged by the peer.
 
     Source: `struct tcp_info` of linux/tcp.h, whose bytes 120 to 136 are `tcpi_bytes_acked` and `tcpi_bytes_received`.
@@ -279,13 +281,13 @@ def acknowledged(sock: socket.socket) -> int:
     return int(sent + received)
 
 
-def reason(error: BaseException) -> str:
+def safe_error_text(error: BaseException) -> str:
     """Describe an error without any text that a server controls."""
     text = error.reason if isinstance(error, ssl.SSLError) else error.strerror if isinstance(error, OSError) else None
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def where(error: BaseException) -> str:
+def error_origin(error: BaseException) -> str:
     """Return the class of an unexpected error and the function that raised it, because its text may quote a secret."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__

@@ -19,10 +19,10 @@ from aiobotocore.session import AioSession, get_session
 from botocore.loaders import Loader, create_loader
 
 from tierd.core.errors import StoreRefused
-from tierd.stores.s3.limits import S3Limits
+from tierd.stores.s3.http1 import S3Limits
 
 
-class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
+class RenewableCredentials(AioCredentials):  # type: ignore[misc]  # the library has no types
     """Credentials that search the AWS chain again when needed.
 
     `generation` rises whenever a search finds other credentials.
@@ -44,7 +44,7 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
         session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
         return session
 
-    async def load_credentials(self) -> Chain:
+    async def load_credentials(self) -> RenewableCredentials:
         """Return this object; a session calls this method of its `credential_provider`."""
         return self
 
@@ -76,7 +76,7 @@ def _descriptions(data_path: str | None) -> Loader:
     return create_loader(data_path)
 
 
-async def check_bundle(session: AioSession) -> None:
+async def check_ca_bundle(session: AioSession) -> None:
     """Check that the file of CA certificates can be read, if the environment or AWS's configuration names one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The client side of HTTP/1.1 without I/O: format request heads, parse response heads.
+"""The client side of HTTP/1.1 without I/O: format request heads, parse response heads; and the client's limits.
 
 Invariant: parsing is strict. It raises `NoResponse`, with the reason, for an incomplete head and for sizes that
 contradict each other. It also raises for a body without a delimiter, or with an encoding that no request asked for. It
@@ -15,6 +15,8 @@ from urllib.parse import SplitResult
 from xml.parsers import expat
 
 from botocore import exceptions as botocore
+
+from tierd.stores.base import FIRST_PAGE
 
 LONGEST_HEAD = 1 << 16  # bytes of a response's head, and of a chunk's size line
 LONGEST_REPLY = 16 << 20  # bytes of a response that is not an object: a listing's page has at most 4 MB
@@ -164,3 +166,32 @@ def check_xml(body: bytes) -> None:
             f"answered 200 with {len(body)} bytes that are no XML ({expat.ErrorString(error.code)}) and begin with "
             f"{body[:24]!r}: something between here and the server may answer in its place, or cut its answers"
         ) from None
+
+
+@dataclass(frozen=True)
+class S3Limits:
+    """How many connections the client has, and how long it waits.
+
+    Attributes:
+        connections: open at a time; further calls wait.
+        connect_s: for TCP and the TLS handshake.
+        answer_s: from a request's end until its response begins.
+        stall_s: within which a byte must move while a body is transferred.
+        idle_s: after which a server or a middlebox may have dropped an idle connection, so it is not used again.
+        credentials_s: between two searches of the AWS chain, because a link of it may run a program or ask the
+            instance's metadata.
+        probe_s: after a probe of the server's checksums that had no usable response.
+        first_page: keys in the first page of a listing, because `children` needs one key.
+    """
+
+    connections: int = 32
+    connect_s: float = 10.0
+    answer_s: float = 60.0
+    stall_s: float = 20.0
+    idle_s: float = 12.0
+    credentials_s: float = 3.0
+    probe_s: float = 60.0
+    first_page: int = FIRST_PAGE
+
+
+DEFAULT_LIMITS = S3Limits()

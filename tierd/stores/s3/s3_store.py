@@ -3,8 +3,8 @@
 Invariant: one object is one request, so no partial object can exist. Every upload carries a checksum over the whole
 object, computed here. The store trusts the server's check only after the server has refused a wrong checksum.
 
-One module, `answers`, translates all errors of S3, botocore and the transport, and keeps secrets out of the messages.
-botocore's own retries are off, because `RetryingStore` retries.
+One module, `server_errors`, translates all errors of S3, botocore and the transport, and keeps secrets out of the
+messages. botocore's own retries are off, because `RetryingStore` retries.
 
 Uploads have no payload signature, because SHA-256 costs as much as the rest of a put. Instead the checksum is a signed
 header; for servers that support none, the MD5 is. Use https on a network that is not your own.
@@ -23,28 +23,31 @@ from botocore import exceptions as botocore
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
-from tierd.stores.absence import confirmed
 from tierd.stores.base import (
     LARGEST,
     Buffer,
     ObjectInfo,
     check_key,
     check_size,
-    keys_alone,
+    destination,
     ns_since_1970,
     octets,
-    room,
+    scan_keys,
 )
-from tierd.stores.foreign import ForeignStore
-from tierd.stores.s3.answers import FOREIGN, STRANGER, said, silent, unanswered
-from tierd.stores.s3.checksum_probe import PROBE, ChecksumProbe
-from tierd.stores.s3.checksums import MD5
-from tierd.stores.s3.connection import SLOWEST, where
-from tierd.stores.s3.credentials import Chain, check_bundle
-from tierd.stores.s3.limits import USUAL, S3Limits
-from tierd.stores.s3.line import Body
-from tierd.stores.s3.proxied import ProxiedSession
-from tierd.stores.s3.transport import DirectSession, HttpResponse, exchanges, http_session
+from tierd.stores.retry import ForeignStore, confirm_absence
+from tierd.stores.s3.checksums import MD5, PROBE_NAME, ChecksumProbe
+from tierd.stores.s3.connection import SLOWEST_RATE, error_origin
+from tierd.stores.s3.credentials import RenewableCredentials, check_ca_bundle
+from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
+from tierd.stores.s3.http_exchanges import RequestBody
+from tierd.stores.s3.server_errors import (
+    CREDENTIAL_CODES,
+    LIBRARY_ERRORS,
+    no_response_error,
+    response_error,
+    silence_error,
+)
+from tierd.stores.s3.transport import DirectSession, HttpResponse, ProxiedSession, http_session, response_scope
 
 _DELETE_BATCH = 1000  # S3's own limit
 
@@ -61,9 +64,9 @@ class S3Store(ForeignStore):
     """
 
     # Bytes/s; the transport itself gives up stalled transfers, so no deadline may cut off one that progresses.
-    slowest_rate = SLOWEST
+    slowest_rate = SLOWEST_RATE
 
-    def __init__(self, url: StoreUrl, limits: S3Limits = USUAL) -> None:
+    def __init__(self, url: StoreUrl, limits: S3Limits = DEFAULT_LIMITS) -> None:
         self._url, self._limits = url, limits
         self._base = f"{url.prefix}/" if url.prefix else ""
         self._extra: dict[str, str] = {}  # additional parameters of each PutObject
@@ -71,17 +74,17 @@ class S3Store(ForeignStore):
             self._extra["StorageClass"] = url.storage_class
         if url.sse_kms_key_id:
             self._extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": url.sse_kms_key_id}
-        self.probe = ChecksumProbe(str(url), self._base + PROBE, self._put, self._remove, limits)
+        self.probe = ChecksumProbe(str(url), self._base + PROBE_NAME, self._put, self._remove, limits)
         self._client: Any = None
         self._session: DirectSession | ProxiedSession | None = None
-        self._chain = Chain(limits)
+        self._chain = RenewableCredentials(limits)
         self._heard = False  # whether the server has ever responded
         self._opening = asyncio.Lock()
         self._closing = AsyncExitStack()
 
     @property
     def signs_of_life(self) -> int:
-        return self._session.signs if isinstance(self._session, DirectSession) else 0
+        return self._session.signs_of_life if isinstance(self._session, DirectSession) else 0
 
     @property
     def hides_progress(self) -> bool:
@@ -93,7 +96,7 @@ class S3Store(ForeignStore):
 
     async def put(self, key: str, data: Buffer) -> str:
         name, view = self._base + check_key(key), octets(data)
-        async with self.translated(f"put {key}"):
+        async with self.translating_errors(f"put {key}"):
             await self.probe.ask()
             checksum, proven = self.probe.checksum, self.probe.proven
             parameters = await checksum.parameters(view)
@@ -105,21 +108,23 @@ class S3Store(ForeignStore):
             return proven
 
     async def _put(self, name: str, view: memoryview, checksum: dict[str, str]) -> Any:
-        client = await self.connected()
-        return await client.put_object(Bucket=self._url.bucket, Key=name, Body=Body(view), **checksum, **self._extra)
+        client = await self.get_client()
+        return await client.put_object(
+            Bucket=self._url.bucket, Key=name, Body=RequestBody(view), **checksum, **self._extra
+        )
 
     async def _remove(self, name: str) -> None:
-        client = await self.connected()
+        client = await self.get_client()
         await client.delete_object(Bucket=self._url.bucket, Key=name)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        async with confirmed(self.names, key), self.translated(f"get {key}"):
+        async with confirm_absence(self.names, key), self.translating_errors(f"get {key}"):
             return await self._get(check_key(key), f"get {key}", into)
 
     async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
         doing = f"get {info.key!a}"
         ends = {"Range": f"bytes={offset}-{offset + into.nbytes - 1}", "IfMatch": f'"{info.token}"'}
-        async with confirmed(self.names, info.key), self.translated(doing):
+        async with confirm_absence(self.names, info.key), self.translating_errors(doing):
             try:
                 answer = await self._get(info.key, doing, into, **ends)
             except botocore.ClientError as error:
@@ -130,7 +135,7 @@ class S3Store(ForeignStore):
             raise StoreUnavailable(f"{self._url}: {doing}: the server sent another range than {ends['Range']}")
 
     async def _get(self, key: str, doing: str, into: memoryview | None, **options: str) -> Buffer:
-        client = await self.connected()
+        client = await self.get_client()
         with self._parsed(doing):
             answer = await client.get_object(Bucket=self._url.bucket, Key=self._base + key, **options)
         async with answer["Body"] as body:  # an unread and unclosed body would hold its connection forever
@@ -142,7 +147,7 @@ class S3Store(ForeignStore):
         if into is None:
             check_size(size or 0, doing)
         if isinstance(raw, HttpResponse) and size is not None and size >= 0:
-            view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
+            view = memoryview(bytearray(size)) if into is None else destination(into, size, doing)
             count = await raw.readinto(view)
         else:  # through a proxy, or chunked
             view = memoryview(await _bounded(raw, 1 + (LARGEST if into is None else into.nbytes)))
@@ -150,14 +155,14 @@ class S3Store(ForeignStore):
             if into is None and count > LARGEST:
                 raise StoreUnavailable(f"{doing}: a body without an end, of which {LARGEST} bytes were read")
             if into is not None:
-                data, view = view, room(into, count, doing)
+                data, view = view, destination(into, count, doing)
                 view[:] = data
         if size is not None and count != size:
             raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
         return view
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        return keys_alone(self.names, prefix, after)
+        return scan_keys(self.names, prefix, after)
 
     async def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         """List every object, also those whose names are no keys; otherwise as `scan`."""
@@ -166,8 +171,8 @@ class S3Store(ForeignStore):
             page["StartAfter"] = self._base + after
         last = None
         while True:
-            async with self.translated(f"scan {prefix}"):
-                client = await self.connected()
+            async with self.translating_errors(f"scan {prefix}"):
+                client = await self.get_client()
                 with self._parsed(f"scan {prefix}"):
                     answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
                 self._check_whose(answer, "IsTruncated", f"scan {prefix}")
@@ -191,14 +196,16 @@ class S3Store(ForeignStore):
         names = [{"Key": self._base + check_key(key)} for key in keys]
         for start in range(0, len(names), _DELETE_BATCH):
             batch = names[start : start + _DELETE_BATCH]
-            async with self.translated("delete"):
-                client = await self.connected()
+            async with self.translating_errors("delete"):
+                client = await self.get_client()
                 answer = await client.delete_objects(Bucket=self._url.bucket, Delete={"Objects": batch})
             refusals = answer.get("Errors", ())
             for refusal in refusals:
                 code = refusal.get("Code", "")
                 if code != "NoSuchKey":
-                    raise said(str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message") or "")
+                    raise response_error(
+                        str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message") or ""
+                    )
             answered = {entry.get("Key") for entry in (*answer.get("Deleted", ()), *refusals)}
             # A response that leaves a key out is not from an S3 server.
             if missing := [entry["Key"] for entry in batch if entry["Key"] not in answered]:
@@ -208,7 +215,7 @@ class S3Store(ForeignStore):
         await self._closing.aclose()
         self._client = None
 
-    async def connected(self) -> Any:
+    async def get_client(self) -> Any:
         """Return the library's client, which is made at the first call."""
         async with self._opening:
             if self._client is None:
@@ -225,7 +232,7 @@ class S3Store(ForeignStore):
                 )
                 session = self._chain.session()
                 if not (self._url.endpoint or "").startswith("http://"):
-                    await check_bundle(session)
+                    await check_ca_bundle(session)
                 creating = session.create_client(
                     "s3", region_name=self._url.region, endpoint_url=self._url.endpoint, config=config
                 )
@@ -249,18 +256,18 @@ class S3Store(ForeignStore):
         """Translate the ValueError that botocore raises if a response holds invalid sizes or times."""
         try:
             yield
-        except FOREIGN:
+        except LIBRARY_ERRORS:
             raise
         except ValueError as error:
             raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {error}") from None
 
     @asynccontextmanager
-    async def translated(self, doing: str) -> AsyncGenerator[None, None]:
+    async def translating_errors(self, doing: str) -> AsyncGenerator[None, None]:
         """Translate the errors of requests to the server; `doing` is for their messages."""
         # At least 1, because the first credentials are found during the first call.
         began = max(self._chain.generation, 1)
         try:
-            with exchanges(f"{self._url}: {doing}"):
+            with response_scope(f"{self._url}: {doing}"):
                 yield
             self._heard = True
         except botocore.ClientError as error:
@@ -270,24 +277,26 @@ class S3Store(ForeignStore):
             status, headers = sent.get("HTTPStatusCode", 0), sent.get("HTTPHeaders", {})
             after, date = headers.get("retry-after", ""), headers.get("date", "")
             code = str(answer.get("Code", ""))
-            if code in STRANGER and await self._have_changed(began):
+            if code in CREDENTIAL_CODES and await self._have_changed(began):
                 raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
             region = headers.get("x-amz-bucket-region", "")
             message = str(answer.get("Message") or "")
-            raise said(str(self._url), doing, code, status, message, after, date, region) from error
-        except FOREIGN as error:
+            raise response_error(str(self._url), doing, code, status, message, after, date, region) from error
+        except LIBRARY_ERRORS as error:
             # The error's text may quote the output of a credential helper.
-            raise unanswered(str(self._url), doing, error, heard=self._heard) from None
+            raise no_response_error(str(self._url), doing, error, heard=self._heard) from None
         except StoreUnavailable as error:
-            raise silent(str(self._url), doing, error, heard=self._heard) from error.__cause__
+            raise silence_error(str(self._url), doing, error, heard=self._heard) from error.__cause__
         except TierdError:
             raise
         except Exception as error:  # the library took an invalid response for one of S3's, and failed on it
-            raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {where(error)}") from None
+            raise StoreUnavailable(
+                f"{self._url}: {doing}: what came is no answer of S3's: {error_origin(error)}"
+            ) from None
 
     async def _have_changed(self, generation: int) -> bool:
         """Search the chain again, and return whether its credentials differ from those of `generation`."""
-        with suppress(*FOREIGN):
+        with suppress(*LIBRARY_ERRORS):
             await self._chain.renew()
         return self._chain.generation != generation
 

@@ -1,22 +1,6 @@
 """HTTP/1.1 for the S3 client: each exchange runs in a thread, on a connection that no other exchange uses meanwhile.
 
-Invariant: ownership is defined from the first moment to the last.
-
-- A *slot* is the right to have one exchange in flight; there are `S3Limits.connections` slots. `send` takes one and
-  gives it to an `HttpResponse` at once, before anything can fail. `HttpResponse.close` returns it exactly once, also
-  after an error.
-- A *line* (see `line` for its states) belongs to the answer from `send` on. `HttpResponse.close` parks it if it is
-  IDLE, and closes it otherwise. If a cancelled call still runs on the line, that call's thread closes it at its end.
-- An *answer* (a response) belongs to the store's call that received it. When the call ends, `exchanges` closes each
-  answer that is still open, because the client library drops an answer that it cannot parse without closing it.
-
-After a call has ended, cancelled or not, its slot is therefore free, and nothing touches its buffer. Its connection is
-closed, or parked with no byte of a response left on it. A failed call raises one of tierd's errors, with the reason.
-
-This module exists because aiohttp copies a large body twice on upload and three times on download, on the loop's only
-thread. That takes 0.82 CPU-seconds per GB. Blocking calls on large pieces take 0.36, and run in parallel with each
-other and with the loop (benchmarks/results/clients.md). Behind a proxy the client still uses aiohttp, with the same
-limits on responses that are not objects.
+Through a proxy, or with a client certificate, aiohttp has the connections.
 """
 
 from __future__ import annotations
@@ -31,14 +15,66 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from aiobotocore.awsrequest import AioAWSResponse
+from aiobotocore.httpsession import AIOHTTPSession
 from botocore.httpsession import get_cert_path
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
-from tierd.priority import Pools
-from tierd.stores.s3.http1 import LONGEST_REPLY, MessageHead, NoResponse, check_xml
-from tierd.stores.s3.limits import S3Limits
-from tierd.stores.s3.line import HttpLine
-from tierd.stores.s3.proxied import ProxiedSession
+from tierd.stores.s3.connection import StallTimer
+from tierd.stores.s3.http1 import LONGEST_REPLY, MessageHead, NoResponse, S3Limits, check_xml
+from tierd.stores.s3.http_exchanges import HttpConnection
+from tierd.threads import PriorityPools
+
+
+class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
+    """aiobotocore's own session, with the limits of `DirectSession` on responses that are not objects.
+
+    The limits are on bytes, and on time by a `StallTimer`.
+    """
+
+    def __init__(self, limits: S3Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self._stall_s = limits.stall_s
+
+    async def send(self, request: Any) -> AioAWSResponse:
+        """Send one of botocore's prepared requests.
+
+        Raises:
+            botocore.HTTPClientError: there is no response, or none that can be used.
+        """
+        if request.stream_output:
+            return await super().send(request)
+        request.stream_output = True  # so that aiohttp reads nothing of the body yet
+        try:
+            response = await super().send(request)
+        finally:
+            request.stream_output = False
+        try:
+            response._content = body = await _reply(response.raw, self._stall_s)
+        except BaseException:
+            response.raw.close()
+            raise
+        if body and response.status_code == 200:
+            check_xml(body)
+        return response
+
+
+async def _reply(raw: Any, stall_s: float) -> bytes:
+    """Read through aiohttp the body of a response that is not an object."""
+    if (size := raw.content_length or 0) > LONGEST_REPLY:
+        raise NoResponse(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
+    loop, data = asyncio.get_running_loop(), bytearray()
+    watch = StallTimer(stall_s, loop.time(), 0, "in the middle of an answer")
+    while len(data) <= LONGEST_REPLY:
+        try:
+            async with asyncio.timeout(watch.left_s(loop.time(), len(data))):
+                piece = await raw.content.read(LONGEST_REPLY + 1 - len(data))
+        except TimeoutError:
+            continue  # the timer raises with the reason
+        if not piece:
+            return bytes(data)
+        data += piece
+    raise NoResponse(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
+
 
 T = TypeVar("T")
 
@@ -51,7 +87,7 @@ class HttpResponse:
 
     def __init__(self, session: DirectSession) -> None:
         self._session: DirectSession | None = session
-        self.line: HttpLine | None = None
+        self.line: HttpConnection | None = None
         self.head: MessageHead | None = None
         if (answers := _call_answers.get()) is not None:
             answers.append(self)
@@ -107,9 +143,9 @@ class DirectSession:
         self._limits = limits
         self._verify = verify
         self._slots = asyncio.Semaphore(limits.connections)
-        self._threads = Pools(limits.connections, "tierd-s3")
-        self._parked: dict[tuple[str, str], list[HttpLine]] = {}
-        self._busy: set[HttpLine] = set()
+        self._threads = PriorityPools(limits.connections, "tierd-s3")
+        self._parked: dict[tuple[str, str], list[HttpConnection]] = {}
+        self._busy: set[HttpConnection] = set()
         self._closed = False
         self._moved = self._signs = 0  # of exchanges that have ended
         self.in_use = 0
@@ -137,12 +173,12 @@ class DirectSession:
 
         The difference between two readings gives the throughput.
         """
-        return self._moved + sum(line.connection.moved for line in self._busy)
+        return self._moved + sum(line.connection.moved_bytes for line in self._busy)
 
     @property
-    def signs(self) -> int:
+    def signs_of_life(self) -> int:
         """Signs of life so far, of exchanges in flight and ended; see `Store`."""
-        return self._signs + sum(line.connection.signs for line in self._busy)
+        return self._signs + sum(line.connection.signs_of_life for line in self._busy)
 
     async def send(self, request: Any) -> AioAWSResponse:
         """Send one of botocore's prepared requests. At most `S3Limits.connections` run at once; others wait.
@@ -167,33 +203,33 @@ class DirectSession:
             answer.close()
             raise
 
-    async def run(self, line: HttpLine, call: Callable[..., T], *args: Any) -> T:
+    async def run(self, line: HttpConnection, call: Callable[..., T], *args: Any) -> T:
         """Run `call` in a thread. A cancelled call stops using its buffers before the cancellation is raised."""
         if self._closed:
             raise NoResponse("the store was closed")
-        job = self._threads.here().submit(call, *args)
+        job = self._threads.current().submit(call, *args)
         try:
             return await asyncio.wrap_future(job)
         except asyncio.CancelledError:
             line.abort()
-            line.used_by(job)
+            line.close_after(job)
             task = asyncio.current_task()
             if job.cancelled() and not (task and task.cancelling()):  # the session was closed before the call began
                 raise NoResponse("the store was closed") from None
             raise
 
-    def _take_line(self, url: SplitResult) -> HttpLine:
+    def _take_line(self, url: SplitResult) -> HttpConnection:
         parked = self._parked.get((url.scheme, url.netloc), [])
         while parked:
             if (line := parked.pop()).is_fresh():
                 break
             line.close()
         else:
-            line = HttpLine(url, lambda: self._tls, self._limits)
+            line = HttpConnection(url, lambda: self._tls, self._limits)
         self._busy.add(line)
         return line
 
-    def free(self, line: HttpLine | None) -> None:
+    def free(self, line: HttpConnection | None) -> None:
         """Take back a slot, and its line if it has one."""
         self._slots.release()
         self.in_use -= 1
@@ -201,8 +237,8 @@ class DirectSession:
             return
         self._busy.discard(line)
         connection = line.connection
-        self._moved, connection.moved = self._moved + connection.moved, 0
-        self._signs, connection.signs = self._signs + connection.signs, 0
+        self._moved, connection.moved_bytes = self._moved + connection.moved_bytes, 0
+        self._signs, connection.signs_of_life = self._signs + connection.signs_of_life, 0
         if line.is_idle() and not self._closed:
             self._parked.setdefault(line.place, []).append(line)
         else:
@@ -222,7 +258,7 @@ class DirectSession:
 
 
 @contextmanager
-def exchanges(doing: str) -> Iterator[None]:
+def response_scope(doing: str) -> Iterator[None]:
     """Wrap one call of a store: close every open answer at its end, and translate a missing response into an error.
 
     Args:

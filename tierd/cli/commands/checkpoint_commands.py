@@ -1,0 +1,379 @@
+"""Commands that only read checkpoints: ls, show, verify."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from tierd.cli.command_runtime import collector_paused, show_progress
+from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs
+from tierd.cli.options import (
+    AttemptOption,
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    Places,
+    RunArgument,
+    RunOption,
+    SpoolOption,
+    StepArgument,
+    StepOption,
+    UrlArgument,
+    resolve_places,
+)
+from tierd.cli.output import checkpoint_table, complain, console, format_size, make_table, print_checkpoints, print_json
+from tierd.core.errors import (
+    CheckpointNotFound,
+    DaemonAbsent,
+    DaemonUnavailable,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreUnavailable,
+    TierdError,
+    VersionMismatch,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL
+from tierd.core.run_report import Report, make_report
+from tierd.core.storage_faults import UnstableRead
+from tierd.core.timeline.candidates import not_found_error, restore_candidates
+from tierd.daemon.tiers.tier_objects import manifest_bytes, read_manifest
+from tierd.daemon.tiers.tier_objects import verify_part as verify_on_tier
+from tierd.daemon.tiers.tier_observer import observe_places
+from tierd.ipc import message_codec, messages
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import bad_chunks
+from tierd.stores.base import Store
+from tierd.stores.open import open_tiers
+from tierd.threads import mark_foreground
+
+_LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (ls, show, verify):
+        app.command()(command)
+
+
+def ls(
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
+    where = resolve_places(spool, url, config, key_file=key_file, run_option=True)
+    listing, unanswered = _report(where, run)
+    missing = run is not None and not listing.checkpoints and not listing.unreached and not unanswered
+    if json:
+        print_json(listing)
+    elif not missing:
+        print_checkpoints(listing)
+        for name in listing.unreached:
+            complain(f"{name} did not answer")
+    if listing.unreached or unanswered:
+        raise typer.Exit(6)
+    with naming_known_runs(where, run):
+        if missing:
+            raise checkpoint_not_found(run, None, ())
+
+
+def show(
+    run: RunArgument,
+    step: StepArgument,
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    attempt: AttemptOption = None,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """One checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
+    where = resolve_places(spool, url, config, key_file=key_file)
+    with naming_known_runs(where, run):
+        inventory, checkpoint, manifests = _observe_checkpoint(where, run, step, attempt)
+    summary = next(
+        c
+        for c in make_report(inventory, where.config, run, defaults=where.has_policy).checkpoints
+        if (c.step, c.attempt) == (checkpoint.step, checkpoint.attempt)
+    )
+    if json:
+        print_json({"checkpoint": summary, "manifests": manifests})
+        return
+    out = console()
+    out.print(f"{checkpoint}, {summary.created}, {'complete' if summary.complete else 'incomplete'}")
+    out.print(f"resumed from: {_origin(run, summary.resumed_from) or 'nothing'}")
+    values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in summary.metrics.items())
+    out.print(f"metrics: {values or 'none'}")
+    for line in _lineage(manifests):
+        out.print(line)
+    out.print(checkpoint_table(Report((summary,), ())))
+    for manifest in manifests:
+        rows = [(file.path, format_size(file.size), str(len(file.chunks))) for file in manifest.files]
+        out.print(make_table(f"rank {manifest.rank} of {manifest.world_size}", ("FILE", "BYTES", "CHUNKS"), rows))
+
+
+def _observe_checkpoint(
+    where: Places, run: str, step: int, attempt: str | None
+) -> tuple[Inventory, CheckpointId, list[Manifest]]:
+    """Observe all places, and return with that the checkpoint of a step and its manifests.
+
+    Raises:
+        CheckpointNotFound: there is none, or it was pruned meanwhile.
+        StoreUnavailable: it vanished while it was read, and is there again.
+    """
+    pruned = ""
+    for _ in range(_LISTINGS):
+        inventory = observe_inventory(where, run)
+        try:
+            checkpoint = choose_checkpoint(inventory, run, step, attempt)
+        except CheckpointNotFound as error:
+            raise CheckpointNotFound(f"{error}{pruned}") from None
+        manifests, missing_parts = asyncio.run(_read_manifests(where, inventory, checkpoint))
+        if not missing_parts:
+            return inventory, checkpoint, manifests
+        pruned = "\n  it was pruned while it was read"
+    raise StoreUnavailable(f"{checkpoint}: its manifests vanished while they were read, {_LISTINGS} times; try again")
+
+
+def _origin(run: str, name: str | None) -> CheckpointId | str | None:
+    """Return the checkpoint of this name, which people read more easily; or the name."""
+    return (CheckpointId.parse(run, name) if name else None) or name
+
+
+def _lineage(manifests: list[Manifest]) -> Iterator[str]:
+    """Yield what the first readable manifest says of other runs."""
+    for manifest in manifests[:1]:
+        if manifest.started_from:
+            yield f"the run started from: {manifest.started_from}"
+        if manifest.copied_from:
+            yield f"copied from: {' → '.join(manifest.copied_from)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCheck:
+    """The result of reading one copy of one part again.
+
+    Attributes:
+        wrong: the damage; empty: every byte is right.
+        unchecked: why the copy could not be checked: a newer format, another key, a disk that reads other bytes each
+            time; empty: it was checked.
+        pruned: whether the copy was deleted while it was read. Then nothing is wrong.
+    """
+
+    place: str
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    size: int
+    wrong: tuple[str, ...]
+    unchecked: str = ""
+    pruned: bool = False
+
+
+def verify(
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Re-read every byte of every copy and compare digests. Changes nothing. Exit code 5 when something is corrupt."""
+    where = resolve_places(spool, url, config, key_file=key_file, run_option=True)
+    checks, unreached, steps = asyncio.run(_verify(where, run, step))
+    if json:
+        print_json({"checks": checks, "unreached": unreached})
+    else:
+        rows = [
+            (c.place, c.run, str(c.step), c.attempt, str(c.rank), format_size(c.size), _describe_check(c))
+            for c in checks
+        ]
+        console().print(make_table(None, ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
+    if any(check.wrong for check in checks):
+        complain(
+            "what differs was not changed: the daemon repairs it from another place when its scrub reads it, within "
+            "`scrub` (default 30d); to have that done now: docs/howto/recovery.md"
+        )
+        raise typer.Exit(5)
+    if unreached or any(check.unchecked for check in checks):
+        raise typer.Exit(6)
+    if not checks:
+        with naming_known_runs(where, run):
+            raise checkpoint_not_found(run, step, steps)
+
+
+def _describe_check(check: CopyCheck) -> str:
+    if check.pruned:
+        return "pruned meanwhile"
+    return f"not checked: {check.unchecked}" if check.unchecked else "; ".join(check.wrong) or "right"
+
+
+def choose_checkpoint(inventory: Inventory, run: str, step: int, attempt: str | None) -> CheckpointId:
+    """Return the checkpoint of a step that a person named; raises `CheckpointNotFound`."""
+    resume = restore_candidates(inventory, run, step, attempt)
+    if resume.candidates:
+        return resume.candidates[0].checkpoint
+    all_checkpoints = {
+        checkpoint
+        for place in inventory.places.values()
+        for checkpoint in (*place.checkpoints, *(part.checkpoint for part in place.quarantined))
+    }
+    matching = [c for c in all_checkpoints if (c.run, c.step) == (run, step) and attempt in (None, c.attempt)]
+    if not matching and resume.unreached:
+        raise StoreUnavailable(f"run {run!r} step {step}: not seen, and {', '.join(resume.unreached)} did not answer")
+    if not matching:
+        raise not_found_error(resume, run, step, [])
+    return max(matching)
+
+
+def _report(where: Places, run: str | None) -> tuple[Report, bool]:
+    """Return the report of `ls`, and whether a daemon runs that did not report its places."""
+    unanswered = False
+    if where.spool is not None and not where.config:
+        try:
+            with DaemonConnection(where.spool) as link:  # the daemon knows the tiers and their retention
+                return message_codec.read_member(link.ask(messages.ReportRequest(run=run)), "report", Report), False
+        except VersionMismatch as error:
+            complain(f"{error}. Without it, only the spool is shown")
+        except DaemonAbsent:
+            pass
+        except DaemonUnavailable as error:
+            complain(f"{error}. Without it, only the spool is shown")
+            unanswered = True
+    with collector_paused():
+        return make_report(observe_inventory(where, run), where.config, run, defaults=where.has_policy), unanswered
+
+
+def observe_inventory(where: Places, run: str | None) -> Inventory:
+    """Observe all places for one run, or for all."""
+    inventories: list[Inventory] = []
+
+    async def observe() -> None:
+        mark_foreground()  # a person waits
+        async with AsyncExitStack() as stack:
+            inventories.append(await observe_places(where.spool, await _stores(where, stack), run, chunks=False))
+
+    asyncio.run(observe())  # the task has no result, because `asyncio.run` makes the text of all of it as it ends
+    return inventories[0]
+
+
+async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:
+    return await open_tiers(where.config, stack) if where.config else {}
+
+
+async def _read_manifests(
+    where: Places, inventory: Inventory, checkpoint: CheckpointId
+) -> tuple[list[Manifest], set[PartId]]:
+    """Return each rank's manifest, from the first place with a readable one. A tier's says how chunks are stored.
+
+    Also return the parts that were observed, and that no place has any more.
+    """
+    manifests: dict[PartId, Manifest] = {}
+    absent: dict[PartId, bool] = {}
+    async with AsyncExitStack() as stack:
+        stores = await _stores(where, stack)
+        for name in (*stores, SPOOL):
+            place = inventory.places.get(name)
+            copies = place.checkpoints.get(checkpoint) if place else None
+            for part in copies.parts() if copies else ():
+                is_absent = False
+                try:
+                    manifests[part] = manifests.get(part) or await _read_manifest(where.spool, stores, name, part)
+                except ObjectNotFound:
+                    is_absent = True
+                except TierdError:
+                    pass
+                absent[part] = is_absent and absent.get(part, True)
+    return [manifests[part] for part in sorted(manifests)], {part for part, vanished in absent.items() if vanished}
+
+
+async def _read_manifest(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId) -> Manifest:
+    if name == SPOOL:
+        assert spool is not None
+        return spool.manifest(part)
+    return await read_manifest(stores[name], part)
+
+
+async def _verify(where: Places, run: str | None, step: int | None) -> tuple[list[CopyCheck], list[str], set[int]]:
+    """Verify all copies; also return the tiers that did not answer, and the steps that there are."""
+    checks: list[CopyCheck] = []
+    async with AsyncExitStack() as stack:
+        stores = await _stores(where, stack)
+        inventory = await observe_places(where.spool, stores, run)
+        work = [
+            (name, part, facts.stored_size or facts.size if facts else 0)
+            for name, place in inventory.places.items()
+            for checkpoint, copies in sorted(place.checkpoints.items(), reverse=True)
+            if run in (None, checkpoint.run) and step in (None, checkpoint.step)
+            for part in sorted(copies.parts(), reverse=True)
+            for facts in [copies.facts.get(part)]
+        ]
+        with show_progress("verifying") as meter:
+            meter.update(0, sum(todo for *_, todo in work))
+            for name, part, _ in work:
+                checks.append(await _check(where.spool, stores, name, part, meter.advance))
+    all_checkpoints = {checkpoint for place in inventory.places.values() for checkpoint in place.checkpoints}
+    steps = {checkpoint.step for checkpoint in all_checkpoints if run in (None, checkpoint.run)}
+    return checks, [name for name, place in inventory.tiers.items() if place is None], steps
+
+
+async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId, read: Any) -> CopyCheck:
+    manifest: Manifest | None = None
+    unchecked, pruned = "", False
+    try:
+        if name == SPOOL:
+            assert spool is not None
+            manifest = spool.manifest(part)
+            failures = [
+                failure for file in manifest.files for *_, failure in bad_chunks(spool.path(part) / file.path, file)
+            ]
+            wrong = [str(error) for error in failures if not isinstance(error, UnstableRead)]
+            unchecked = next((str(error) for error in failures if isinstance(error, UnstableRead)), "")
+            read(manifest.size)
+        else:
+            manifest, wrong = await verify_on_tier(stores[name], part, read)
+    except (ManifestError, ObjectNotFound) as error:
+        wrong = [str(error)]
+    except (FormatTooNew, UnstableRead) as error:  # a newer tierd, or one with the key or another disk, can check it
+        wrong, unchecked = [], str(error)
+    if wrong and await _is_pruned(spool, stores, name, part):
+        wrong, unchecked, pruned = [], "", True
+    checkpoint = part.checkpoint
+    total = manifest.size if manifest else 0
+    return CopyCheck(
+        name, checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, total, tuple(wrong), unchecked, pruned
+    )
+
+
+async def _is_pruned(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId) -> bool:
+    """Whether a copy has been deleted, which explains bytes that are missing. A prune deletes the manifest first.
+
+    A copy that was quarantined meanwhile is not pruned, because it is proven corrupt.
+    """
+    if name == SPOOL:
+        assert spool is not None
+        try:
+            spool.check_mounted()
+            return part not in {*spool.parts(), *spool.quarantined()}
+        except OSError:
+            return False
+    try:
+        await manifest_bytes(stores[name], part)
+        return False
+    except ObjectNotFound:
+        return not [info async for info in stores[name].scan(part.quarantine_key)]

@@ -1,0 +1,76 @@
+"""What places hold, for the answer to a command that names a run or a step that none of them has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+
+from tierd.cli.options import Places
+from tierd.cli.output import complain
+from tierd.core.errors import CheckpointNotFound, TierdError
+from tierd.core.timeline.candidates import describe_runs, describe_steps
+from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.ipc import messages
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.stores.open import open_tiers
+
+
+@contextmanager
+def naming_known_runs(where: Places, run: str | None) -> Iterator[None]:
+    """If a run is not found because no place has it, let the error name the runs that there are."""
+    try:
+        yield
+    except CheckpointNotFound as error:
+        if run is None or (known_runs := known_runs_text(where, run)) is None or known_runs in str(error):
+            raise
+        raise CheckpointNotFound(f"{error}\n  {known_runs}") from None
+
+
+def checkpoint_not_found(
+    run: str | None, step: int | None, steps: Collection[int], attempt: str | None = None
+) -> CheckpointNotFound:
+    """Make the error for a checkpoint that no place has. It names the steps that there are, if a step was asked for."""
+    subject = "" if run is None else f"run {run!r}"
+    subject += "" if step is None else f" step {step}"
+    subject += "" if attempt is None else f" of attempt {attempt}"
+    steps_text = describe_steps(step, steps) if step is not None else ""
+    why = f"{subject.strip() or 'the places named'}: there is no such checkpoint; it was never saved, or is retired"
+    return CheckpointNotFound(why + (f"\n  {steps_text}" if steps_text else ""))
+
+
+def warn_of_unknown_run(where: Places, run: str) -> None:
+    """Say on the standard error which runs there are if no place has this one: it may be new, or misspelt."""
+    if known_runs := known_runs_text(where, run):
+        complain(f"run {run!r}: no place has a checkpoint of it; {known_runs}")
+
+
+def check_run_exists(where: Places, run: str) -> None:
+    """Raise `CheckpointNotFound` with the runs that there are if no place has this one."""
+    if known_runs := known_runs_text(where, run):
+        raise CheckpointNotFound(f"run {run!r}: no place has a checkpoint of it\n  {known_runs}")
+
+
+def known_runs_text(where: Places, run: str) -> str | None:
+    """Return the runs that places hold, as a message has them; None if `run` is one of them, or a place is silent."""
+    try:
+        run_names = asyncio.run(_list_runs(where))
+    except (TierdError, OSError):
+        return None  # the first error is the one to be told
+    return None if run in run_names else describe_runs(run, run_names)
+
+
+async def _list_runs(where: Places) -> set[str]:
+    names = set[str]()
+    if where.spool is not None:
+        names |= {name for name in where.spool.runs() if where.spool.newest(name, 1)}
+        with (
+            suppress(TierdError, TimeoutError, KeyError),
+            DaemonConnection(where.spool) as link,
+        ):  # its daemon knows the tiers'
+            report = link.ask(messages.ReportRequest(run=None))["report"]
+            names |= {str(checkpoint["run"]) for checkpoint in report["checkpoints"]}
+    async with AsyncExitStack() as stack:
+        for store in (await open_tiers(where.config, stack)).values() if where.config else ():
+            names |= await TierObserver(store).runs()
+    return names

@@ -1,0 +1,352 @@
+"""A node's view of a run, and its copy of a part: from a predecessor's memory, the spool, or the daemon and its tiers.
+
+Without a daemon the view is that of the spool alone.
+
+Invariant: returned bytes were verified on this read, in this process. A part counts as corrupt only after every place
+that could hold it was asked. A place that cannot be asked is an error, not corruption.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from tierd.client.client_timings import USUAL_TIMINGS, ClientTimings
+from tierd.client.restoring.device_uploads import DeviceUploads
+from tierd.client.restoring.part_fetch import FetchProgress, StreamedPart
+from tierd.client.saving.snapshot_handoff import HandoffClient
+from tierd.core.errors import (
+    CheckpointNotFound,
+    CorruptChunk,
+    DaemonSilent,
+    DaemonUnavailable,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+    VersionMismatch,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.timeline.run_view import RunView, run_view_of, with_missing, without_older
+from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.message_codec import read_member
+from tierd.ipc.messages import CandidatesRequest, Fetch, StatusRequest, Wait
+from tierd.spool.arena import Arena
+from tierd.spool.file_io import drop_cached
+from tierd.spool.run_records import committed_parts, recorded_heads
+from tierd.spool.spool import Spool
+from tierd.spool.spool_access import spool_error, spool_errors
+from tierd.spool.verified_reads import bad_chunks, check_bytes
+
+_NEWEST = 4  # checkpoints in the first listing; nearly every restore takes one of them
+
+
+def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | None, dict[CheckpointId, str]]:
+    """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist, and what
+    `Spool.odd_places` found.
+
+    Args:
+        spool: the spool.
+        run: the run.
+        deep: list every checkpoint, not only the newest few.
+
+    Raises:
+        SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_run_directory` refuses a
+            link.
+    """
+    parts: dict[PartId, ManifestFacts | None] = {}
+    defects: dict[PartId, TierdError] = {}
+    with spool_errors(f"spool {spool.root}", spool.root):
+        before = committed_parts(spool.control)
+        newest = [] if deep else spool.newest(run, _NEWEST + 1)
+        listed = newest[:_NEWEST] if len(newest) > _NEWEST else None
+        spool.check_run_directory(run)
+        odd = spool.odd_places(run, listed)
+        for part in (
+            spool.parts(run)
+            if listed is None
+            else [part for checkpoint in listed for part in spool.parts_of(checkpoint)]
+        ):
+            try:
+                parts[part] = ManifestFacts.of(spool.manifest(part))
+            except ObjectNotFound:
+                continue
+            except (TierdError, OSError) as error:  # the error is found again, and reported, when the part is read
+                defect = spool_error(error, f"manifest of {part}") if isinstance(error, OSError) else error
+                parts[part], defects[part] = None, defect
+        quarantined = {
+            part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
+        }
+        remembered = recorded_heads(spool.control)
+    place = replace(Place.of(parts, defects, quarantined=quarantined), committed=before, heads=remembered)
+    return place, listed[-1] if listed else None, odd
+
+
+log = logging.getLogger("tierd")
+
+MEMORY = "memory"  # stands in place of a tier's name
+_WAIT_S = 2.0  # seconds to wait for one part and one tier at a time
+_POLL_S = 0.2  # seconds between two rounds
+
+LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
+
+
+class NodeSource:
+    """This node's view of a run, and its copies of the run's parts. It connects to the daemon at the first `run_view`.
+
+    Args:
+        tiers: whether copies may exist beyond the spool. If not, the spool decides alone.
+        line: asks for a snapshot that a predecessor left in memory; None if there cannot be one.
+        keep: return files in memory. If not, files are only verified, and the daemon keeps their directory in the
+            spool.
+        metrics: names of the metrics whose values the view contains.
+        silent: why the daemon cannot be asked, if that is already known; the daemon is then not waited for again.
+        uploads: copies files to devices while more is read.
+        timings: how long it waits.
+
+    Attributes:
+        link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
+        alone: why there is no connection although tiers may have copies; empty without tiers.
+        deep: whether a listing of the spool alone contains every checkpoint, not only the newest few.
+        odd: by checkpoint, what lies in the place of its directory, or of a part's, in this spool, if that is no
+            directory. Such a copy counts as absent.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        run: str,
+        *,
+        tiers: bool,
+        line: HandoffClient | None,
+        keep: bool,
+        metrics: tuple[str, ...] = (),
+        silent: str = "",
+        uploads: DeviceUploads | None = None,
+        timings: ClientTimings = USUAL_TIMINGS,
+    ) -> None:
+        self._uploads, self._timings = uploads, timings
+        self._spool, self._run, self._tiers, self._line, self._keep = spool, run, tiers, line, keep
+        self._metrics = metrics
+        self.link: DaemonConnection | None = None
+        self._connected = bool(silent)
+        self.alone = silent
+        self.deep = False
+        self.odd: Mapping[CheckpointId, str] = {}
+        self.arena: Arena | None = None  # the memory that holds the returned files, if a predecessor left them there
+
+    def run_view(self) -> RunView:
+        """Observe the run through the daemon, or in the spool if no daemon is expected or none answers.
+
+        Raises:
+            SpoolUnusable: the run's directory is a link that is not followed.
+        """
+        if not self._connected:
+            self.link, self._connected = self._connect(), True
+        if self.link:
+            with spool_errors(f"spool {self._spool.root}", self._spool.root):
+                self._spool.check_run_directory(self._run)
+                odd = self._spool.odd_places(self._run)
+            try:
+                view = read_member(
+                    self.link.ask(CandidatesRequest(run=self._run, metrics=self._metrics)), "sight", RunView
+                )
+                return self._without(odd, view)
+            except DaemonSilent as error:
+                self.alone = str(error)
+                self.close()
+                self.link = None
+        place, oldest, odd = observe_spool(self._spool, self._run, deep=self.deep)
+        view = self._without(odd, run_view_of(Inventory(place, {}), self._run, self._metrics))
+        view = view if oldest is None else without_older(view, self._run, oldest)
+        return msgspec.structs.replace(view, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
+
+    def _without(self, odd: dict[CheckpointId, str], view: RunView) -> RunView:
+        """Report the copies that count as absent, and return a view that has their checkpoints as gone if no place has
+        them whole: they were here, so a restore must not pass over them in silence.
+        """
+        for checkpoint in odd.keys() - self.odd.keys():
+            log.warning("%s: its copy in the spool counts as absent: %s", checkpoint, odd[checkpoint])
+        self.odd = odd
+        return with_missing(view, self._run, odd.keys() - view.complete(self._run).keys()) if odd else view
+
+    def hand_over(self) -> DaemonConnection | None:
+        """Return the connection, for the caller to close. While it is open, the daemon keeps the obtained
+        directories.
+        """
+        link, self.link = self.link, None
+        return link
+
+    def close(self) -> None:
+        if self.link:
+            self.link.close()
+
+    def _connect(self) -> DaemonConnection | None:
+        if not self._tiers:
+            return None
+        end = time.monotonic() + self._timings.start_s
+        while True:
+            link = None
+            try:
+                link = DaemonConnection(self._spool)
+                link.greet()
+                return link
+            except DaemonUnavailable as error:
+                if link:
+                    link.close()
+                # A daemon that is silent or of an incompatible version counts as absent, because checkpoints that are
+                # whole in the spool can still be restored. An absent daemon may be starting.
+                if isinstance(error, VersionMismatch | DaemonSilent) or time.monotonic() >= end:
+                    self.alone = str(error)
+                    return None
+            time.sleep(0.1)
+
+    def flush(self, checkpoint: CheckpointId) -> None:
+        """Get this spool's parts of `checkpoint` to a tier, where other nodes find them. Best effort: the next listing
+        shows the result.
+        """
+        if self.link is None:
+            return
+        end = time.monotonic() + self._timings.flushed_s
+        try:
+            unflushed = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
+            status = self.link.ask(StatusRequest())["status"]
+            tiers = [] if status["paused"] else [tier["name"] for tier in status["tiers"]]
+            while unflushed and tiers and time.monotonic() < end:
+                log.info(
+                    "%s: other nodes find it only on a tier; %d parts are flushed first", checkpoint, len(unflushed)
+                )
+                unflushed = [part for part in unflushed if not any(self._is_on(part, tier) for tier in tiers)]
+                # A part that proved corrupt was quarantined, and is not waited for.
+                unflushed = [part for part in unflushed if self._spool.has(part)]
+                time.sleep(_POLL_S if unflushed else 0.0)  # a tier that refuses answers at once
+        except (TierdError, OSError) as error:
+            log.warning("%s: %s", checkpoint, error)
+
+    def _is_on(self, part: PartId, tier: str) -> bool:
+        assert self.link is not None
+        try:
+            self.link.ask(Wait(part=part, tier=tier, timeout_s=_WAIT_S, needed=True))
+        except (CheckpointNotFound, StoreRefused, TimeoutError) as error:  # another tier may hold it, or this one later
+            log.debug("%s: %s", part, error)
+            return False
+        return True
+
+    def obtain(self, part: PartId) -> LoadedPart:
+        """Return a part's manifest, its files and the place of its bytes, with every byte verified on this read.
+
+        Raises:
+            CorruptChunk, ManifestError: every copy is proven corrupt; all are quarantined.
+            ObjectNotFound: no place has a copy.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
+            FormatTooNew: the part was written by a newer tierd.
+        """
+        link = self.link
+        local: Exception | None = None
+        self._forget()
+        remembered = self._remembered(part) if self._keep else None
+        if remembered:
+            return *remembered, MEMORY
+        # For a directory the daemon is asked in any case, because it then keeps the directory.
+        if link is None or self._keep:
+            try:
+                return *self._read(part), SPOOL
+            except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+                local = error.with_traceback(None)  # without its traceback, whose frames hold the bytes that were read
+                self._forget()
+                if link is None:
+                    return self._alone(part, error)
+            if self._spool.has(part):
+                log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+            else:  # a fresh node, where nothing is wrong
+                log.info("%s is fetched from the tiers", part)
+        assert link is not None
+        try:
+            memory = self._uploads.memory if self._uploads else lambda file: None
+            arriving = StreamedPart(self._spool, part, worth=self._keep, memory=memory, pause_s=self._timings.arrived_s)
+            with arriving, FetchProgress(part, self._timings.stalled_s) as fetching:
+                tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
+        except CorruptChunk as error:
+            covers_spool = local is None or SPOOL in str(error)
+            raise CorruptChunk(str(error) if covers_spool else f"local: {local}; {error}") from error
+        try:
+            return *self._read(part, arriving), tiers[0] if tiers else SPOOL
+        except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+            # Some copy is right, because otherwise the fetch would have reported corruption. So this disk is failing,
+            # which is no reason to try an older checkpoint.
+            raise StoreUnavailable(f"{part} was just repaired, and reads back wrong from the spool: {error}") from error
+
+    def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
+        """Read the part from a predecessor's memory, with every byte compared with its manifest in the spool."""
+        recalled = self._line.recall(part) if self._line else None
+        if recalled is None:
+            return None
+        try:
+            manifest = self._spool.manifest(part)
+            if {file.path for file in manifest.files} != recalled.files.keys():
+                return None
+            if self._uploads:
+                self._uploads.check(recalled.arena, recalled.files, manifest)
+            else:
+                for file in manifest.files:
+                    check_bytes(recalled.files[file.path], file)
+        except (TierdError, OSError) as error:  # for example, the predecessor died while it overwrote that memory
+            log.info("%s is not whole in memory, and read from the spool: %s", part, error)
+            self._forget()
+            return None
+        self.arena = recalled.arena
+        return manifest, recalled.files
+
+    def _forget(self) -> None:
+        """Release the memory of another copy or another part, once nothing is copied from it any more."""
+        self.arena = None
+        if self._uploads:
+            self._uploads.begin()
+
+    def _alone(self, part: PartId, local: Exception) -> LoadedPart:
+        if self._tiers:
+            raise DaemonUnavailable(
+                f"{part} cannot be read from the spool ({local}), and whether a tier has it right cannot be asked: "
+                f"{self.alone}. Restoring an older step is your decision: restore(state, step=…)"
+            ) from local
+        if isinstance(local, ObjectNotFound):
+            raise local
+        if isinstance(local, OSError):
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
+        drop_cached(self._spool.path(part))
+        try:
+            return *self._read(part), SPOOL  # right on the disk: only the first read was wrong
+        except (CorruptChunk, ManifestError) as error:
+            local = error.with_traceback(None)
+            self._forget()
+        except OSError as error:
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {error}") from error
+        self._spool.quarantine(part)
+        raise CorruptChunk(f"local: {local}") from local
+
+    def _read(self, part: PartId, arriving: StreamedPart | None = None) -> tuple[Manifest, Mapping[str, memoryview]]:
+        manifest = self._spool.manifest(part)
+        uploads = self._uploads
+        if self._keep:
+            if arriving:
+                files = arriving.read(self._spool.path(part), manifest)
+                if uploads:
+                    uploads.copy_verified(files, manifest)
+            else:
+                files = self._spool.read(part, manifest, uploads.read) if uploads else self._spool.read(part, manifest)
+            self.arena = uploads.arena if uploads else None
+            return manifest, files
+        for file in manifest.files:
+            for _, _, defect in bad_chunks(self._spool.path(part) / file.path, file):
+                raise defect
+        return manifest, {}

@@ -1,0 +1,235 @@
+"""Read some entries of a saved state, and no more bytes than they take; compare a tensor between two parts.
+
+Invariant: every returned byte was verified on this read. Other bytes are not verified. Two tensors count as equal only
+if their bytes are the same: the digests in the manifests decide it if they can, else the verified bytes do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from tierd.client.restoring.ranged_reader import PartRanges, Span
+from tierd.core.errors import StateMismatch
+from tierd.core.ids import PartId
+from tierd.core.manifest import TENSORS, TREE, Manifest
+from tierd.spool.direct_io import finish_read, memory_for
+from tierd.spool.file_io import digest
+from tierd.state.single_values import path_part_text
+from tierd.state.state_tree import NAMING
+from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_layout
+from tierd.state.tree_parser import parse_key, tree_text
+
+
+def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tuple[Manifest, Mapping[str, memoryview]]:
+    """Return the part's manifest and its two files as `save` writes them, with only the entries in `names`.
+
+    The tree has only these entries. In the tensor file, the bytes of other tensors are zeros that take no memory. If
+    the part was not written by `save`, its files are returned by name, without content.
+
+    Raises:
+        StateMismatch: the checkpoint has no such entry, and the message says which it has; or the tree was not written
+            by tierd.
+        CorruptChunk, ManifestError, StoreUnavailable, DaemonUnavailable, ObjectNotFound: as `PartRanges.fill`.
+    """
+    manifest = files.manifest(part)
+    sizes = {file.path: file.size for file in manifest.files}
+    if TREE not in sizes or TENSORS not in sizes:
+        return manifest, {name: memoryview(b"") for name in sizes}
+    tree = _select_entries(read_tree(files, part), names, str(part))
+    memory, layout = read_header(files, part)
+    files.fill(memory, list(_spans(files, part, layout, tree)))
+    return manifest, {TREE: memoryview(tree), TENSORS: finish_read(memory, sizes[TENSORS])}
+
+
+def check_written_by_save(part: PartId, paths: Collection[str]) -> None:
+    """Raise `StateMismatch` unless `paths` are the files that `Checkpointer.save` writes; the message says how to read
+    these.
+    """
+    if any(path.endswith((".distcp", ".metadata")) for path in paths):
+        raise StateMismatch(
+            f"{part} was written through DCP: tierd.dcp.load(state, checkpointer) reads it; without a Checkpointer, "
+            "tierd.open(url, run).download(DIR) copies its files"
+        )
+    if TREE not in paths or TENSORS not in paths:
+        raise StateMismatch(
+            f"{part} was written through stage(): call Checkpointer.restore() without a state and read its "
+            "`directory`; or tierd.open(url, run).download(DIR) copies its files"
+        )
+
+
+def read_tree(files: PartRanges, part: PartId) -> bytes:
+    """Return the part's whole tree. Raises as `PartRanges.fill`."""
+    return _bytes(files, files.span(part, TREE))
+
+
+def read_header(files: PartRanges, part: PartId) -> tuple[memoryview, TensorFileLayout]:
+    """Return memory for the part's tensor file, filled only with its header, and the offsets of its tensors.
+
+    Raises:
+        StateMismatch: tierd cannot have written this safetensors file.
+        Also as `PartRanges.fill`.
+    """
+    size = files.span(part, TENSORS).length
+    first = _bytes(files, files.span(part, TENSORS, 0, files.span(part, TENSORS, 0, 1).stop))  # a chunk is read whole
+    length = min(8 + int.from_bytes(first[:8], "little"), size)
+    memory = memory_for(size)
+    memory[: min(len(first), length)] = first[:length]
+    if length > len(first):
+        files.fill(memory, [files.span(part, TENSORS, len(first), length - len(first))])
+    return memory, parse_layout(memory[:size])
+
+
+def read_tensor(files: PartRanges, part: PartId, entry: TensorEntry) -> torch.Tensor:
+    """Return a copy of a tensor in the tensor file, in memory of its own. Raises as `PartRanges.fill`."""
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    memory = memory_for(entry.nbytes)
+    files.fill(memory, [files.span(part, TENSORS, entry.offset, entry.nbytes)], base=entry.offset)
+    return torch.frombuffer(memory[: entry.nbytes], dtype=entry.dtype).view(entry.shape)
+
+
+def parse_entries(tree: bytes, where: str) -> dict[str, Any]:
+    """Return the state's entries by name, each as plain JSON.
+
+    Raises:
+        StateMismatch: the tree was not written by tierd.
+    """
+    try:
+        root = json.loads(tree_text(tree))
+        pairs = list(root["$dict"] if root.keys() == {"$dict"} else root.items())
+        names = parse_key([name for name, _ in pairs])
+        if not all(type(name) is str for name in names):
+            raise ValueError("its root is no mapping of names")
+        return dict(zip(names, [value for _, value in pairs], strict=True))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise StateMismatch(f"{where}: the state tree: {str(error)[:300]}") from error
+
+
+def check_names(saved: Mapping[str, Any], names: Collection[str], where: str) -> None:
+    """Raise `StateMismatch` if an entry of `names` was not saved; the message says which were."""
+    missing = [path_part_text(name) for name in names if name not in saved]
+    if missing:
+        raise StateMismatch(
+            f"{where}: {', '.join(missing)} not in the checkpoint; it has {', '.join(map(path_part_text, saved))}"
+        )
+
+
+def referenced_tensors(tree: bytes | str) -> set[str]:
+    """Return the names of the tensors that a tree, or one entry of it, refers to."""
+    names: set[str] = set()
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tag, payload = pairs[0] if len(pairs) == 1 else ("", None)
+        if tag in NAMING:
+            names.update(name for name in (payload if type(payload) is list else [payload])[:1] if type(name) is str)
+        return dict(pairs)
+
+    json.loads(tree, object_pairs_hook=note)
+    return names
+
+
+def _bytes(files: PartRanges, span: Span) -> bytes:
+    """Read a range that begins at the file's first byte."""
+    memory = bytearray(span.length)
+    files.fill(memoryview(memory), [span])
+    return bytes(memory)
+
+
+def _select_entries(tree: bytes, names: Collection[str], where: str) -> bytes:
+    """Return the tree with only the entries in `names`."""
+    saved = parse_entries(tree, where)
+    check_names(saved, names, where)
+    return json.dumps({"$dict": [[name, saved[name]] for name in names]}).encode()
+
+
+def _spans(files: PartRanges, part: PartId, layout: TensorFileLayout, tree: bytes) -> Iterator[Span]:
+    """Yield the ranges of the tensors that a tree names."""
+    for name in (
+        referenced_tensors(tree) & layout.entries.keys()
+    ):  # a missing tensor is reported when the entry is decoded
+        entry = layout.entries[name]
+        if entry.nbytes:
+            yield files.span(part, TENSORS, entry.offset, entry.nbytes)
+
+
+_PIECE = 64 << 20  # bytes compared at once
+
+_Piece: TypeAlias = tuple[int, int, str]  # first and last byte of a chunk, relative to a tensor, and its digest
+
+
+@dataclass(slots=True)
+class ComparedPart:
+    """A part whose tensors are compared with other parts' tensors."""
+
+    part: PartId
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)  # of ranges that were already read
+
+
+def are_equal(
+    files: PartRanges,
+    first_part: ComparedPart,
+    first_entry: TensorEntry,
+    second_part: ComparedPart,
+    second_entry: TensorEntry,
+) -> bool:
+    """Whether a tensor of one part equals one of another part: dtype, shape and bytes. Raises as `PartRanges.fill`."""
+    if (first_entry.dtype, first_entry.shape) != (second_entry.dtype, second_entry.shape):
+        return False
+    if not first_entry.nbytes:
+        return True
+    first_pieces, second_pieces = _pieces(files, first_part, first_entry), _pieces(files, second_part, second_entry)
+    if [piece[:2] for piece in first_pieces] != [piece[:2] for piece in second_pieces]:
+        return _bytes_are_equal(files, first_part, first_entry, second_part, second_entry, 0, first_entry.nbytes)
+    unlike = [a for a, b in zip(first_pieces, second_pieces, strict=True) if a[2] != b[2]]
+    if any(begin >= 0 and end <= first_entry.nbytes for begin, end, _ in unlike):
+        return False  # this chunk holds only this tensor
+    # The other unequal chunks also hold neighbouring tensors, which may be the cause.
+    return all(
+        _bytes_are_equal(
+            files, first_part, first_entry, second_part, second_entry, max(begin, 0), min(end, first_entry.nbytes)
+        )
+        for begin, end, _ in unlike
+    )
+
+
+def _pieces(files: PartRanges, part: ComparedPart, entry: TensorEntry) -> list[_Piece]:
+    """Return the chunks that hold a tensor."""
+    span = files.span(part.part, TENSORS, entry.offset, entry.nbytes)
+    pieces, offset = list[_Piece](), span.start - entry.offset
+    for chunk in span.file.chunks[span.first : span.end]:
+        pieces.append((offset, offset + chunk.size, chunk.xxh3_128))
+        offset += chunk.size
+    return pieces
+
+
+def _bytes_are_equal(
+    files: PartRanges,
+    first_part: ComparedPart,
+    first_entry: TensorEntry,
+    second_part: ComparedPart,
+    second_entry: TensorEntry,
+    begin: int,
+    end: int,
+) -> bool:
+    return all(
+        _digest(files, first_part, first_entry.offset + at, size)
+        == _digest(files, second_part, second_entry.offset + at, size)
+        for at, size in ((at, min(_PIECE, end - at)) for at in range(begin, end, _PIECE))
+    )
+
+
+def _digest(files: PartRanges, part: ComparedPart, offset: int, size: int) -> str:
+    """Return the digest of a verified range of the tensor file. Cached, because rank 0's is compared with
+    all others.
+    """
+    key = offset, size
+    if key not in part.digests:
+        memory = memory_for(size)
+        files.fill(memory, [files.span(part.part, TENSORS, offset, size)], base=offset)
+        part.digests[key] = digest(memory[:size])
+    return part.digests[key]

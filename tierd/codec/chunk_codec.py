@@ -1,0 +1,332 @@
+"""Encode and decode one chunk: numbers as byte planes, text as zstd, noise raw, few changes as a patch. Synchronous."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from tierd.codec import byte_planes
+from tierd.codec.byte_planes import Buffer
+from tierd.codec.number_layout import ChunkKind, chunk_kind
+from tierd.codec.zstd_frames import declared_size, expand_frame
+from tierd.core.errors import CorruptChunk, FormatTooNew
+from tierd.core.ids import PartId, chunk_key
+from tierd.core.manifest import PATCH, Chunk, StoredChunk, is_patch
+from tierd.spool.direct_io import memory_for
+from tierd.spool.file_io import digest
+
+log = logging.getLogger("tierd.daemon")
+
+RAW = "raw"
+ZSTD = "zst"
+PLANES = "planes"
+CODECS = (RAW, ZSTD, PLANES)  # what `encode` chooses from; `encode_patch` makes patches
+_LEVEL = 1  # because data other than numbers is mostly small: headers and JSON
+_SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a small sample is unreliable
+_PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
+_WINDOW = 128 << 20  # bytes that a decoder may be made to allocate
+# So many threads of this process split or join numbers at a time, because more of them wait for the interpreter's lock
+# and for each other's CPU caches. Background work has fewer threads than that, so a restore always finds a free one.
+_CORES = max(2, os.cpu_count() or 2)  # two on one core as well, because background work has one thread there
+_cores = threading.BoundedSemaphore(_CORES)
+
+
+def _forget_threads() -> None:
+    global _cores
+    _cores = threading.BoundedSemaphore(_CORES)
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # because the threads that held it do not exist in the child
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk as a tier stores it, and its entry for the manifest."""
+
+    chunk: Chunk
+    data: Buffer
+
+    @property
+    def stored(self) -> StoredChunk:
+        assert self.chunk.stored is not None
+        return self.chunk.stored
+
+
+def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> EncodedChunk:
+    """Encode one chunk of `part`. Equal input gives equal output.
+
+    Args:
+        raw: the chunk's bytes, already verified against `chunk`.
+        pack: False stores the chunk raw, for a link that is faster than the compressor (`core.chunking`).
+    """
+    codec, data = _pack(chunk, raw) if pack else (RAW, raw)
+    key = chunk_key(part, chunk.xxh3_128, codec)
+    # The raw bytes were already compared with this digest.
+    stored_digest = chunk.xxh3_128 if codec == RAW else digest(data)
+    stored = StoredChunk(codec=codec, size=len(data), xxh3_128=stored_digest, key=key)
+    return EncodedChunk(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+
+
+def encode_patch(
+    part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer, token: str
+) -> EncodedChunk | None:
+    """Encode one chunk of `part` as a patch of `base`, which is stored on the same tier.
+
+    Returns None if too much differs, or the patch does not give the chunk back.
+
+    Args:
+        raw, base_raw: the bytes of both, already verified.
+        token: 11 hex digits of this flush alone. The key contains them, because another flush of the part may have
+            another base, and must not overwrite the patch.
+    """
+    data = make_patch(raw, base_raw)
+    if data is None or not _decodes_to(chunk, lambda: apply_patch(data, base_raw)):
+        return None
+    codec = PATCH + token
+    key = chunk_key(part, chunk.xxh3_128, codec)
+    stored = StoredChunk(codec=codec, size=len(data), xxh3_128=digest(data), key=key, base=base)
+    return EncodedChunk(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+
+
+def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:
+    # The result is never longer than `raw`. Of equally short results the older codec is taken, because it comes first.
+    found_kind = chunk_kind(raw)
+    if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):
+        return RAW, raw
+    numbers = found_kind is ChunkKind.NUMBERS
+    encodings: list[tuple[str, Buffer]] = [(RAW, raw)]
+    if not numbers or len(raw) < _SMALL:
+        encodings.append((ZSTD, _zstd(raw)))
+    if numbers:
+        with _cores:
+            packed = byte_planes.pack(raw)
+        if packed is not None:
+            encodings.append((PLANES, packed))
+    codec, data = min(encodings, key=lambda encoding: len(encoding[1]))
+    if codec == ZSTD and not _decodes_to(chunk, lambda: _expand_zstd(chunk, data)):
+        return RAW, raw
+    return codec, data
+
+
+def _decodes_to(chunk: Chunk, read: Callable[[], Buffer]) -> bool:
+    """Whether an object that was just made decodes to the chunk. `byte_planes` makes none that does not."""
+    try:
+        if digest(read()) == chunk.xxh3_128:
+            return True
+        why = "other bytes"
+    except (ValueError, zstandard.ZstdError) as error:
+        why = str(error)
+    log.error("chunk %s does not come back from what was made of it, which is not stored: %s", chunk.xxh3_128, why)
+    return False
+
+
+def _zstd(raw: Buffer) -> bytes:
+    return zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(raw)
+
+
+def _repeats(raw: Buffer) -> bool:
+    """Return whether zstd shortens a sample of bytes whose values are equally frequent, by finding repetitions.
+
+    Only a sample is compressed, because compressing all of a chunk that does not shrink costs as much as sending it.
+    """
+    view = memoryview(raw)
+    step = max(len(view) // _PIECES, 16 * _PIECE)
+    sample = b"".join(view[at : at + _PIECE] for at in range(0, len(view) - _PIECE + 1, step))
+    return len(_zstd(sample)) < len(sample)
+
+
+def check_stored(stored: StoredChunk, data: Buffer, where: str) -> None:
+    """Compare stored bytes with their entry in the manifest.
+
+    Raises:
+        CorruptChunk: size or digest differ.
+    """
+    check_digest(stored, len(data), digest(data) if len(data) == stored.size else "", where)
+
+
+def check_digest(stored: StoredChunk, size: int, read_digest: str, where: str) -> None:
+    """Compare the size and the digest of stored bytes with their entry in the manifest; raises as `check_stored`."""
+    if size != stored.size:
+        raise CorruptChunk(f"{where}: {stored.key}: {size} bytes, not the {stored.size} of its manifest")
+    if read_digest != stored.xxh3_128:
+        error = CorruptChunk(f"{where}: {stored.key}: its bytes differ from their digest")
+        error.read_digest = read_digest
+        raise error
+
+
+def decode(
+    chunk: Chunk,
+    data: Buffer,
+    where: str,
+    into: memoryview | None = None,
+    base: Buffer | None = None,
+) -> Buffer:
+    """Return the raw bytes of a chunk, verified before and after decoding.
+
+    Args:
+        where: the place that supplied the bytes, for messages.
+        into: writable memory of the chunk's size for decoded numbers and patches; its content is undefined after an
+            error. Other chunks are not copied into it.
+        base: the raw bytes of a patch's base; they may be in `into`.
+
+    Raises:
+        CorruptChunk: the stored bytes, the frame or the raw bytes differ from the manifest.
+        FormatTooNew: the stored bytes are correct, but this version of tierd does not know their codec.
+    """
+    stored = chunk.stored
+    if stored is None:
+        raise CorruptChunk(f"{where}: the manifest does not say how chunk {chunk.xxh3_128} is stored")
+    check_stored(stored, data, where)
+    raw = data if stored.codec == RAW else _expand(chunk, stored, data, where, into, base)
+    if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:
+        raise CorruptChunk(f"{where}: {stored.key}: its decoded bytes differ from their digest")
+    return raw
+
+
+def identify_object(chunk: Chunk, codec: str, key: str, data: Buffer, where: str) -> tuple[Chunk, Buffer]:
+    """Check whether an object that no manifest at hand describes holds `chunk`.
+
+    Returns the object's entry for a manifest, and the raw bytes.
+
+    Args:
+        codec: the expected codec.
+        key: the object's key, relative to the run.
+
+    Raises:
+        CorruptChunk, FormatTooNew: as `decode`.
+    """
+    stored = StoredChunk(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
+    entry = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
+    try:
+        return entry, decode(entry, data, where)
+    except CorruptChunk as error:
+        error.read_digest = stored.xxh3_128
+        raise
+
+
+def _expand(
+    chunk: Chunk,
+    stored: StoredChunk,
+    data: Buffer,
+    where: str,
+    into: memoryview | None,
+    base: Buffer | None,
+) -> Buffer:
+    try:
+        if is_patch(stored.codec):
+            if base is None:
+                raise ValueError("its base is not known")
+            return apply_patch(data, base, into)
+        if stored.codec == PLANES:
+            with _cores:
+                return byte_planes.unpack(data, chunk.size, into)
+        if stored.codec == ZSTD:
+            return _expand_zstd(chunk, data)
+    except (ValueError, zstandard.ZstdError) as error:
+        raise CorruptChunk(f"{where}: {stored.key}: not what codec {stored.codec!r} writes: {error}") from error
+    raise FormatTooNew(f"{where}: {stored.key}: codec {stored.codec!r} is not known; use a newer tierd")
+
+
+def _expand_zstd(chunk: Chunk, data: Buffer) -> bytes:
+    return expand_frame(data, chunk.size, zstandard.ZstdDecompressor(max_window_size=_WINDOW))
+
+
+Blocks = npt.NDArray[np.bool_]
+
+MAGIC = b"TPC1"
+HEAD = struct.Struct("<4sII")  # magic, size of the chunk in bytes, number of blocks that differ
+BLOCK = 64  # bytes, because rows of an embedding are rarely shorter, and a bitmap of such blocks is 1/512 of the chunk
+MOST_SHARE = 1 / 4  # of the blocks; with more changes, the whole chunk is cheaper in the long run
+_TILE = 1 << 20  # bytes compared at a time, so that they stay in the CPU's caches
+
+
+def make_patch(raw: Buffer, base: Buffer) -> bytes | None:
+    """Return the patch that turns `base` into `raw`, of equal size; None if more than `MOST_SHARE` of it differs."""
+    new, old = np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8)
+    if len(new) != len(old):
+        return None
+    differs = _differing(new, old)
+    count = int(np.count_nonzero(differs))
+    if count > MOST_SHARE * len(differs):
+        return None
+    whole_blocks = len(new) // BLOCK
+    blocks = new[: whole_blocks * BLOCK].reshape(whole_blocks, BLOCK)[differs[:whole_blocks]]
+    tail = new[whole_blocks * BLOCK :] if len(differs) > whole_blocks and differs[whole_blocks] else new[:0]
+    body = b"".join((np.packbits(differs, bitorder="little").tobytes(), blocks.tobytes(), tail.tobytes()))
+    frame = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(body)
+    return HEAD.pack(MAGIC, len(new), count) + frame
+
+
+def differing_share(raw: Buffer, base: Buffer) -> float:
+    """Return the share of blocks that differ, 0..1."""
+    return float(_differing(np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8)).mean())
+
+
+def apply_patch(patch: Buffer, base: Buffer, into: memoryview | None = None) -> memoryview:
+    """Return the bytes of the chunk.
+
+    Args:
+        patch: the patch.
+        base: the bytes of the base; they may be in `into` already.
+        into: writable memory of the chunk's size for the result.
+
+    Raises:
+        ValueError, zstandard.ZstdError: this is no patch of a chunk of that size.
+    """
+    if len(patch) < HEAD.size:
+        raise ValueError("it is shorter than the head of a patch")
+    magic, size, count = HEAD.unpack_from(patch)
+    blocks = -(-size // BLOCK)
+    if magic != MAGIC or size != len(base) or count > blocks:
+        raise ValueError(f"its head is not that of a patch of {len(base)} bytes")
+    flags, changed = _body(memoryview(patch)[HEAD.size :], size, blocks, count)
+    out = memory_for(max(size, 1))[:size] if into is None else into
+    array = np.frombuffer(out, np.uint8)
+    if not np.shares_memory(array, old := np.frombuffer(base, np.uint8)):
+        array[:] = old
+    whole_blocks = size // BLOCK
+    inside = int(np.count_nonzero(flags[:whole_blocks])) * BLOCK
+    array[: whole_blocks * BLOCK].reshape(whole_blocks, BLOCK)[flags[:whole_blocks]] = changed[:inside].reshape(
+        -1, BLOCK
+    )
+    if blocks > whole_blocks and flags[whole_blocks]:
+        array[whole_blocks * BLOCK :] = changed[inside:]
+    return out
+
+
+def _differing(new: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8]) -> Blocks:
+    """For each block, whether it differs; the last one may be shorter."""
+    flags = np.zeros(-(-len(new) // BLOCK), np.bool_)
+    aligned = len(new) // BLOCK * BLOCK
+    for at in range(0, aligned, _TILE):
+        end = min(at + _TILE, aligned)
+        unequal = new[at:end].view(np.uint64) != old[at:end].view(np.uint64)
+        flags[at // BLOCK : end // BLOCK] = unequal.reshape(-1, BLOCK // 8).any(axis=1)
+    if aligned < len(new):
+        flags[-1] = bool((new[aligned:] != old[aligned:]).any())
+    return flags
+
+
+def _body(frame: memoryview, size: int, blocks: int, count: int) -> tuple[Blocks, npt.NDArray[np.uint8]]:
+    """Return which blocks differ, and their new bytes, one after the other."""
+    flags_size = -(-blocks // 8)
+    promised = declared_size(frame)
+    if not flags_size + max(count - 1, 0) * BLOCK <= promised <= flags_size + min(count * BLOCK, size):
+        raise ValueError(f"its frame promises {promised} bytes for {count} blocks")
+    body = np.frombuffer(expand_frame(frame, promised, zstandard.ZstdDecompressor(max_window_size=_WINDOW)), np.uint8)
+    bits = np.unpackbits(body[:flags_size], bitorder="little")
+    flags = bits[:blocks].astype(np.bool_)
+    last = size - (blocks - 1) * BLOCK if blocks else 0
+    flagged = int(np.count_nonzero(flags))
+    changed_size = flagged * BLOCK - (BLOCK - last if blocks and flags[-1] else 0)
+    if bits[blocks:].any() or flagged != count or len(body) - flags_size != changed_size:
+        raise ValueError(f"its bitmap names {flagged} blocks, and its head {count}")
+    return flags, body[flags_size:]

@@ -1,0 +1,266 @@
+"""A whole tensor as the pieces that ranks saved: its dtype, and its bytes in order, read in slabs of bounded size."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from tierd.client.restoring.ranged_reader import PartRanges, Span
+from tierd.core.errors import StateMismatch
+from tierd.core.ids import PartId
+from tierd.spool.direct_io import memory_for
+from tierd.state.tensor_file import DTYPES
+
+CACHED_BYTES = 192 << 20  # of chunks that are kept
+
+_Key = tuple[PartId, str, int]  # a file, and the offset of a chunk in it
+
+
+class ChunkReader:
+    """Verified ranges of files. Each chunk of a file that is read in order is fetched once. For one thread at a time.
+
+    Raises (each method): as `PartRanges.fill`.
+    """
+
+    def __init__(self, files: PartRanges) -> None:
+        self._files = files
+        self._kept: OrderedDict[_Key, bytes] = OrderedDict()
+        self._size = 0
+
+    def read(self, part: PartId, path: str, offset: int, length: int) -> memoryview:
+        """Return `length` bytes at `offset`, in memory that nothing else writes to."""
+        if not length:
+            return memoryview(b"")
+        span = self._files.span(part, path, offset, length)
+        memory = memory_for(span.stop - span.start)
+        missing: list[Span] = []
+        at = span.start
+        edges: list[tuple[int, int]] = []
+        for chunk in span.file.chunks[span.first : span.end]:
+            cached = self._kept.get((part, path, at))
+            if cached is not None:
+                memory[at - span.start : at - span.start + len(cached)] = cached
+                self._kept.move_to_end((part, path, at))
+            else:
+                missing.append(self._files.span(part, path, at, chunk.size))
+            edges.append((at, chunk.size))
+            at += chunk.size
+        if missing:
+            self._files.fill(memory, missing, base=span.start)
+        for begin, size in {edges[0], edges[-1]}:
+            if begin < offset or begin + size > offset + length:  # a neighbouring range shares no other chunk
+                self._cache_chunk((part, path, begin), memory[begin - span.start : begin - span.start + size])
+        return memory[offset - span.start : offset - span.start + length]
+
+    def size(self, part: PartId, path: str) -> int:
+        """Return the size of a file."""
+        return self._files.span(part, path).length
+
+    def _cache_chunk(self, key: _Key, chunk: memoryview) -> None:
+        if key in self._kept or len(chunk) > CACHED_BYTES:
+            return
+        self._kept[key] = bytes(chunk)
+        self._size += len(chunk)
+        while self._size > CACHED_BYTES:
+            _, old = self._kept.popitem(last=False)
+            self._size -= len(old)
+
+
+class RangeStream(io.RawIOBase):
+    """A range of a file as a stream, which reads only the bytes that are asked for."""
+
+    def __init__(self, reader: ChunkReader, part: PartId, path: str, offset: int, length: int) -> None:
+        super().__init__()
+        self._reader, self._part, self._path, self._offset, self._length = reader, part, path, offset, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")
+        count = max(0, min(len(into), self._length - self._at))
+        into[:count] = self._reader.read(self._part, self._path, self._offset + self._at, count)
+        self._at += count
+        return count
+
+
+SLAB_BYTES = 64 << 20  # of a tensor in memory at a time
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """A block of a tensor.
+
+    Attributes:
+        locate: returns the rank's part, the file, and the offset in it at which the array that holds the block begins.
+            The array is row-major, in the tensor's dtype.
+        array: the array's shape.
+        local: the block's offset in the array.
+        begin, size: the block's offset in the whole tensor, and its shape.
+    """
+
+    locate: Callable[[ChunkReader], tuple[PartId, str, int]]
+    array: tuple[int, ...]
+    local: tuple[int, ...]
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        order: sorts tensors by the place of their bytes, so that files are read in order.
+        foreign: its dtype and shape in safetensors if torch lacks the dtype; then `dtype` and `shape` are its bytes'.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[TensorPiece, ...]
+    order: tuple[PartId | str | int, ...]
+    foreign: tuple[str, tuple[int, ...]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def slabs(self, reader: ChunkReader) -> Iterator[memoryview]:
+        """Yield the tensor's bytes, row-major, in slabs of at most `SLAB_BYTES`. Raises as `PartRanges.fill`.
+
+        Raises:
+            StateMismatch: the pieces do not cover the tensor exactly.
+        """
+        if not self.nbytes:
+            return
+        dims = self.shape or (1,)
+        covered = sum(math.prod(piece.size) for piece in self.pieces)
+        if covered != math.prod(dims):
+            raise StateMismatch(f"{self.name!r}: {covered} of its {math.prod(dims)} elements were saved")
+        dim, row = 0, self.dtype.itemsize * math.prod(dims[1:])
+        while row > SLAB_BYTES and dim + 1 < len(dims):
+            dim += 1
+            row //= dims[dim]
+        rows = max(1, SLAB_BYTES // row)
+        places = [(piece, piece.locate(reader)) for piece in self.pieces if math.prod(piece.size)]
+        for above in itertools.product(*map(range, dims[:dim])):
+            for first in range(0, dims[dim], rows):
+                yield self._slab(reader, places, above, first, min(first + rows, dims[dim]))
+
+    def _slab(
+        self,
+        reader: ChunkReader,
+        places: list[tuple[TensorPiece, tuple[PartId, str, int]]],
+        above: tuple[int, ...],
+        first: int,
+        end: int,
+    ) -> memoryview:
+        """Return the rows `first` to `end` of the dimension below the indices `above`."""
+        dims, dim, item = self.shape or (1,), len(above), self.dtype.itemsize
+        target: torch.Tensor | None = None
+        for piece, (part, path, offset) in places:
+            array, local, begin, size = (
+                coordinates or (1,) for coordinates in (piece.array, piece.local, piece.begin, piece.size)
+            )
+            begin, local = (begin, local) if self.shape else ((0,), (0,))
+            low, high = max(first, begin[dim]), min(end, begin[dim] + size[dim])
+            outside = any(not at <= index < at + extent for index, at, extent in zip(above, begin, size, strict=False))
+            if outside or low >= high:
+                continue
+            row = item * math.prod(array[dim + 1 :])
+            number = 0
+            for index, at, inner, length in zip(above, begin, local, array, strict=False):
+                number = number * length + index - at + inner
+            number = number * array[dim] + local[dim] + low - begin[dim]
+            data = reader.read(part, path, offset + number * row, (high - low) * row)
+            if len(places) == 1 and array == dims:
+                return data
+            if target is None:
+                target = torch.empty((end - first, *dims[dim + 1 :], item), dtype=torch.uint8)
+            source = torch.frombuffer(data, dtype=torch.uint8).view(high - low, *array[dim + 1 :], item)
+            into = target[low - first : high - first]
+            for below in range(dim + 1, len(dims)):
+                source = source.narrow(below - dim, local[below], size[below])
+                into = into.narrow(below - dim, begin[below], size[below])
+            into.copy_(source)
+        assert target is not None
+        return _bytes_of(target)
+
+
+def convert_elements(slab: memoryview, source_dtype: torch.dtype, target_dtype: torch.dtype) -> tuple[memoryview, bool]:
+    """Return the slab's elements in another dtype, and whether a finite one is infinite there."""
+    if source_dtype == target_dtype:
+        return slab, False
+    elements = torch.frombuffer(slab, dtype=source_dtype)
+    target = elements.to(target_dtype)
+    infinite = target.isinf()
+    overflows = bool(infinite.any()) and bool((infinite & elements.isfinite()).any())
+    return _bytes_of(target), overflows
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield `items`, each made in a thread while the caller uses the one before."""
+    source = iter(items)
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="tierd-export") as thread:
+        coming = thread.submit(next, source, end)
+        while (item := coming.result()) is not end:
+            coming = thread.submit(next, source, end)
+            yield item  # type: ignore[misc]
+
+
+_NEWER_DTYPES = {  # that safetensors 0.5 does not hold
+    "C64": "complex64",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+_TORCH = DTYPES | {
+    name: getattr(torch, torch_name) for name, torch_name in _NEWER_DTYPES.items() if hasattr(torch, torch_name)
+}
+_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+_PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def as_torch(name: str, shape: tuple[int, ...], nbytes: int) -> tuple[torch.dtype, tuple[int, ...], bool]:
+    """Return dtype and shape in torch of a tensor in safetensors, and whether they are its own, not only its bytes."""
+    if name in _TORCH and math.prod(shape) * _TORCH[name].itemsize == nbytes:
+        return _TORCH[name], shape, True
+    if name == "F4" and _PAIRS is not None and shape and shape[-1] % 2 == 0:
+        return _PAIRS, (*shape[:-1], shape[-1] // 2), True
+    return torch.uint8, (nbytes,), False
+
+
+def as_safetensors(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Return a tensor's dtype and shape in safetensors; None if the format does not hold the dtype."""
+    if dtype is _PAIRS and shape:
+        return "F4", (*shape[:-1], shape[-1] * 2)
+    return (_NAMES[dtype], shape) if dtype in _NAMES else None

@@ -1,0 +1,239 @@
+"""The hand-off socket's messages, and how messages and answers of both sockets are decoded and checked.
+
+A message of the hand-off socket, on which a trainer gives its snapshots to the daemon, is one packet with its
+descriptors, and so is an answer; `ipc/messages.py` has the rules of both sockets. An answer carries the daemon's
+greeting, members, or an error, which the client raises again.
+
+Invariant: a request that is accepted names only valid runs, attempts, steps, ranks and ranges of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta
+
+from tierd.core import errors
+from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
+from tierd.core.manifest_codec import MAX_MANIFEST_SIZE
+from tierd.ipc.messages import (
+    AnyRequest,
+    Attach,
+    BacklogRequest,
+    CandidatesRequest,
+    DataLeakNotice,
+    FallbackNotice,
+    Fetch,
+    Hello,
+    LaunchesRequest,
+    MakeRoom,
+    Measured,
+    NotesRequest,
+    Pin,
+    PreemptionNotice,
+    Ranges,
+    RemoveRun,
+    ReportRequest,
+    Request,
+    RestoreFinished,
+    SaveGivenUp,
+    Wait,
+)
+from tierd.ipc.protocol import PROTOCOL, Peer
+
+MAX_PACKET = 16 << 10  # bytes
+
+
+class LendArena(Request, frozen=True, kw_only=True, tag="lend"):
+    """Hand-off: the attached descriptor is the arena in which snapshots of `slot` will be. No answer."""
+
+    slot: Annotated[int, Meta(ge=0, lt=64)]
+
+
+class PersistSnapshot(Request, frozen=True, kw_only=True, tag="persist"):
+    """Hand-off: the arena of `slot` holds a snapshot; commit it as a part of the spool.
+
+    The arena begins with the tensor file. The attached descriptor holds the manifest, still without files, and then the
+    state tree. Answer: `direct`, `recycled`, as in `commit.CommittedPart`.
+
+    Attributes:
+        part: the part to commit.
+        slot: the slot whose arena holds the snapshot.
+        tensors: the size of the tensor file, in bytes.
+        manifest: the size of the manifest, in bytes.
+        tree: the size of the state tree, in bytes.
+        blocked_s: the time for which `save` blocked training, in seconds; until now if it has not returned. None: not
+            measured.
+        asked_s: the time since `save` was called, in seconds; None: not measured.
+    """
+
+    part: PartId
+    slot: Annotated[int, Meta(ge=0, lt=64)]
+    tensors: Annotated[int, Meta(ge=1)]
+    manifest: Annotated[int, Meta(ge=1, le=MAX_MANIFEST_SIZE)]
+    tree: Annotated[int, Meta(ge=0)]
+    blocked_s: Measured | None = None
+    asked_s: Measured | None = None
+
+
+class RecallSnapshot(Request, frozen=True, kw_only=True, tag="recall"):
+    """Hand-off: return the snapshot that a dead trainer left in its arena, and the arena with it.
+
+    Answer: `tensors`, `manifest`, `tree` as in `PersistSnapshot`, with both descriptors; the arena is then handed over
+    as slot 0. Error: `ObjectNotFound`.
+    """
+
+    part: PartId
+
+
+class DetachTrainer(Request, frozen=True, kw_only=True, tag="leave"):
+    """Hand-off: this trainer ends in order, so no process will recall its snapshots. No answer."""
+
+
+AnyHandoff = Hello | LendArena | PersistSnapshot | RecallSnapshot | DetachTrainer
+
+
+T = TypeVar("T")
+_decoder: msgspec.json.Decoder[Hello | AnyRequest] = msgspec.json.Decoder(Hello | AnyRequest)
+_handed: msgspec.json.Decoder[AnyHandoff] = msgspec.json.Decoder(AnyHandoff)
+REQUESTS: dict[str, type[Request]] = {
+    kind.__struct_config__.tag: kind for kind in get_args(Hello | AnyRequest)
+}  # by `op`
+HANDOFF_MESSAGES: dict[str, type[Request]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyHandoff)}
+
+
+class UnknownRequest(msgspec.ValidationError):
+    """A message whose `op` this version of tierd does not have; a later version may have it."""
+
+
+class _Kind(msgspec.Struct):
+    op: Annotated[str, Meta(pattern=r"^[a-z-]{1,32}\Z")]
+
+
+_kind = msgspec.json.Decoder(_Kind)
+
+
+def decode_request(line: bytes) -> Hello | AnyRequest:
+    """Decode and check one request.
+
+    Raises:
+        UnknownRequest: the request is of a later version.
+        msgspec.DecodeError: the line is no request, or a name in it is not valid.
+    """
+    request = _decode(_decoder, REQUESTS, line)
+    try:
+        match request:
+            case (
+                ReportRequest(run=str(run))
+                | BacklogRequest(run=str(run))
+                | Attach(run=str(run))
+                | CandidatesRequest(run=run)
+                | LaunchesRequest(run=run)
+                | NotesRequest(run=run)
+                | MakeRoom(run=run)
+                | RemoveRun(run=run)
+            ):
+                check_run(run)
+            case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
+                raise ConfigError("runs of chunks are not in order, or one ends before it begins")
+            case (
+                Fetch(part=part)
+                | Wait(part=part)
+                | SaveGivenUp(part=part)
+                | DataLeakNotice(part=part)
+                | PreemptionNotice(part=part)
+                | RestoreFinished(part=part)
+            ):
+                _check_checkpoint(part.checkpoint)
+                check_rank(part.rank, part.world)
+            case Pin(checkpoint=checkpoint) | FallbackNotice(checkpoint=checkpoint):
+                _check_checkpoint(checkpoint)
+    except TierdError as error:
+        raise msgspec.ValidationError(str(error)) from error
+    return request
+
+
+def decode_handoff(packet: bytes) -> AnyHandoff:
+    """Decode and check one message of the hand-off socket; raises as `decode_request` does."""
+    message = _decode(_handed, HANDOFF_MESSAGES, packet)
+    if isinstance(message, PersistSnapshot | RecallSnapshot):
+        try:
+            _check_checkpoint(message.part.checkpoint)
+            check_rank(message.part.rank, message.part.world)
+        except TierdError as error:
+            raise msgspec.ValidationError(str(error)) from error
+    return message
+
+
+def _in_order(runs: Ranges) -> bool:
+    # Ordered ranges bound the cost of a request by its part's number of chunks, however often it names them.
+    ends = (0, *(end for _, end in runs))
+    return all(end > first >= before for (first, end), before in zip(runs, ends, strict=False))
+
+
+def _decode(decoder: msgspec.json.Decoder[T], kinds: Container[str], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
+    except msgspec.ValidationError as error:
+        try:
+            op = _kind.decode(data).op
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise error from None
+        if op in kinds:
+            raise
+        raise UnknownRequest(f"request {op!r} is not known to this version of tierd") from error
+
+
+def _check_checkpoint(checkpoint: CheckpointId) -> None:
+    check_run(checkpoint.run)
+    check_attempt(checkpoint.attempt)
+    check_step(checkpoint.step)
+
+
+def greeting(version: str) -> dict[str, Any]:
+    """Return the daemon's greeting, where `version` is its version of tierd."""
+    return {"ok": True, "protocol": str(PROTOCOL), "version": version}
+
+
+def parse_greeting(reply: dict[str, Any]) -> Peer:
+    """Return the daemon that sent the greeting `reply`. A daemon without a protocol number predates the numbers."""
+    try:
+        return msgspec.convert(reply, Hello).peer
+    except (msgspec.ValidationError, UnicodeError):
+        return Peer(None, "")
+
+
+def read_member(reply: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Read a member of an answer.
+
+    Raises:
+        DaemonUnavailable: the member is missing or differs, because the daemon is of another version.
+    """
+    try:
+        return msgspec.convert(reply[name], kind, str_keys=True)
+    except (KeyError, msgspec.ValidationError, UnicodeError) as error:
+        raise DaemonUnavailable(
+            f"the daemon is of another version of tierd ({type(error).__name__}: {error}): restart it with this version"
+        ) from error
+
+
+def error_reply(error: Exception) -> dict[str, Any]:
+    """Encode an error as an answer with the name of its condition, so that the other side raises the same one."""
+    condition_names = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    return {"ok": False, "error": next(condition_names, type(error).__name__), "message": str(error)}
+
+
+def raise_error(reply: dict[str, Any]) -> None:
+    """Raise the error of an answer with ``ok: false``."""
+    name, message = str(reply.get("error")), str(reply.get("message"))
+    if name == "TimeoutError":
+        raise TimeoutError(message)
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TierdError):
+        raise kind(message)
+    raise DaemonUnavailable(f"the daemon failed: {name}: {message}")

@@ -1,0 +1,259 @@
+"""Load a checkpoint from the tiers into a state, for `Reader.restore`: one rank's part, or what all ranks share.
+
+Invariant: two entries count as equal only if their trees are the same JSON and their tensors the same bytes. The
+manifests' digests decide that where they suffice; otherwise the verified bytes are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.saved_entries import (
+    ComparedPart,
+    are_equal,
+    check_names,
+    check_written_by_save,
+    parse_entries,
+    read_entries,
+    read_header,
+    read_tree,
+    referenced_tensors,
+)
+from tierd.client.restoring.search import CandidateSearch, Skipped
+from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError, StateMismatch
+from tierd.core.ids import PartId
+from tierd.core.manifest import TENSORS, TREE, Manifest
+from tierd.core.save_policy import MetricGoal
+from tierd.core.timeline.candidates import Candidate
+from tierd.reading.run_on_tiers import RunOnTiers, TierFiles, TierView, error_if_pruned, no_checkpoint_text
+from tierd.spool.direct_io import finish_read, memory_for
+from tierd.state.kinds.live_parameters import rename_like
+from tierd.state.load_check import LoadFit, check_fit, select_entries
+from tierd.state.single_values import path_part_text
+from tierd.state.state_loading import load_restored, unflatten
+from tierd.state.tensor_file import TensorEntry
+
+_READERS = 8  # ranks compared at once
+
+
+@dataclass(slots=True)
+class _Part:
+    """One rank's part: each entry's JSON and tensor names, and the tensors' places in the tensor file."""
+
+    id: PartId
+    entries: dict[str, str]
+    tensors: dict[str, set[str]]
+    places: dict[str, TensorEntry]
+    side: ComparedPart
+
+
+def differing_entries(files: TierFiles, names: Collection[str] | None) -> list[str]:
+    """List the entries that are not the same on all ranks, in the order in which they were saved.
+
+    Args:
+        names: compare these alone; None compares all.
+
+    Raises:
+        StateMismatch: `save` did not write the checkpoint, or it has no such entry.
+        CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable: as for `Ranges.fill`.
+    """
+    manifest = files.manifest(files.part(0))
+    check_written_by_save(manifest.part, [file.path for file in manifest.files])
+    if files.world == 1:
+        return []
+    first = _describe(files, files.part(0))
+    if names is not None:
+        check_names(first.entries, names, str(first.id))
+
+    def compare(rank: int) -> set[str]:
+        part = files.part(rank)
+        if _content(files.manifest(part)) == _content(manifest):
+            return set()
+        described = _describe(files, part)
+        entry_names = dict.fromkeys((*first.entries, *described.entries)) if names is None else names
+        return {name for name in entry_names if not _is_same(files, first, described, name)}
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="tierd-compare") as pool:
+        differences = set[str]().union(*pool.map(compare, range(1, files.world)))
+    return [*(name for name in first.entries if name in differences), *sorted(differences - first.entries.keys())]
+
+
+def _content(manifest: Manifest) -> list[tuple[str, list[str]]]:
+    return [(file.path, [chunk.xxh3_128 for chunk in file.chunks]) for file in manifest.files]
+
+
+def _describe(files: TierFiles, part: PartId) -> _Part:
+    paths = [file.path for file in files.manifest(part).files]
+    check_written_by_save(part, paths)
+    parsed = parse_entries(read_tree(files, part), str(part))
+    # Compared as text, because 1, 1.0 and true are different values.
+    entries = {name: json.dumps(value) for name, value in parsed.items()}
+    tensors = {name: referenced_tensors(text) for name, text in entries.items()}
+    return _Part(part, entries, tensors, read_header(files, part)[1].entries, ComparedPart(part))
+
+
+def _is_same(files: TierFiles, first: _Part, second: _Part, name: str) -> bool:
+    if name not in first.entries or first.entries[name] != second.entries.get(name):
+        return False
+    return all(_are_equal(files, first, second, tensor) for tensor in sorted(first.tensors[name]))
+
+
+def _are_equal(files: TierFiles, first: _Part, second: _Part, tensor: str) -> bool:
+    first_place, second_place = first.places.get(tensor), second.places.get(tensor)
+    if first_place is None or second_place is None:
+        return first_place is second_place is None
+    return are_equal(files, first.side, first_place, second.side, second_place)
+
+
+def read_part(
+    files: TierFiles, names: Collection[str] | None, rank: int | None
+) -> tuple[Manifest, Mapping[str, memoryview]]:
+    """Read the rank's part, or the part that all ranks share.
+
+    If tiers contradict each other, the content whose bytes verify is used.
+    """
+    while True:
+        try:
+            return _read(files, _part(files, names, rank), names)
+        except CorruptChunk:
+            if not files.try_next():
+                raise
+
+
+def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> PartId:
+    """Return the part to read from.
+
+    Raises:
+        ConfigError: the checkpoint has no such rank.
+        StateMismatch: no rank was given, and the requested entries differ between ranks.
+    """
+    if rank is not None:
+        if type(rank) is not int or not 0 <= rank < files.world:
+            raise ConfigError(f"rank={rank!r}: {files.checkpoint} has ranks 0..{files.world - 1}")
+        return files.part(rank)
+    entries = differing_entries(files, names)
+    if entries:
+        entry_texts = ", ".join(map(path_part_text, entries))
+        raise StateMismatch(
+            f"{files.checkpoint} was saved by {files.world} ranks, and {entry_texts} differ{'s' * (len(entries) == 1)} "
+            f"between them: say whose is wanted, restore(state, rank=0), or load others alone, restore(state, only=…)"
+        )
+    return files.part(0)
+
+
+def _read(files: TierFiles, part: PartId, names: Collection[str] | None) -> tuple[Manifest, Mapping[str, memoryview]]:
+    manifest = files.manifest(part)
+    check_written_by_save(part, [file.path for file in manifest.files])
+    if names is not None:
+        return read_entries(files, part, names)
+    contents = {}
+    for file in manifest.files:
+        memory = memory_for(file.size)
+        if file.size:
+            files.fill(memory, [files.span(part, file.path)])
+        contents[file.path] = finish_read(memory, file.size)
+    return manifest, contents
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The result of `Reader.restore`. Its members have the same meanings as those of `Restored`.
+
+    Attributes:
+        run: the run, so that `Checkpointer.start_from` can record it.
+        rank: the rank whose part was loaded; 0 if the call named no rank, because all ranks have the same entries then.
+        world_size: how many ranks saved the checkpoint.
+    """
+
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    tier: str
+    metrics: dict[str, float]
+    skipped: tuple[Skipped, ...]
+    unreached: tuple[str, ...]
+
+
+def restore(
+    tiers: RunOnTiers,
+    state: Mapping[str, Any],
+    step: int | None,
+    attempt: str | None,
+    goal: MetricGoal | None,
+    names: Collection[str] | None,
+    rank: int | None,
+    at_least: int | None,
+    *,
+    ignore_prefixes: bool,
+) -> Loaded:
+    """Do the work of `Reader.restore`.
+
+    Args:
+        tiers: the run on its tiers.
+        goal: what makes a checkpoint the best; None for the newest.
+        names: the entries of `state` to load; None for all.
+        state, step, attempt, rank, at_least, ignore_prefixes: as for `Reader.restore`.
+
+    Raises:
+        As `Reader.restore`.
+    """
+    select_entries(state, names)
+    metrics = (goal.metric,) if goal is not None and isinstance(goal.metric, str) else ()
+    search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
+    for candidate in search.complete_candidates(step, attempt, goal, at_least, other_launches=True):
+        files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
+        loaded, error = _try(tiers, candidate, files, select_entries(state, names), names, rank, ignore_prefixes)
+        unfit = isinstance(error, StateMismatch | ConfigError)
+        if search.settle(candidate, error, unfit=unfit).should_load:
+            assert loaded is not None
+            manifest, tree, tensors, fitting = loaded
+            into = select_entries(state, names)
+            load_restored(into, tree, handed_over=False, file=tensors, fitting=fitting)
+            if into is not state and isinstance(state, MutableMapping):
+                state.update(into)
+            return Loaded(
+                run=tiers.run,
+                step=manifest.step,
+                attempt=manifest.attempt,
+                rank=manifest.rank,
+                world_size=manifest.world_size,
+                tier=files.used_tiers[0],
+                metrics=manifest.numbers,
+                skipped=search.skipped(candidate.checkpoint),
+                unreached=search.resume.unreached,
+            )
+        del loaded, error  # frees the memory before the next candidate is read
+    incomplete = [str(reason) for reason in search.skipped()]
+    raise CheckpointNotFound("\n  ".join([no_checkpoint_text(tiers), *incomplete]))
+
+
+def _try(
+    tiers: RunOnTiers,
+    candidate: Candidate,
+    files: TierFiles,
+    into: Mapping[str, Any],
+    names: Collection[str] | None,
+    rank: int | None,
+    ignore_prefixes: bool,
+) -> tuple[tuple[Manifest, dict[str, Any], memoryview, LoadFit] | None, Exception | None]:
+    """Read and verify `candidate`, and check that it fits `into`.
+
+    Returns:
+        The manifest, the tree, the tensors and the result of `check_fit`, or None and the error.
+    """
+    try:
+        manifest, contents = read_part(files, names, rank)
+        tree = unflatten(contents[TREE], contents[TENSORS])
+        tree = rename_like(into, tree) if ignore_prefixes else tree
+        return (manifest, tree, contents[TENSORS], check_fit(into, tree)), None
+    except (CorruptChunk, ManifestError) as error:
+        return None, error_if_pruned(tiers, candidate, error)
+    except Exception as error:
+        return None, error

@@ -1,0 +1,273 @@
+"""`Reader`, which `tierd.open` returns.
+
+Invariant: outside of this process, a reader changes only the directory that `download` writes to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tierd.core.config import from_urls
+from tierd.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+)
+from tierd.core.ids import check_attempt, check_run, check_step
+from tierd.core.save_policy import MetricGoal, check_goal
+from tierd.core.urls import parse_url
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.local_files import check_restore_target
+from tierd.daemon.transfer.restore_to_directory import RestoredDirectory, restore_to_directory
+from tierd.reading.checkpoint_deliveries import DeliveryLog, ListedCheckpoint, follow, list_checkpoints
+from tierd.reading.restore_from_tiers import Loaded, restore
+from tierd.reading.run_on_tiers import RunOnTiers, no_checkpoint_text
+from tierd.stores.base import Store
+from tierd.stores.encryption_keys import read_key
+from tierd.stores.open import open_store
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from tierd.reading.export_from_tiers import StateExport
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+def open(url_or_urls: PathLike | Sequence[PathLike], run: str, key_file: PathLike | None = None) -> Reader:
+    """Open a run's checkpoints for reading, on one tier or on several, in order of preference.
+
+    The call connects to nothing; the first read does. A reader needs no spool and no daemon, and writes nothing to a
+    tier.
+
+    Args:
+        url_or_urls: the tiers, as in a configuration: `file:///path`, `s3://bucket/prefix`, …
+        run: the training job's name.
+        key_file: the file with the key that encrypts the tiers.
+
+    Raises:
+        ConfigError: a URL, the run's name or the key is invalid, or a package is missing; the message names it.
+    """
+    if isinstance(url_or_urls, str | bytes | os.PathLike) or not isinstance(url_or_urls, Iterable):
+        url_or_urls = [url_or_urls]
+    urls = [os.fspath(_path(url, "tierd.open(url_or_urls): a URL, a path or a list of them")) for url in url_or_urls]
+    if not urls:
+        raise ConfigError("tierd.open: name at least one tier's URL")
+    check_run(run)
+    path = Path(_path(key_file, "tierd.open(key_file): a path")).absolute() if key_file is not None else None
+    config = from_urls("/", urls, key_file=str(path) if path else None, where="tierd.open")
+    key = read_key(path) if path else None
+    return Reader({tier.name: open_store(parse_url(tier.url), key=key) for tier in config.tier}, run)
+
+
+class Reader:
+    """Reads one run's checkpoints. Made by `tierd.open`; a context manager.
+
+    Use it in an evaluation, an export or a notebook instead of a `Checkpointer`. A reader starts no daemon, needs no
+    spool, and has no influence on retention. It also works inside a running event loop.
+
+    Args:
+        stores: the tiers by name, in order of preference; `close` closes them.
+        run: the training job's name.
+
+    Attributes:
+        tiers: the run on its tiers, for the other modules of this package.
+    """
+
+    def __init__(self, stores: Mapping[str, Store], run: str) -> None:
+        self.run = check_run(run)
+        self.tiers = RunOnTiers(stores, run)
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """The tiers that did not answer the most recent listing."""
+        return tuple(self.tiers.unreached)
+
+    # -- listing ----------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> tuple[ListedCheckpoint, ...]:
+        """List the run's checkpoints.
+
+        The order is: first those that a restore would try, in that order, then all others, newest first. The result is
+        empty if the run has no checkpoint yet. It lacks the checkpoints that only a tier in `unreached` holds.
+
+        Raises:
+            StoreUnavailable: no tier answered.
+        """
+        return list_checkpoints(self.tiers.observe(), self.run)
+
+    # -- restoring --------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        only: str | Collection[str] | None = None,
+        rank: int | None = None,
+        at_least: int | None = None,
+        ignore_prefixes: bool = False,
+    ) -> Loaded:
+        """Load the newest verified checkpoint of the run's timeline into `state`, or the best.
+
+        The result is the same as that of `Checkpointer.restore`, with the tiers as its only source.
+
+        Args:
+            state, step, attempt, best, mode, only, at_least, ignore_prefixes: as for `Checkpointer.restore`.
+            rank: load this rank's part, independently of the present number of ranks. If it is not given, the loaded
+                entries must be the same on all ranks that saved.
+
+        Raises:
+            CheckpointNotFound: the tiers have no checkpoint, or not the requested one, or none could be verified. The
+                message names each skipped checkpoint with the reason, or the runs that exist. A trainer may begin
+                without a checkpoint; a reader always expects one.
+            StateMismatch: the checkpoint does not fit `state`, or entries differ between ranks and no rank was given;
+                the message names them.
+            StoreUnavailable: a tier that may hold a newer or the right copy did not answer, or checkpoints vanished
+                repeatedly while they were read.
+            ConfigError: `state` lacks a name in `only`; the checkpoint has no such rank; the reader is closed.
+        """
+        names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
+        if not isinstance(state, Mapping):
+            raise ConfigError("restore(state): a mapping of names to what is loaded into; download(DIR) copies files")
+        goal = None if best is None else MetricGoal(best, mode)
+        return restore(self.tiers, state, step, attempt, goal, names, rank, at_least, ignore_prefixes=ignore_prefixes)
+
+    # -- following --------------------------------------------------------------------------------------------------
+
+    def follow(
+        self, state: PathLike | None = None, *, latest: bool = False, period_s: float = 30.0, once: bool = False
+    ) -> Iterator[ListedCheckpoint]:
+        """Yield each complete checkpoint as it arrives, oldest first, once over restarts of this process.
+
+        A checkpoint counts as delivered when the loop asks for the next one. So one whose loop body was killed, raised
+        or left the loop is delivered again by the next `follow` with the same `state`. Each rank's manifest is read
+        before; a flush writes it after it has verified every chunk. `restore` and `download` verify every byte.
+
+        Args:
+            state: the file that holds the names of the delivered checkpoints; None forgets them with this process.
+            latest: yield only the newest checkpoint, and only if it is newer than all that were delivered.
+            period_s: seconds between two listings of the tiers, at least.
+            once: end after the checkpoints that are there now, instead of waiting for more.
+
+        Raises:
+            ConfigError: another follower uses `state`; or it is damaged, or of another run.
+            StoreUnavailable: with `once`, no tier answered. Otherwise the next listing tries again.
+        """
+        path = Path(_path(state, "follow(state): a path")) if state is not None else None
+        with DeliveryLog(path, self.run) as delivered:
+            yield from follow(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
+
+    # -- downloading ------------------------------------------------------------------------------------------------
+
+    def download(
+        self,
+        directory: PathLike,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        rank: int | None = None,
+        on_progress: Callable[[int, int], None] = lambda done_bytes, total: None,
+    ) -> RestoredDirectory:
+        """Copy the files of the newest verified checkpoint, or the best, into `directory`, as `tierd restore` does.
+
+        Each rank's files are in their own directory. A call after an interrupted one continues the copy.
+
+        Args:
+            directory: empty or absent.
+            step, attempt, best, mode: as for `restore`.
+            rank: copy this rank's files alone.
+            on_progress: called with the bytes that are verified in place, and with those in all, after each chunk.
+
+        Raises:
+            CheckpointNotFound, StoreUnavailable: as for `restore`; but every tier has to answer.
+            SpoolFull: the disk is full.
+            ConfigError: `directory` exists and is not usable; the checkpoint has no such rank; or both the best and a
+                step were requested.
+        """
+        target = Path(_path(directory, "download(directory): a path"))
+        if best is not None and step is not None:
+            raise ConfigError(f"best={best!r} and step={step}: one of the two")
+        goal = None if best is None else check_goal(MetricGoal(best, mode))
+        selection = None if step is None else check_step(step), None if attempt is None else check_attempt(attempt)
+        moved = Progress(on_progress=lambda at: on_progress(at.done, at.total))
+        work = restore_to_directory(
+            self.tiers.stores, self.run, target, *selection, moved, self.tiers.budget, goal, rank
+        )
+        try:
+            return self.tiers.loop.run(work)
+        except CheckpointNotFound as error:
+            if self.run in self.tiers.runs():
+                raise
+            raise CheckpointNotFound(no_checkpoint_text(self.tiers)) from error
+
+    # -- exporting --------------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        directory: PathLike,
+        format: str,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        only: str | None = None,
+        dtype: str | None = None,
+        strip: str = "",
+        on_progress: Callable[[int, int], None] = lambda done_bytes, total: None,
+    ) -> StateExport:
+        """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
+
+        Tensors are streamed: at most 1 GiB of memory is used, whatever their size. Values that are not tensors, which
+        only the formats `torch` and `dcp` hold, are in memory at once. Shards of several ranks become whole tensors.
+
+        Args:
+            directory: empty or absent. It appears when it is whole, and nothing in it is ever overwritten.
+            format: `safetensors`, `hf` (shards with an index, for `from_pretrained`), `torch` (for `torch.load`) or
+                `dcp` (for `dcp.FileSystemReader`).
+            step, attempt, best, mode: as for `restore`.
+            only: one entry of the state, whose name is then left out of all names.
+            dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors.
+            strip: a prefix that is removed from each name that begins with it, such as `module.`.
+            on_progress: called with the bytes of tensors that were read, and with those in all, after each piece.
+
+        Raises:
+            CheckpointNotFound, StoreUnavailable: as for `restore`.
+            StateMismatch, StateRefused: the checkpoint does not fit the format; the message says which entry.
+            SpoolFull: the disk is full.
+            ConfigError: `directory` exists and is not usable, or an argument is unknown.
+        """
+        from tierd.reading.export_from_tiers import ExportOptions, export_state  # torch.distributed is slow to import
+
+        target = check_restore_target(Path(_path(directory, "export(directory): a path")))
+        goal = None if best is None else MetricGoal(best, mode)
+        return export_state(
+            self.tiers, target, ExportOptions(format, only, dtype, strip, on_progress), step, attempt, goal
+        )
+
+    # -- closing ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release connections and threads. Closing twice is harmless."""
+        self.tiers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _path(argument: object, description: str) -> PathLike:
+    """Return `argument` if it can be a path or a URL; else raise `ConfigError` with `description`."""
+    if not isinstance(argument, str | os.PathLike):
+        raise ConfigError(f"{description}, and not a {type(argument).__name__}")
+    return argument
