@@ -35,18 +35,7 @@ CONTROL_IDLE_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class ControlConnection:
-    """One client's connection.
-
-    Attributes:
-        task: serves the connection.
-        writer: its end of the socket.
-        held_parts: the parts that it holds.
-        attached: the request by which its trainer attached.
-        greeted: it has sent a greeting.
-        working: one of its requests is being answered.
-        answered_at: when its last request had been answered, monotonic seconds.
-        ending: it is being closed for another connection, and does not count any more.
-    """
+    """One client's connection."""
 
     task: Task[None]
     writer: StreamWriter
@@ -104,14 +93,7 @@ class HandedOverSnapshot:
 
 @dataclass(slots=True, eq=False)
 class TrainerConnection:
-    """One trainer's connection and the arenas that it handed over.
-
-    Attributes:
-        has_detached: the trainer lives on and will not recall its arenas.
-        working: one of its packets is being answered.
-        answered_at: when its last packet had been answered, monotonic seconds.
-        ending: it is being closed for another connection, and does not count any more.
-    """
+    """One trainer's connection and the arenas that it handed over."""
 
     socket: socket.socket
     arenas: dict[int, Arena] = field(default_factory=dict)
@@ -177,11 +159,7 @@ def unknown_request(error: UnknownRequest) -> RequestUnknown:
 
 
 class PeerLog:
-    """The clients of one socket.
-
-    Args:
-        where: the socket's name, for the log.
-    """
+    """The clients of one socket."""
 
     def __init__(self, where: str) -> None:
         self._where = where

@@ -43,15 +43,7 @@ _ROOM = 15.0  # seconds that a thread waits for disk space to be freed, which ta
 
 
 class ControlServer:
-    """Read requests from the control socket, and write their answers.
-
-    Attributes:
-        trainers: how many trainers are attached.
-        had_trainer: whether a trainer ever attached.
-        handler: does what requests ask for.
-        notifier: the notifier whose receivers `status` shows.
-        working: the requests under way.
-    """
+    """Read requests from the control socket, and write their answers."""
 
     def __init__(self, reconciler: Reconciler, handoff: HandoffServer, notifier: Notifier | None = None) -> None:
         self._reconciler = reconciler

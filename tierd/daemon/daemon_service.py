@@ -107,11 +107,8 @@ async def serve(
     """Run the daemon until a signal ends it, or with `until_idle` until no trainer is left and all is flushed.
 
     Args:
-        config: the configuration.
-        until_idle: end when no trainer is left and everything is flushed.
         await_trainer: with `until_idle`: also wait 120 s for a first trainer, because a trainer started this daemon.
         reread: reads the configuration again, for SIGHUP; None: SIGHUP ends the daemon as SIGTERM does.
-        on_event: callback that gets every event as it happens.
 
     Returns:
         The parts that some tier still lacked when `drain` was over after a signal; with `until_idle` the paths of

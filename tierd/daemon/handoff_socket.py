@@ -50,16 +50,9 @@ class HandoffServer:
     """The daemon's side of the hand-off socket.
 
     Args:
-        spool: the local tier.
         on_persisted: callback, run in a thread, for every part committed from a trainer's memory, or with the error.
-        timings: the daemon's.
         on_persisting: callback, run in a thread, before anything of a part is written, with True, and when its commit
             has ended in any way, after `on_persisted`, with False.
-
-    Attributes:
-        timings: the daemon's.
-        connections: the trainers' connections, oldest first.
-        orphans: by writer, the connection of a dead trainer whose memory waits for a successor.
     """
 
     def __init__(
@@ -73,6 +66,7 @@ class HandoffServer:
         self._on_persisted, self._on_persisting = on_persisted, on_persisting
         self._changed = threading.Condition()
         self.connections: list[TrainerConnection] = []
+        # By writer, the connection of a dead trainer whose memory waits for a successor.
         self.orphans: dict[str, TrainerConnection] = {}
         self._peers = PeerLog("hand-off")
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
@@ -251,7 +245,6 @@ class HandoffServer:
         """Process one packet; return whether the connection stays open.
 
         Args:
-            line: the connection.
             packet: empty at the connection's end, or if the peer sent an empty one, which ends the connection, too.
             fds: the descriptors that came with the packet. Each becomes an arena or is closed, whatever the packet is.
         """

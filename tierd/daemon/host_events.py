@@ -71,18 +71,7 @@ OpenAll = Callable[[Config, AsyncExitStack], Awaitable[tuple[Mapping[str, Store]
 
 
 class ConfigReloader:
-    """The daemon's present configuration and the stores opened for it, and their replacement.
-
-    Args:
-        reread: reads the configuration file again; raises `ConfigError`.
-        open_all: opens a configuration's stores and receivers.
-        opened: holds the stores that are in use.
-        notifier: the notifier that is in use.
-
-    Attributes:
-        notifier: the notifier that is in use.
-        lock: a lock that is held during a reload.
-    """
+    """The daemon's present configuration and the stores opened for it, and their replacement."""
 
     def __init__(
         self,
@@ -119,9 +108,6 @@ class ConfigReloader:
         """Take up the tiers that a trainer names, and keep the ones that are there.
 
         The tiers of `urls` become the first ones, from which restores read first, unless another trainer is attached.
-
-        Raises:
-            ConfigError: the tiers cannot be used.
         """
         async with self.lock:
             config = with_urls(reconciler.config, urls, first=control.trainers <= 1)

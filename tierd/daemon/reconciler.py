@@ -53,30 +53,9 @@ log = logging.getLogger("tierd.daemon")
 class Reconciler:
     """Bring the spool and the tiers into the state that the configuration demands, and keep them there.
 
-    Attributes:
-        config: the configuration that holds now.
-        spool: the local tier.
-        stores: tier name -> open store, in order of preference.
-        tiers: the tiers, as last observed.
-        workers: by place, the state of its worker.
-        scrubber: verifies copies again.
-        silence: for how long each tier gives no sign of life.
-        backlog: what is left to flush and to prune.
-        repairs: repairs, and fetches for clients.
-        requests: the requests of clients.
-        room: frees space in the spool.
-        pause: whether the tiers are paused.
-        journal: the events, alerts and counters.
-        save_events: reports what becomes of saves and restores.
-        watches: by run, what its watch last saw.
-        timings: the durations that nobody configures.
-
     Args:
-        config, stores: as the attributes.
         spool: already locked for this daemon.
-        on_event: callback that gets every event as it happens.
         timings: the durations that nobody configures; those `given` if None.
-        jitter: the source of random delays.
     """
 
     def __init__(
@@ -198,7 +177,6 @@ class Reconciler:
         disturbed.
 
         Args:
-            config: the new configuration.
             stores: tier name -> open store. The old stores are used until every request under way has ended.
         """
         switched = asyncio.Event()

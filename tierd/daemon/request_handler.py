@@ -49,18 +49,12 @@ _FLUSHES = 600.0  # seconds that a removal waits for flushes under way
 
 
 class RequestHandler:
-    """Handles the requests of clients.
-
-    Args:
-        status: describes the daemon, for `Status`.
-
-    Attributes:
-        add_tiers: takes up the tiers that a trainer names; None: this daemon's tiers are those of its configuration.
-    """
+    """Handles the requests of clients."""
 
     def __init__(self, reconciler: Reconciler, handoff: HandoffServer, status: Callable[[], Status]) -> None:
         self._reconciler, self._handoff, self._status = reconciler, handoff, status
         self._rank_notes = RankNotes(reconciler.tiers.who, reconciler.timings.marked_s)
+        # Takes up the tiers that a trainer names; None: this daemon's tiers are those of its configuration.
         self.add_tiers: Callable[[Sequence[str]], Awaitable[None]] | None = None
 
     async def handle(self, request: messages.AnyRequest, held_parts: set[PartId]) -> dict[str, Any]:

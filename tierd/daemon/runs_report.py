@@ -115,11 +115,7 @@ _FRESH = 1.0  # seconds
 
 
 class SharedAnswer:
-    """An answer that concurrent requests share.
-
-    Args:
-        compute: makes the answer.
-    """
+    """An answer that concurrent requests share."""
 
     def __init__(self, compute: Callable[[], Awaitable[bytes]]) -> None:
         self._compute = compute
@@ -136,13 +132,7 @@ class SharedAnswer:
 
 
 class HttpAnswers:
-    """The answers.
-
-    Args:
-        reconciler: the daemon's reconciler.
-        status: describes the daemon.
-        render: makes metrics of a status.
-    """
+    """The answers."""
 
     def __init__(self, reconciler: Reconciler, status: Callable[[], Status], render: Callable[[Status], bytes]) -> None:
         self._reconciler, self._status, self._render = reconciler, status, render

@@ -38,43 +38,27 @@ from tierd.spool.spool_access import spool_error
 
 @dataclass(slots=True)
 class _RunDirectory:
-    """A run's directory.
+    """A run's directory."""
 
-    Attributes:
-        stamp_ns: its modification time; 0 if it must be read again.
-        names: the names of directories in it, each with the checkpoint that it names.
-        observed: the directories of checkpoints, oldest first.
-        newest_ns: when its newest part was committed.
-        open: the places in `observed` that a sparing observation asks about; None if they must be found.
-    """
-
-    stamp_ns: int
-    names: dict[str, CheckpointId | None]
-    observed: list[_CheckpointDirectory]
-    newest_ns: int = 0
+    stamp_ns: int  # its modification time; 0 if it must be read again
+    names: dict[str, CheckpointId | None]  # the names of directories in it, each with the checkpoint that it names
+    observed: list[_CheckpointDirectory]  # the directories of checkpoints, oldest first
+    newest_ns: int = 0  # when its newest part was committed
+    # The places in `observed` that a sparing observation asks about; None if they must be found.
     open: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointDirectory:
-    """A checkpoint's directory.
-
-    Attributes:
-        id: the checkpoint.
-        path: the directory's path.
-        stamp_ns: its modification time; 0 if it must be read again.
-        copy: the copy in it, if any.
-        newest_ns: when its newest part was committed.
-        childless: whether it is empty.
-        facts: by part and the stamp of its manifest, what the manifest says.
-    """
+    """A checkpoint's directory."""
 
     id: CheckpointId
     path: str
-    stamp_ns: int = 0
+    stamp_ns: int = 0  # its modification time; 0 if it must be read again
     copy: CheckpointCopy | None = None
     newest_ns: int = 0
     childless: bool = False
+    # By part and the stamp of its manifest, what the manifest says.
     facts: Mapping[tuple[PartId, int], ManifestFacts] = field(default_factory=dict)
 
     @property
@@ -88,19 +72,15 @@ class SpoolObserver:
 
     A manifest is parsed only when its part is new, because parts are immutable. Unchanged results are the same objects
     as before.
-
-    Attributes:
-        touched: run -> when its newest part was committed, by the spool's disk, seconds since 1970. If no copy is left
-            of the checkpoints saved here, when one was last saved.
-        childless: the checkpoints whose directories are empty.
-        odd_places: as `Spool.odd_places`, at the last full observation.
     """
 
     def __init__(self, spool: Spool, timings: DaemonTimings = USUAL) -> None:
         self._spool, self._full_s = spool, timings.full_observation_s
+        # Run -> when its newest part was committed, by the spool's disk, seconds since 1970. If no copy is left of the
+        # checkpoints saved here, when one was last saved.
         self.touched: dict[str, float] = {}
         self.childless: list[CheckpointId] = []
-        self.odd_places: dict[CheckpointId, str] = {}
+        self.odd_places: dict[CheckpointId, str] = {}  # as `Spool.odd_places`, at the last full observation
         self._homes: dict[str, _RunDirectory] = {}
         self._records: CommittedCache = {}  # of committed parts
         self._heads: HeadCache = {}
@@ -116,11 +96,7 @@ class SpoolObserver:
         self._doubted.add(checkpoint)
 
     def observe(self, *, sparing: bool = False) -> Place:
-        """Return the spool's present inventory, or what a sparing observation shows of it.
-
-        Raises:
-            OSError: the spool cannot be read.
-        """
+        """Return the spool's present inventory, or what a sparing observation shows of it."""
         full = not self._full_at or time.monotonic() - self._full_at >= self._full_s
         started_s = time.monotonic()
         if full:

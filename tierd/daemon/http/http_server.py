@@ -39,12 +39,7 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?", re.ASCII)
 
 
 class Access:
-    """Decides which requests are answered.
-
-    Args:
-        token: the token that a request must show; None: none.
-        loopback: whether the server listens on loopback.
-    """
+    """Decides which requests are answered."""
 
     def __init__(self, token: bytes | None, *, loopback: bool) -> None:
         self._token, self._loopback = token, loopback
@@ -154,18 +149,7 @@ _HEADERS = {
 
 
 class HttpServer:
-    """Serves one `[http]` table.
-
-    Args:
-        http: the table.
-
-    Attributes:
-        tally: gets every event.
-        address: where the server listens; None: nowhere yet.
-
-    Raises:
-        ConfigError: the token, the certificate or its key cannot be used.
-    """
+    """Serves one `[http]` table."""
 
     def __init__(self, http: HttpConfig) -> None:
         self._http, self._access, self._tls = http, read_access(http), make_tls_context(http)
@@ -292,14 +276,7 @@ async def _await_connection_end(serving: dict[asyncio.Task[None], _Connection], 
 
 
 class _Connection(web.RequestHandler):
-    """One connection.
-
-    Attributes:
-        lifetime_s: after which it is closed.
-        since_s: when it was accepted, by the loop's clock.
-        has_request: whether a request has arrived.
-        ended: done when the connection is closed.
-    """
+    """One connection."""
 
     def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, lifetime_s: float) -> None:
         super().__init__(

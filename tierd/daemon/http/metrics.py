@@ -27,16 +27,10 @@ from tierd.daemon.reconciler import Reconciler
 
 
 class MetricFamily(NamedTuple):
-    """One metric.
-
-    Attributes:
-        kind: the type of OpenMetrics.
-        labels: the names of its labels, in order. `tier` is `local` for the spool.
-        means: for people.
-    """
+    """One metric."""
 
     kind: Literal["gauge", "counter", "summary"]
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # the names of its labels, in order. `tier` is `local` for the spool.
     means: str
 
 
@@ -138,15 +132,11 @@ _TIMED = {
 
 
 class EventCounters:
-    """Sums of events since the daemon's start.
-
-    Attributes:
-        counts: metric -> labels -> sum.
-        times: metric -> labels -> (number, sum in seconds).
-    """
+    """Sums of events since the daemon's start."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
+        self.counts: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))  # metric -> labels -> sum
+        # Metric -> labels -> (number, sum in seconds).
         self.times: dict[str, dict[Labels, tuple[int, float]]] = defaultdict(dict)
 
     def add(self, event: Event) -> None:
@@ -203,12 +193,7 @@ Samples = dict[Labels, float]
 
 
 class Exposition:
-    """Renders metrics.
-
-    Args:
-        reconciler: the daemon's reconciler.
-        tally: the sums over its events.
-    """
+    """Renders metrics."""
 
     def __init__(self, reconciler: Reconciler, tally: EventCounters) -> None:
         self._reconciler, self._tally = reconciler, tally

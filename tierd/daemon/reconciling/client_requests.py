@@ -24,14 +24,11 @@ from tierd.spool.spool import Spool
 
 
 class TrainerActivity:
-    """The attached trainers, by run. `None` stands for a trainer that does not name its run, which may be any.
-
-    Attributes:
-        watched_until: when an earlier daemon of this spool last ran, by its clock, in seconds since 1970; `-inf` if
-            none has. Infinite: the wall clock is trusted.
-    """
+    """The attached trainers, by run. `None` stands for a trainer that does not name its run, which may be any."""
 
     def __init__(self) -> None:
+        # When an earlier daemon of this spool last ran, by its clock, in seconds since 1970; `-inf` if none has.
+        # Infinite: the wall clock is trusted.
         self.watched_until = math.inf
         self._ahead: dict[str, tuple[float, float]] = {}  # run -> a time that lies ahead, and since when it is known
         self._attached: Counter[str | None] = Counter()
@@ -58,7 +55,6 @@ class TrainerActivity:
         """Return those of `runs` that no trainer saves.
 
         Args:
-            runs: the runs to check.
             writers: `PartId.writer` of every trainer that has handed over a snapshot and is still connected.
         """
         if self._attached[None]:
@@ -73,7 +69,6 @@ class TrainerActivity:
             touched: run -> when its newest part was committed, seconds since 1970. None for a run without parts in the
                 spool, which counts from when it was last asked for.
             writers: as for `trainerless_runs`.
-            for_s: how long, in seconds.
         """
         ages = {run: self._quiet_s(run, touched[run]) for run in self.trainerless_runs(touched, writers)}
         return frozenset(run for run, age_s in ages.items() if age_s >= for_s)
@@ -103,26 +98,19 @@ class TrainerActivity:
 
 
 class ClientRequests:
-    """The requests under way, and the trainers on this node.
-
-    Attributes:
-        writers: returns `PartId.writer` of each rank that will write again.
-        attended: returns whether a trainer is attached.
-        trainer_activity: the attached trainers, by run.
-        held_checkpoints: the checkpoints that are being restored, so that nothing of them is deleted.
-        needed_checkpoints: the checkpoints for which a restore on another node waits.
-        awaited_parts: the parts whose flush a caller awaits.
-        requested_runs: the runs that a client asked for, in addition to those in the spool.
-    """
+    """The requests under way, and the trainers on this node."""
 
     def __init__(self) -> None:
+        # Returns `PartId.writer` of each rank that will write again.
         self.writers: Callable[[], frozenset[str]] = frozenset
         self.attended: Callable[[], bool] = lambda: True
         self.trainer_activity = TrainerActivity()
+        # The checkpoints that are being restored, so that nothing of them is deleted.
         self.held_checkpoints: Counter[CheckpointId] = Counter()
+        # The checkpoints for which a restore on another node waits.
         self.needed_checkpoints: Counter[CheckpointId] = Counter()
         self.awaited_parts: Counter[PartId] = Counter()
-        self.requested_runs: set[str] = set()
+        self.requested_runs: set[str] = set()  # the runs that a client asked for, in addition to those in the spool
         self._asking: Counter[str] = Counter()  # requests per run that are being answered; a tier may take long
 
     @contextmanager
@@ -178,11 +166,8 @@ class SpoolSpace:
     """Free disk space, for one save after the other.
 
     Args:
-        spool: the local tier.
-        inventory: returns the latest inventory.
         observe: observes the spool afresh; `inventory` shows the result then.
         release: deletes the spool's copy of a checkpoint if a tier still holds it; returns whether it did.
-        wake: makes flushes proceed at once.
         evictable: the copies that may be deleted because the disk is full, in this order (`evictable_copies`).
         patience_s: how long `make` may take; flushes under way may verify more copies meanwhile.
     """
@@ -212,9 +197,8 @@ class SpoolSpace:
 
         Args:
             run: the run whose save found the disk full; it has a trainer, attached or not.
-            size_bytes: the size of the save.
-            quota: the free space of the disk is meaningless because of a quota; count the deleted bytes instead. It
-                is meaningless as well if the disk lacks inodes.
+            quota: the free space of the disk is meaningless because of a quota; count the deleted bytes instead. It is
+                meaningless as well if the disk lacks inodes.
         """
         target_bytes, freed = size_bytes + size_bytes // 16 + _MARGIN, 0
         # A copy of that size has about as many files as the save needs.

@@ -184,14 +184,7 @@ S = TypeVar("S")
 
 
 class Flusher:
-    """Carry out flushes.
-
-    Args:
-        setup: what the parts of the reconciler share.
-        backlog: tells whether a tier lacks other parts, too.
-        records: writes a run's head after each flush.
-        repairs: repairs the spool's copy of a part that proved corrupt.
-    """
+    """Carry out flushes."""
 
     def __init__(self, setup: ReconcilerContext, backlog: Backlog, records: RunRecords, repairs: Repairs) -> None:
         self._setup, self._backlog, self._records, self._repairs = setup, backlog, records, repairs

@@ -32,11 +32,7 @@ _ASKING_S = 10.0  # after which no other tier is asked for a further checkpoint 
 
 
 class Pruner:
-    """Carry out prunes.
-
-    Args:
-        observe: observes one place afresh.
-    """
+    """Carry out prunes."""
 
     def __init__(self, setup: ReconcilerContext, observe: Callable[[str], Awaitable[None]]) -> None:
         self._setup, self._observe = setup, observe
@@ -183,12 +179,7 @@ class Pruner:
         """Delete the spool's copy of a checkpoint if the tiers, asked once more, allow it.
 
         Args:
-            checkpoint: the checkpoint.
-            reasons: why it is deleted, for the event.
             reuse: keep the blocks of the copy's largest file for the next write.
-
-        Returns:
-            Whether the copy was deleted.
         """
         spool, live, requests = self._setup.spool, self._setup.live_inventory, self._setup.requests
         before = live.inventory()

@@ -36,16 +36,11 @@ _ENDING = 600.0  # seconds after `node_ends` for which the newest checkpoints ar
 
 
 class RunMode:
-    """The phase of the reconciler.
-
-    Attributes:
-        draining: only flushes are begun, because the daemon ends.
-        halted: set while workers begin no further action, because the configuration changes.
-    """
+    """The phase of the reconciler."""
 
     def __init__(self) -> None:
-        self.draining = False
-        self.halted = asyncio.Event()
+        self.draining = False  # only flushes are begun, because the daemon ends
+        self.halted = asyncio.Event()  # set while workers begin no further action, because the configuration changes
         self._hurried = self._ending = -math.inf  # monotonic seconds
 
     def hurry(self) -> None:
@@ -83,21 +78,7 @@ _RECENT = 600.0  # seconds for which a run counts as attended after its trainer 
 class LiveInventory:
     """Observe the spool, and make one inventory of it and of the tiers' latest observations.
 
-    Attributes:
-        place: the spool, as last observed, without the checkpoints of launches that name no tier.
-        local_only: the copies of these, which nothing but a report counts.
-        free: the free share of the spool's disk, 0..1.
-        busy: the parts that are being flushed.
-        full_tiers: the tiers that were full, and from which nothing was deleted since.
-        sent: by tier, the checkpoint that was sent last.
-        cadence: the times at which saves were observed.
-        changed_at: when a tier's inventory last changed, monotonic seconds.
-
     Args:
-        spool: the local tier.
-        requests: the requests of clients.
-        repairer: knows the interrupted fetches that never become a whole part.
-        phase: tells whether the node ends soon.
         on_observed: called after each observation of the spool, with whether it has other parts than before.
     """
 
@@ -117,14 +98,15 @@ class LiveInventory:
             phase,
             on_observed,
         )
-        self.place = Place()
+        self.place = Place()  # the spool, as last observed, without the checkpoints of launches that name no tier
+        # The copies of these, which nothing but a report counts.
         self.local_only: dict[CheckpointId, CheckpointCopy] = {}
-        self.free = 1.0
-        self.busy: Counter[PartId] = Counter()
-        self.full_tiers: set[str] = set()
+        self.free = 1.0  # the free share of the spool's disk, 0..1
+        self.busy: Counter[PartId] = Counter()  # the parts that are being flushed
+        self.full_tiers: set[str] = set()  # the tiers that were full, and from which nothing was deleted since
         self.sent: dict[str, LastSent] = {}
         self.cadence = SaveCadence()
-        self.changed_at = time.monotonic()
+        self.changed_at = time.monotonic()  # when a tier's inventory last changed, monotonic seconds
         self._timings = timings
         self._observer = SpoolObserver(spool, timings)
         self._leftovers: tuple[str, ...] = ()
@@ -197,7 +179,7 @@ class LiveInventory:
         """Observe the spool afresh; callers that ask during an observation share the next one.
 
         Args:
-            sparing: observe only what suffices to find parts to send, as in `SpoolObserver.observe`.
+            sparing: as for `SpoolObserver.observe`.
         """
         started_before = self._observations_started
         self._thorough |= not sparing
@@ -277,16 +259,7 @@ def _new_parts(before: Place, place: Place, checkpoint: CheckpointId) -> set[Par
 
 @dataclass(frozen=True)
 class ReconcilerContext:
-    """The configuration, what was opened and made for it, and what outlives it.
-
-    Attributes:
-        stores: tier name -> open store, in order of preference.
-        workers: by place, the state of its worker.
-        live_inventory: the live inventory.
-        backfill: the runs that are observed in order to fill tiers with them.
-        requests: the requests of clients.
-        wake: makes every worker observe its place again soon.
-    """
+    """The configuration, what was opened and made for it, and what outlives it."""
 
     config: Config
     spool: Spool

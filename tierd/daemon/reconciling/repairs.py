@@ -25,12 +25,7 @@ REFUSED_S = 3600.0  # until a quarantine is tried again on a tier that refuses d
 
 
 class Repairs:
-    """Carry out repairs and fetches.
-
-    Args:
-        setup: what the parts of the reconciler share.
-        repairer: replaces corrupt and missing bytes.
-    """
+    """Carry out repairs and fetches."""
 
     def __init__(self, setup: ReconcilerContext, repairer: Repairer) -> None:
         self._setup, self._repairer = setup, repairer
@@ -39,8 +34,6 @@ class Repairs:
         """Repair a part's copy in a place; a copy that cannot be repaired yet is put off.
 
         Args:
-            part: the part.
-            tier: the place, the spool or a tier.
             counted: the caller has counted the corruption already.
 
         Raises:
@@ -122,10 +115,6 @@ class QuarantineReview:
 
         If a copy proves right, it is used again and no prune is returned, because the plan did not count it. A prune
         whose copies were not all read yet is due again, and then goes on reading.
-
-        Args:
-            prunes: prunes of one tier.
-            place: the tier's contents from which they were planned.
 
         Raises:
             TierdError, OSError: a copy could not be judged. Its checkpoint was put off, so that others go first.

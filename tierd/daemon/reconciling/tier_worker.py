@@ -72,10 +72,7 @@ class TierWorker:
         """Note a failure, and return the seconds until the next try.
 
         Args:
-            error: the failure.
-            jitter: the source of randomness.
             long: begin with a longer backoff, because an immediate retry cannot help.
-            subject: the object of the action; None if there was none.
         """
         self._failing.add(subject)
         self._since = self._since if self.failures else self.now()

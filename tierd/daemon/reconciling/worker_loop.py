@@ -27,15 +27,7 @@ from tierd.daemon.reconciling.tier_worker import TierWorker, action_subject, act
 
 
 class NextAction:
-    """Choose each worker's next action, and when it observes its place again.
-
-    Args:
-        setup: what the parts of the reconciler share.
-        backlog: what is left to flush.
-        records: brings a tier's records up to date after an observation.
-        pruner: tells which prunes wait.
-        observe: observes one place afresh.
-    """
+    """Choose each worker's next action, and when it observes its place again."""
 
     def __init__(
         self,
@@ -184,16 +176,7 @@ WORKER = "worker"  # names a tier worker as the subject of alerts
 
 
 class WorkerLoop:
-    """Runs the tier workers of one configuration.
-
-    Args:
-        setup: what the reconciler's parts share.
-        agenda: says what is done next in a place.
-        backlog: what is left to flush and to prune.
-        acts: carry out the actions.
-        moved: notified after every observation and every action.
-        jitter: the source of random delays.
-    """
+    """Runs the tier workers of one configuration."""
 
     def __init__(
         self,

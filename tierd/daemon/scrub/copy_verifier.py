@@ -46,18 +46,8 @@ class CopyVerifier:
     """Reads copies again, and repairs corrupt ones.
 
     Args:
-        spool: the spool.
-        stores: the tiers.
-        repairer: repairs copies.
-        journal: receives events and counts.
-        budget: the memory budget.
         rate: bytes per second, for each copy that is being read.
-        pause: awaited before each chunk.
         holds: checkpoints that must not be deleted during a repair.
-
-    Attributes:
-        on_doubt: called with a tier's copy and the checkpoints under whose keys objects are still bad, because other
-            manifests may name these objects.
     """
 
     def __init__(
@@ -74,6 +64,8 @@ class CopyVerifier:
         self._spool, self._stores, self._repairer, self._journal = spool, stores, repairer, journal
         self._budget, self._rate, self._pause, self._holds = budget, rate, pause, holds
         self._reported: set[tuple[str, str]] = set()  # (place, object) that were reported as corrupt
+        # Called with a tier's copy and the checkpoints under whose keys objects are still bad, because other manifests
+        # may name these objects.
         self.on_doubt: Callable[[ScrubbedCopy, set[CheckpointId]], None] = lambda copy, owners: None
 
     async def read(self, copy: ScrubbedCopy) -> bool:

@@ -29,12 +29,7 @@ from tierd.stores.base import Store
 
 
 class Repairer:
-    """Repairs the spool from the tiers, and each tier from the spool and the other tiers.
-
-    Attributes:
-        running_fetches: by part, the progress of repairs and fetches that run now.
-        partial_stages: names of stages that were begun for some chunks only, so they never become a whole part.
-    """
+    """Repairs the spool from the tiers, and each tier from the spool and the other tiers."""
 
     def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: MemoryBudget) -> None:
         self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
@@ -69,7 +64,6 @@ class Repairer:
         """Make the spool's copy of `part` whole, or fetch the chunks in `chunk_runs`.
 
         Args:
-            part: the part.
             counted: the caller has counted the corruption already.
             chunk_runs: as for `fetch`.
 
@@ -158,16 +152,6 @@ class Repairer:
     ) -> TierRepairer:
         """Repair the chunks of a tier's copy that are proven bad. If a chunk is lost for good, quarantine the copy.
 
-        Args:
-            tier: the tier's name.
-            part: the part.
-            manifest: the tier's manifest.
-            places: the chunks to repair.
-            pause: awaited before each chunk.
-
-        Returns:
-            The finished repairer, with its results.
-
         Raises:
             StoreUnavailable, StoreRefused: a place could not be asked; nothing was quarantined.
         """
@@ -187,12 +171,6 @@ class Repairer:
 
         If the spool has the part, the bad manifest is quarantined instead, and the plan flushes the part again. If the
         manifest cannot be repaired, the copy is quarantined. Nothing is done if another node has replaced it meanwhile.
-
-        Args:
-            tier: the tier's name.
-            part: the part.
-            reason: why the manifest is bad.
-            pause: awaited before each chunk.
 
         Returns:
             Whether the tier's copy was repaired.

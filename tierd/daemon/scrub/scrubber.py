@@ -57,44 +57,21 @@ _LATEST = 86_400.0  # seconds at most for which a copy that could not be read or
 
 @dataclass(slots=True)
 class _Schedule:
-    """The schedule of one place. It is valid while the place is unchanged.
+    """The schedule of one place. It is valid while the place is unchanged."""
 
-    Attributes:
-        observed: the observed spool and tier from which the schedule was built.
-        doubts: the value of `Scrubber._doubts` at that time.
-        begins_s: the schedule's begin, seconds since 1970.
-        ends_s: the schedule's end, seconds since 1970.
-        scrubs: the scrubs from `begins_s` to `ends_s`, as a heap.
-        oldest: the oldest verification of all other copies, seconds since 1970.
-    """
-
-    observed: tuple[Place, Place | None]
-    doubts: int
+    observed: tuple[Place, Place | None]  # the observed spool and tier from which the schedule was built
+    doubts: int  # the value of `Scrubber._doubts` at that time
     begins_s: float
     ends_s: float
-    scrubs: list[DueScrub]
-    oldest: float
+    scrubs: list[DueScrub]  # the scrubs from `begins_s` to `ends_s`, as a heap
+    oldest: float  # the oldest verification of all other copies, seconds since 1970
 
 
 class Scrubber:
     """Reads copies again when they are due, and repairs corrupt ones.
 
     Args:
-        config: the period and the rate.
-        spool: the spool.
-        stores: the tiers.
-        repairer: repairs copies.
-        journal: receives events and counts.
-        budget: the memory budget.
-        inventory: returns the latest observation of all places.
-        pause: nothing is read during the pause.
         held: checkpoints that must not be deleted during a repair.
-        wake: called when a copy was quarantined, so that the plan can flush it again.
-        timings: the daemon's durations, and its clock.
-        jitter: the source of random delays.
-
-    Attributes:
-        resting: True while the daemon drains, so that no scrub begins.
     """
 
     def __init__(
@@ -130,7 +107,7 @@ class Scrubber:
         self._schedules: dict[str, _Schedule] = {}
         self._doubts = 0  # how often `_expedite_copies` made copies due at once
         self._random = jitter
-        self.resting = False
+        self.resting = False  # True while the daemon drains, so that no scrub begins
 
     # -- schedule ---------------------------------------------------------------------------------------------------
 

@@ -33,22 +33,7 @@ from tierd.stores.base import Buffer, Store
 
 
 class TierRepairer:
-    """Repairs one tier's copy of one part.
-
-    Args:
-        spool: the spool.
-        stores: all tiers.
-        tier: the name of the tier to repair.
-        part: the part.
-        budget: the memory budget.
-        pause: awaited before each chunk.
-
-    Attributes:
-        repaired: the number of repaired chunks.
-        sources: the places that provided the bytes.
-        lost_reasons: why other chunks could not be repaired.
-        unrepaired: chunks whose objects are as bad as before: lost, or now stored under another key.
-    """
+    """Repairs one tier's copy of one part."""
 
     def __init__(
         self,
@@ -65,17 +50,14 @@ class TierRepairer:
         # Includes the repaired tier, because an equal chunk may exist there under another checkpoint's name.
         self._copies = Replicas(part, stores)
         self.repaired = 0
-        self.lost_reasons: list[str] = []
+        self.lost_reasons: list[str] = []  # why other chunks could not be repaired
         self._lost_chunks: list[Chunk] = []
+        # Chunks whose objects are as bad as before: lost, or now stored under another key.
         self.unrepaired: set[ChunkPlace] = set()
         self.sources: set[str] = set()
 
     async def repair(self, manifest: Manifest, places: Iterable[ChunkPlace]) -> None:
         """Repair these chunks of the tier's copy.
-
-        Args:
-            manifest: the tier's manifest.
-            places: the chunks.
 
         Raises:
             StoreUnavailable, StoreRefused: a place could not be asked, so the repair is incomplete or its result
@@ -127,7 +109,6 @@ class TierRepairer:
 
         Raises:
             CorruptChunk: no other tier has a manifest.
-            StoreUnavailable, StoreRefused: as `repair`.
         """
         copies = Replicas(self._part, self._other_stores)
         await copies.read_manifests()

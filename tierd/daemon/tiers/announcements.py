@@ -70,11 +70,7 @@ _standing: set[str] = set()  # announcements of flushes that run in this process
 async def announcing(
     store: Store, checkpoint: CheckpointId, who: str, timings: DaemonTimings = USUAL
 ) -> AsyncIterator[None]:
-    """Announce to other nodes, within the context, that this node sends parts of `checkpoint`.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the announcement could not be put.
-    """
+    """Announce to other nodes, within the context, that this node sends parts of `checkpoint`."""
     key = await announce(store, checkpoint, who, timings)
     try:
         yield
@@ -84,11 +80,7 @@ async def announcing(
 
 
 async def announce(store: Store, checkpoint: CheckpointId, who: str, timings: DaemonTimings = USUAL) -> str:
-    """Announce that this node takes or sends parts of `checkpoint`; return the announcement's key.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the announcement could not be put.
-    """
+    """Announce that this node takes or sends parts of `checkpoint`; return the announcement's key."""
     key = f"{flushing_prefix(checkpoint.run)}{checkpoint.name}/{_SENDING}.{make_stamp(who, timings)}"
     await store.put(key, b"")
     _standing.add(key)
@@ -96,21 +88,13 @@ async def announce(store: Store, checkpoint: CheckpointId, who: str, timings: Da
 
 
 async def withdraw(store: Store, key: str) -> None:
-    """Delete an announcement.
-
-    Raises:
-        StoreUnavailable, StoreRefused: it could not be deleted.
-    """
+    """Delete an announcement."""
     _standing.discard(key)
     await store.delete([key])
 
 
 async def announcement_keys(store: Store, run: str, who: str) -> frozenset[str]:
-    """Return the keys of all announcements of nodes other than `who`, whatever their age.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier could not be listed.
-    """
+    """Return the keys of all announcements of nodes other than `who`, whatever their age."""
     keys = [info.key async for info in store.scan(flushing_prefix(run))]
     stamped = [(key, STAMP.fullmatch(key.rpartition("/")[2])) for key in keys]
     return frozenset(key for key, match in stamped if match and match[1] == _SENDING and match[3] != who)
@@ -122,9 +106,6 @@ async def find_senders(
     """Return, by checkpoint, the other nodes that announce that they send its parts.
 
     Announcements of `who` itself and expired ones do not count.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier could not be listed.
     """
     senders: dict[CheckpointId, frozenset[str]] = {}
     prefix = flushing_prefix(run)
@@ -153,14 +134,8 @@ class IngestClaim:
     """This node's part in the agreement.
 
     Args:
-        run: the watched run.
-        who: this node's id among the nodes that share the tier.
         find: returns the store of the first tier, another one after a reload; None if there is none, or if it is not to
             be asked now.
-        timings: the daemon's.
-
-    Attributes:
-        is_claimed: whether this node has the agreement that it takes.
     """
 
     def __init__(self, run: str, who: str, find: Callable[[], Store | None], timings: DaemonTimings) -> None:
@@ -180,7 +155,6 @@ class IngestClaim:
 
         Args:
             checkpoint: the checkpoint that the unit would become, as far as this node knows.
-            now_s: a monotonic clock, in seconds.
         """
         store = self._find()
         if self.is_claimed or store is None or self._refused:

@@ -64,12 +64,8 @@ async def protect_chunks(
     """Protect the chunks that `manifest` names: within the context no prune deletes those that existed on entry.
 
     Args:
-        store: the tier's store.
-        part: the part that is flushed.
-        manifest: its manifest, as it is about to be put.
         owners: the checkpoints under whose names its chunks are stored.
         who: this node's id, 8 hex digits; random for a process that will not come back to sweep.
-        timings: the daemon's, as in every function here.
 
     Raises:
         StoreUnavailable: a prune marks these checkpoints and does not end.
@@ -128,15 +124,12 @@ async def marked_checkpoints(
 
 
 class Marks:
-    """The marks of one prune. Invariant: no chunk under a checkpoint's name is deleted before its mark was `put`.
-
-    Attributes:
-        has_begun: set by the prune when it begins to delete; from then on, a failure leaves the marks in place.
-    """
+    """The marks of one prune. Invariant: no chunk under a checkpoint's name is deleted before its mark was `put`."""
 
     def __init__(self, store: Store, run: str, stamp: str) -> None:
         self._store, self.run, self._stamp = store, run, stamp
         self._keys: dict[CheckpointId, str] = {}
+        # Set by the prune when it begins to delete; from then on, a failure leaves the marks in place.
         self.has_begun = False
 
     @property
@@ -174,18 +167,12 @@ async def deletion_marks(store: Store, run: str, who: str = "", timings: DaemonT
 
 
 class SweepResult(NamedTuple):
-    """The intents and marks of a run that `sweep` found.
+    """The intents and marks of a run that `sweep` found."""
 
-    Attributes:
-        is_tidy: whether none of the caller's own objects still has to expire.
-        intents: the keys of intents that have not expired, each with its part.
-        cut: checkpoint -> the marks of its interrupted deletion. They are kept until all of it is deleted, because
-            nothing else may show that chunks are left.
-        pins: the pinned checkpoints.
-    """
-
-    is_tidy: bool
-    intents: list[tuple[str, PartId]]
+    is_tidy: bool  # whether none of the caller's own objects still has to expire
+    intents: list[tuple[str, PartId]]  # the keys of intents that have not expired, each with its part
+    # Checkpoint -> the marks of its interrupted deletion. They are kept until all of it is deleted, because nothing
+    # else may show that chunks are left.
     cut: dict[CheckpointId, list[str]]
     pins: set[CheckpointId]
 

@@ -37,21 +37,16 @@ Unusable: TypeAlias = ManifestError | FormatTooNew
 
 @dataclass(slots=True)
 class _ReadManifest:
-    """The facts known from one checkpoint's manifests.
+    """The facts known from one checkpoint's manifests."""
 
-    Attributes:
-        cached_facts: file name -> the token of the object read, and its facts or its defect. It holds the manifests
-            that observations read, and all unusable ones.
-        shared: digest of name and token -> the shared chunks of a usable manifest. Of a million manifests, only this
-            is kept.
-        bases: the owners of shared chunks in the manifests that prunes read.
-        listed: how many manifests the last listing showed.
-    """
-
+    # File name -> the token of the object read, and its facts or its defect. It holds the manifests that observations
+    # read, and all unusable ones.
     cached_facts: dict[str, tuple[str, ManifestFacts | Unusable]] = field(default_factory=dict)
+    # Digest of name and token -> the shared chunks of a usable manifest. Of a million manifests, only this is kept.
     shared: dict[bytes, SharedChunks] = field(default_factory=dict)
+    # The owners of shared chunks in the manifests that prunes read.
     bases: set[CheckpointId] = field(default_factory=set)
-    listed: int = 0
+    listed: int = 0  # how many manifests the last listing showed
 
 
 @dataclass(slots=True)
@@ -79,18 +74,14 @@ class ManifestIndex:
     """The manifests of one tier, as far as they were listed and read.
 
     Args:
-        store: the tier's store.
         strict: whether an observation fails if listed manifests vanish again and again before they are read. A reader's
             does, because an older checkpoint that is kept would pass for the newest; a daemon goes on.
-
-    Attributes:
-        cut: run -> the checkpoints whose deletion was cut off.
     """
 
     def __init__(self, store: Store, *, strict: bool = True) -> None:
         self.store = store
         self._strict = strict
-        self.cut: dict[str, set[CheckpointId]] = {}
+        self.cut: dict[str, set[CheckpointId]] = {}  # run -> the checkpoints whose deletion was cut off
         self._read: dict[CheckpointId, _ReadManifest] = {}
         self._full_rank_sets: dict[
             int, frozenset[int]
@@ -112,10 +103,8 @@ class ManifestIndex:
         """Return every checkpoint of `run` that has any manifest.
 
         Args:
-            run: the run.
             own_ranks: the ranks whose manifests are all read.
             spare_reads: also read all others if they are at most this many.
-            on_answer: callback after each answer of the tier.
 
         Raises:
             StoreUnavailable: listed manifests vanished again and again before they were read, if `strict`.
@@ -285,7 +274,6 @@ class ManifestIndex:
         """Read all manifests of a run that were not read yet.
 
         Args:
-            run: the run.
             to_delete: the checkpoints to delete, whose damaged manifests are ignored.
 
         Raises:
@@ -320,12 +308,7 @@ class ManifestIndex:
         self._listed.add(run)
 
     async def read(self, info: ObjectInfo) -> SharedChunks:
-        """Read a manifest for the shared chunks that it names; remember them, or that it is unusable.
-
-        Raises:
-            ObjectNotFound: the manifest was deleted.
-            ManifestError, FormatTooNew: the manifest is unusable.
-        """
+        """Read a manifest for the shared chunks that it names; remember them, or that it is unusable."""
         part = PartId.parse_key(info.key)
         try:
             manifest = await read_manifest(self.store, part, info.key, info.size)

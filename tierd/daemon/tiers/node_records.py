@@ -39,12 +39,7 @@ class NodeIdentity:
     """The id of one daemon's node.
 
     Args:
-        root: the spool.
-        timings: the daemon's.
         on_shared: called with the reason when this node takes a new id.
-
-    Attributes:
-        id: 8 hex digits.
     """
 
     def __init__(
@@ -149,7 +144,6 @@ class RankNotes:
     """Answer `NotesRequest` requests.
 
     Args:
-        who: this node's id, 8 hex digits.
         marked_s: seconds after which a launch that still writes notes is marked again.
     """
 
@@ -160,10 +154,6 @@ class RankNotes:
 
     async def handle(self, request: NotesRequest, stores: Mapping[str, Store]) -> dict[str, Any]:
         """Put, remove, read and list notes on the first of `stores` as a request demands.
-
-        Args:
-            request: the notes to put, to remove and to read.
-            stores: tier name -> open store, in order of preference.
 
         Raises:
             ConfigError: there is no tier.

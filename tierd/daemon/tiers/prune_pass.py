@@ -28,22 +28,17 @@ Confirm: TypeAlias = Callable[[Collection[CheckpointId]], Awaitable[frozenset[Ch
 
 @dataclass(slots=True)
 class ListedManifests:
-    """The result of listing all manifests of a run.
+    """The result of listing all manifests of a run."""
 
-    Attributes:
-        named_chunks: the chunks that surviving manifests name.
-        deleted_keys: checkpoint to delete -> the keys of its manifests.
-        shared: the shared chunks that the checkpoints to delete name.
-        surviving: the surviving checkpoints, those included of which a manifest is about to be put.
-        surviving_ranks: the surviving checkpoints that have a manifest, each with its ranks by world size.
-        grown_reasons: checkpoints to delete that have more parts than the decision knew -> how that is known.
-    """
-
-    named_chunks: NamedChunks
+    named_chunks: NamedChunks  # the chunks that surviving manifests name
+    # Checkpoint to delete -> the keys of its manifests.
     deleted_keys: dict[CheckpointId, list[str]] = field(default_factory=dict)
-    shared: list[SharedChunks] = field(default_factory=list)
+    shared: list[SharedChunks] = field(default_factory=list)  # the shared chunks that the checkpoints to delete name
+    # The surviving checkpoints, those included of which a manifest is about to be put.
     surviving: set[CheckpointId] = field(default_factory=set)
+    # The surviving checkpoints that have a manifest, each with its ranks by world size.
     surviving_ranks: dict[CheckpointId, dict[int, set[int]]] = field(default_factory=dict)
+    # Checkpoints to delete that have more parts than the decision knew -> how that is known.
     grown_reasons: dict[CheckpointId, str] = field(default_factory=dict)
 
     @property
@@ -65,23 +60,15 @@ class ListedManifests:
 
 @dataclass(slots=True)
 class Deletions:
-    """The objects that one prune deletes, settled after the marks: no surviving manifest names them.
-
-    Attributes:
-        to_delete: the checkpoints to delete.
-        listed: the listing on which this rests.
-        orphans: chunks of other, already pruned checkpoints that are deleted too.
-        cut: checkpoint -> the marks of an earlier interrupted deletion.
-        kept_reasons: checkpoints that are kept although they were to be deleted, each with the reason.
-        is_stale: whether the tier has lost a checkpoint that the decision counted on.
-    """
+    """The objects that one prune deletes, settled after the marks: no surviving manifest names them."""
 
     to_delete: set[CheckpointId]
     listed: ListedManifests
-    orphans: dict[CheckpointId, frozenset[int]]
-    cut: dict[CheckpointId, list[str]]
+    orphans: dict[CheckpointId, frozenset[int]]  # chunks of other, already pruned checkpoints that are deleted too
+    cut: dict[CheckpointId, list[str]]  # checkpoint -> the marks of an earlier interrupted deletion
+    # Checkpoints that are kept although they were to be deleted, each with the reason.
     kept_reasons: dict[CheckpointId, str]
-    is_stale: bool
+    is_stale: bool  # whether the tier has lost a checkpoint that the decision counted on
 
     def is_deleted(self, owner: CheckpointId, mark: int) -> bool:
         """Whether a chunk stored under `owner` is deleted."""

@@ -67,25 +67,16 @@ class RunOverview:
 
 @dataclass(frozen=True, slots=True)
 class RunOnTier:
-    """One run on one tier.
+    """One run on one tier."""
 
-    Attributes:
-        checkpoints: every checkpoint that has a name there, newest first.
-        verified: the newest one that is complete and whose manifests are usable, with those that were read.
-        ranks: of the newest one, the ranks that are there, by world size.
-    """
-
-    checkpoints: tuple[CheckpointId, ...]
+    checkpoints: tuple[CheckpointId, ...]  # every checkpoint that has a name there, newest first
+    # The newest one that is complete and whose manifests are usable, with those that were read.
     verified: tuple[CheckpointId, tuple[Manifest, ...]] | None
-    ranks: Mapping[int, frozenset[int]]
+    ranks: Mapping[int, frozenset[int]]  # of the newest one, the ranks that are there, by world size
 
 
 async def observe_runs(store: Store) -> dict[str, RunOnTier]:
-    """Observe every run of a tier that has a checkpoint there.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed to answer a request.
-    """
+    """Observe every run of a tier that has a checkpoint there."""
     by_run: dict[str, RunOnTier] = {}
 
     async def observe(run: str) -> None:
@@ -122,7 +113,6 @@ async def check_encryption_key(store: Store, run: str) -> None:
 
     Raises:
         StoreRefused: the manifest is encrypted with another key than this process has, or only one of both has a key.
-        StoreUnavailable, StoreRefused: the tier failed to answer a request.
     """
     tried = 0
     async for other_run in list_children(store, ""):
@@ -176,8 +166,6 @@ def compare_runs(
 
     Args:
         tiers: by tier's name and run, what was observed.
-        local: the newest checkpoint of each run in the spool.
-        now: the time, in UTC.
 
     Returns:
         A line for each run and tier, by run and in the order of the tiers.
@@ -235,21 +223,13 @@ class Usage:
 
 
 def usage_in_spool(spool: Spool, run: str) -> Usage:
-    """Return the size of a run in the spool.
-
-    Raises:
-        OSError: the spool cannot be read.
-    """
+    """Return the size of a run in the spool."""
     holding = measure_in_spool(spool, SPOOL, run)
     return Usage(SPOOL, run, holding.checkpoints, holding.stored_bytes, 0, 0)
 
 
 async def usage_on_tier(store: Store, name: str, run: str) -> Usage:
-    """Return the size of a run on a tier.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed.
-    """
+    """Return the size of a run on a tier."""
     holding = await measure_on_tier(store, name, run)
     naming = _Naming(store)
     await for_each_limited(MAX_MANIFEST_READS, naming.read, [info async for info in store.scan(manifests_prefix(run))])

@@ -57,11 +57,7 @@ class RunSize:
 
 
 async def measure_on_tier(store: Store, name: str, run: str) -> RunSize:
-    """Count a run's objects on a tier.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed.
-    """
+    """Count a run's objects on a tier."""
     checkpoints, objects, size = set[str](), 0, 0
     async for info in store.scan(f"{run}/"):
         if not is_of_run(run, info.key):
@@ -73,11 +69,7 @@ async def measure_on_tier(store: Store, name: str, run: str) -> RunSize:
 
 
 def measure_in_spool(spool: Spool, name: str, run: str) -> RunSize:
-    """Count a run's files in the spool.
-
-    Raises:
-        OSError: the spool cannot be read.
-    """
+    """Count a run's files in the spool."""
     checkpoints = {part.checkpoint for part in spool.parts() if part.checkpoint.run == run}
     sizes = [
         Path(directory, name).lstat().st_size for directory, _, names in os.walk(spool.root / run) for name in names
@@ -133,7 +125,6 @@ def remove_from_spool(spool: Spool, run: str) -> bool:
 
     Raises:
         ConfigError: a trainer that saves the run lives on this node.
-        OSError: the disk fails or refuses.
     """
     before_ns = time.time_ns()  # a launch that begins during the removal records its policy later
     if alive := leases.living_trainers(spool.control, [run]).get(run):
@@ -210,11 +201,7 @@ def local_leases(run: str, attempt: str) -> dict[int, str]:
 
 
 async def list_launch_objects(store: Store, run: str, attempt: str) -> LaunchObjects:
-    """List the objects of a launch on a tier, and read all its manifests, quarantined or not.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed.
-    """
+    """List the objects of a launch on a tier, and read all its manifests, quarantined or not."""
     holdings = LaunchObjects()
     manifests: list[tuple[ObjectInfo, PartId]] = []
     for prefix in (sort(run) for sort in _SORTS):

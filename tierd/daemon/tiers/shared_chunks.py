@@ -23,14 +23,10 @@ MAX_TABLE_BYTES = 32 << 20  # for each tier; beyond it, a prune that needs a man
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SharedChunks:
-    """The chunks of other checkpoints that one manifest names.
+    """The chunks of other checkpoints that one manifest names."""
 
-    Attributes:
-        owners: the checkpoints under whose names the chunks are stored.
-        chunks: owner -> the sorted digests of keys; None if only the owners are recorded.
-    """
-
-    owners: frozenset[CheckpointId]
+    owners: frozenset[CheckpointId]  # the checkpoints under whose names the chunks are stored
+    # Owner -> the sorted digests of keys; None if only the owners are recorded.
     chunks: Mapping[CheckpointId, array[int]] | None
 
 
@@ -95,11 +91,7 @@ class SharedChunkTable:
 
 
 class NamedChunks:
-    """The chunks of some checkpoints that manifests name.
-
-    Args:
-        owners: these checkpoints.
-    """
+    """The chunks of some checkpoints that manifests name."""
 
     def __init__(self, owners: Iterable[CheckpointId]) -> None:
         self._sets: dict[CheckpointId, dict[int, array[int]]] = {owner: {} for owner in owners}

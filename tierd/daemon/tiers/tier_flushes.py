@@ -33,20 +33,7 @@ from tierd.stores.base import Store
 
 
 class TierFlushes:
-    """Sends parts to the tiers of a configuration.
-
-    Args:
-        config: the configuration.
-        spool: the spool.
-        stores: by tier, its store.
-        observed: the last observation of each tier.
-        pause: whether the tiers are paused.
-        identity: this node's id among the nodes that share a tier.
-        timings: the daemon's.
-
-    Attributes:
-        throughput: how fast each tier accepts objects.
-    """
+    """Sends parts to the tiers of a configuration."""
 
     def __init__(
         self,
@@ -113,11 +100,7 @@ class TierFlushes:
             return await self.flush(part, tier, spread)
 
     async def relay(self, part: PartId, tier: str, _: FlushSpread | None = None) -> FlushResult:
-        """Copy a part to a tier from the other tiers, as `tier_fetch.relay` does.
-
-        Raises:
-            StoreRefused: as for `flush`.
-        """
+        """Copy a part to a tier from the other tiers, as `relay.relay` does."""
         await self._check_readable(part, tier)
         sources = {
             name: store for name, store in self._stores.items() if name != tier and self._observed.has(part, name)

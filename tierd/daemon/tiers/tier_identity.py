@@ -34,27 +34,16 @@ _TRIES = 3  # comparisons, because other processes may put records at the same t
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a tier.
+    """The record of a tier."""
 
-    Attributes:
-        format: 1; members may be added, and a reader ignores those that it does not know.
-        id: 32 random hex digits.
-        host: the name of the node that put the record, for people.
-        created: when, in RFC 3339, for people.
-    """
-
-    format: int = 1
-    id: str
+    format: int = 1  # 1; members may be added, and a reader ignores those that it does not know
+    id: str  # 32 random hex digits
     host: str = ""
     created: str = ""
 
 
 class TiersOverlap(ConfigError):
-    """Two tiers of a configuration are one place under two names, or one lies in the other.
-
-    Attributes:
-        tier: the name of the tier that is to be changed.
-    """
+    """Two tiers of a configuration are one place under two names, or one lies in the other."""
 
     def __init__(self, tier: str, how: str, other_tier: str, urls: Mapping[str, StoreUrl]) -> None:
         super().__init__(
@@ -63,15 +52,11 @@ class TiersOverlap(ConfigError):
             "each would delete what is the other's: nothing is pruned there; leave one of them out, or give it a "
             "prefix or directory of its own"
         )
-        self.tier = tier
+        self.tier = tier  # the name of the tier that is to be changed
 
 
 async def read_identity(store: Store) -> str:
-    """Return a tier's id; empty if it has no record that can be read.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed to answer.
-    """
+    """Return a tier's id; empty if it has no record that can be read."""
     return await _id_at(store, IDENTITY_KEY)
 
 
@@ -97,8 +82,6 @@ async def check_identities(
     """Refuse tiers of which two are one place, or one lies in another one. A tier without a record gets one.
 
     Args:
-        urls: tier name -> its URL.
-        stores: tier name -> open store.
         tier: compare this tier with each other one; empty: compare all tiers.
         keep: leave the records that this call put. They are deleted if tiers are refused. A tier that deletes nothing
             keeps them, and one that takes nothing is compared without.
@@ -146,11 +129,7 @@ async def check_identities(
 
 
 async def is_one_place(source: Store, target: Store) -> bool:
-    """Whether two tiers, of which nothing is put to `source`, are known to be one place.
-
-    Raises:
-        StoreUnavailable, StoreRefused: a tier failed to answer.
-    """
+    """Whether two tiers, of which nothing is put to `source`, are known to be one place."""
     shared = await read_identity(target)
     if not shared or await read_identity(source) != shared:
         return False

@@ -56,14 +56,12 @@ async def read_manifest(store: Store, part: PartId | None, key: str = "", size: 
     """Read a part's manifest from its place on a tier, or from `key`.
 
     Args:
-        store: the tier's store.
         part: the part; None to accept any part.
         key: the object to read; empty for the part's own key.
         size: the object's listed size in bytes; an object that is too large for a manifest is not read.
 
     Raises:
         ObjectNotFound, ManifestError, FormatTooNew: the manifest is absent or, after two reads, not usable.
-        StoreUnavailable, StoreRefused: the tier could not be asked; this says nothing about the manifest.
     """
     key = key or (part.manifest_key if part else "")
     if size > MAX_MANIFEST_SIZE:
@@ -80,8 +78,6 @@ async def read_sealed(store: Store, key: str, decoded: Callable[[bytes], T]) -> 
     """Read and decode an object that ends in its own digest: a manifest or a head.
 
     Args:
-        store: the tier's store.
-        key: the object's key.
         decoded: decodes the object, and raises `ManifestError` for wrong bytes.
 
     Raises:
@@ -108,7 +104,6 @@ async def manifest_bytes(store: Store, part: PartId) -> bytes:
 
     Raises:
         ObjectNotFound: it is absent.
-        StoreUnavailable, StoreRefused: the tier could not be asked.
     """
     try:
         return bytes(octets(await read_until_certain(lambda: store.get(part.manifest_key))))
@@ -141,9 +136,6 @@ async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = F
     It is confirmed because it may be the only record of its attempt once the node that wrote it is lost.
 
     Args:
-        store: the tier's store.
-        key: the object's key.
-        data: the manifest.
         reread: read it back, even if the server shows that it verifies.
 
     Raises:
@@ -171,15 +163,11 @@ async def get_object(
     """Read a chunk's object. The caller must compare it with `stored`.
 
     Args:
-        store: the tier's store.
-        key: the object's key.
-        stored: the object's entry in the manifest.
         where: a prefix of the key in messages.
         into: memory of the object's size to read into; if None, memory is allocated.
 
     Raises:
         CorruptChunk: the object is missing, or longer than `stored` says.
-        StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
     """
     memory = memory_for(max(stored.size, 1))[: stored.size] if into is None else into
     try:
@@ -205,7 +193,6 @@ async def read_agreed(store: Store, key: str) -> bytes:
 
     Raises:
         UnstableRead: all reads gave different bytes.
-        ObjectNotFound, CorruptChunk, StoreUnavailable, StoreRefused: as `Store.get`.
     """
     readings: list[Reading] = []
     while True:
@@ -222,10 +209,6 @@ async def get_recognized(store: Store, key: str, chunk: Chunk, where: str, codec
     """Read an object that no manifest at hand describes, and whose key has the digest of `chunk`.
 
     Args:
-        store: the tier's store.
-        key: the object's key.
-        chunk: the chunk that it should hold.
-        where: the tier's name, for messages.
         codec: the object's codec; empty for the one in its key.
 
     Returns:
@@ -233,7 +216,6 @@ async def get_recognized(store: Store, key: str, chunk: Chunk, where: str, codec
 
     Raises:
         ObjectNotFound, CorruptChunk, FormatTooNew: it is not there, is proven to be another, or has another codec.
-        StoreUnavailable, StoreRefused: it could not be read; this says nothing about the bytes.
     """
 
     async def read() -> tuple[Chunk, Buffer]:
@@ -251,7 +233,6 @@ async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
 
     Raises:
         CorruptChunk: the object is missing, or differs from its entry in the manifest.
-        StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
     """
     stored = chunk.stored
     if stored is None:
@@ -262,11 +243,7 @@ async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
 
 
 async def has_all_manifests(stores: Mapping[str, Store], checkpoint: CheckpointId, world: int) -> bool:
-    """Whether the tiers together still list a manifest of every rank. A prune deletes manifests first.
-
-    Raises:
-        StoreUnavailable, StoreRefused: a tier could not be listed.
-    """
+    """Whether the tiers together still list a manifest of every rank. A prune deletes manifests first."""
     ranks: set[int] = set()
     for store in stores.values():
         async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/"):
@@ -277,11 +254,7 @@ async def has_all_manifests(stores: Mapping[str, Store], checkpoint: CheckpointI
 
 
 async def first_manifest(part: PartId, spool: Spool | None, stores: Mapping[str, Store]) -> Manifest | None:
-    """Return a part's manifest from the first place that has it right; None if no place has.
-
-    Raises:
-        StoreUnavailable: a tier did not answer.
-    """
+    """Return a part's manifest from the first place that has it right; None if no place has."""
     if spool is not None:
         with suppress(TierdError, OSError):
             return await thread_uncancelled(spool.manifest, part)
@@ -295,8 +268,6 @@ async def verify_part(store: Store, part: PartId, read: Callable[[int], None]) -
     """Re-read every stored byte of a part on a tier and compare it with the digests.
 
     Args:
-        store: the tier's store.
-        part: the part to verify.
         read: callback that gets the stored size of each chunk, in bytes, after the chunk was compared.
 
     Returns:
@@ -304,7 +275,6 @@ async def verify_part(store: Store, part: PartId, read: Callable[[int], None]) -
 
     Raises:
         ObjectNotFound, ManifestError, FormatTooNew: the manifest is not there or cannot be used.
-        StoreUnavailable, StoreRefused: the tier failed, which says nothing about the bytes.
     """
     manifest = await read_manifest(store, part)
     wrong: list[str] = []

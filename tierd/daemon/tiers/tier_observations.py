@@ -36,21 +36,15 @@ _QUICK, _PATIENT = 1.0, 10.0
 
 
 class Observations:
-    """The last observation of every tier.
-
-    Args:
-        observers: tier -> what observes it.
-
-    Attributes:
-        places: tier -> its inventory as last observed; None if the tier did not answer.
-        unanswered_s: tiers that do not answer -> the seconds from the first failure since the last answer to the last
-            one. `_GAP` seconds at most count between two failures, because the machine may have been frozen or the
-            daemon paused in between, so that nobody asked.
-    """
+    """The last observation of every tier."""
 
     def __init__(self, observers: Mapping[str, TierObserver], answers_s: float) -> None:
         self._answers_s = answers_s
+        # Tier -> its inventory as last observed; None if the tier did not answer.
         self.places: dict[str, Place | None] = dict.fromkeys(observers)
+        # Tiers that do not answer -> the seconds from the first failure since the last answer to the last one. `_GAP`
+        # seconds at most count between two failures, because the machine may have been frozen or the daemon paused in
+        # between, so that nobody asked.
         self.unanswered_s: dict[str, float] = {}
         self._failed_at: dict[str, float] = {}  # tiers that do not answer -> the last failure, monotonic seconds
         self._observers = observers
@@ -79,8 +73,6 @@ class Observations:
         asked, so it shows all that was there when they asked.
 
         Args:
-            tier: the tier's name.
-            runs: the runs to observe.
             own_ranks: run -> the ranks of which the spool has parts.
 
         Raises:
@@ -189,19 +181,7 @@ _AGAIN_S = 86_400.0  # seconds between two listings of all runs, because a listi
 
 
 class Backfill:
-    """The runs to fill tiers with.
-
-    Attributes:
-        runs: the runs of which a tier may lack something, without those that the spool has.
-        unsent_by_run: by run, what a tier lacked of it for longer than a node takes to send it, and is left to another
-            node.
-
-    Args:
-        config: the configuration.
-        stores: tier name -> open store.
-        observed: the tiers, as last observed.
-        timings: durations; `list_again_s` until a tier that could not be listed is tried again.
-    """
+    """The runs to fill tiers with."""
 
     def __init__(
         self, config: Config, stores: Mapping[str, Store], observed: Observations, timings: DaemonTimings
@@ -210,7 +190,8 @@ class Backfill:
         self._is_enabled = any(tier.backfill for tier in config.tier)
         self._due = 0.0  # monotonic seconds
         self._listed = False  # whether every tier's runs were listed at least once
-        self.runs: set[str] = set()
+        self.runs: set[str] = set()  # the runs of which a tier may lack something, without those that the spool has
+        # By run, what a tier lacked of it for longer than a node takes to send it, and is left to another node.
         self.unsent_by_run: dict[str, tuple[ForeignRunBacklog, ...]] = {}
 
     async def list_runs(self, own_runs: Collection[str]) -> bool:
@@ -241,7 +222,6 @@ class Backfill:
 
         Args:
             flushes: the runs of which parts are left to send.
-            inventory: the places as observed now.
         """
         places = self._observed.places
         if None not in places.values():

@@ -60,9 +60,6 @@ async def observe_places(
     Where runs have few manifests on a tier, all are read, because the caller wants to see sizes and is not a daemon.
 
     Args:
-        spool: the spool, if any.
-        stores: tier name -> open store.
-        run: the run to observe; None: all runs.
         chunks: also find the names under which chunks are stored, for callers that delete by the result.
     """
     place = SpoolEye(spool).observe() if spool else Place()
@@ -85,10 +82,7 @@ async def observe_places(
 async def list_chunks(
     store: Store, rank: int, owners: Iterable[CheckpointId], on_answer: Callable[[], None] = lambda: None
 ) -> dict[str, int]:
-    """List every chunk of `rank` stored under these checkpoints: key -> stored size in bytes.
-
-    `on_answer` is called for each listed chunk and each listing.
-    """
+    """List every chunk of `rank` stored under these checkpoints: key -> stored size in bytes."""
     sizes: dict[str, int] = {}
     for owner in sorted(owners):
         async for info in store.scan(f"{chunks_prefix(owner.run)}{owner.name}/{rank:05}/"):
@@ -108,15 +102,10 @@ async def missing_chunks(store: Store, manifest: Manifest, on_answer: Callable[[
 async def find_base(store: Store, place: Place, part: PartId) -> tuple[Manifest | None, frozenset[CheckpointId]]:
     """Find the base checkpoint of a flush of `part` to a tier.
 
-    Args:
-        store: the tier's store.
-        place: the tier as last observed.
-        part: the part.
-
     Returns:
         The manifest whose equal chunks need not be sent again, and the checkpoints whose chunks must be sent again
-            because enough others depend on them. None and no checkpoints if there is no base or it cannot be read: a
-            base only saves bytes.
+        because enough others depend on them. None and no checkpoints if there is no base or it cannot be read: a base
+        only saves bytes.
     """
     whose = base_part(place, part)
     if whose is None:
@@ -134,7 +123,6 @@ class TierObserver:
     """Observe a tier. `manifests` caches what was read there.
 
     Args:
-        store: the tier's store.
         prunes: whether the caller deletes copies by retention: a daemon does, a reader does not.
         own: called with a run and its policies, returns them as this node is to understand them.
     """
@@ -167,12 +155,9 @@ class TierObserver:
         """Observe the tier's copies of `runs`.
 
         Args:
-            runs: the runs to observe.
             own_ranks: run -> the ranks whose manifests are all read.
             spare_reads: also read all other manifests of a run if they are at most this many.
-            on_answer: callback after each answer of the tier.
             chunks: also find the owners of chunks.
-            concurrency: how many runs are observed at a time.
 
         Raises:
             StoreUnavailable, StoreRefused: the tier failed to answer a request. Or, for a reader, checkpoints were

@@ -43,12 +43,7 @@ log = logging.getLogger("tierd.daemon")
 
 
 class TierOperations:
-    """Every tier of a configuration, by name.
-
-    Attributes:
-        observed: the last observation of each tier.
-        flushes: the flushes to the tiers.
-    """
+    """Every tier of a configuration, by name."""
 
     def __init__(
         self,
@@ -173,7 +168,7 @@ class TierOperations:
         return (tier in self._untidy or guard.has_refused) and not guard.refused
 
     def note_failure(self, tier: str) -> None:
-        """Note that an operation on a tier may have been cut off, so that `tidy` sweeps it."""
+        """Note that an operation on a tier may have been cut off, so that `sweep_leftovers` goes over it."""
         self._untidy.add(tier)
 
     async def prune(
@@ -186,11 +181,6 @@ class TierOperations:
         """Prune checkpoints of one run from a tier as `tier_prune.prune` does.
 
         Invariant: nothing is deleted while it is unknown which chunks the surviving manifests name.
-
-        Args:
-            checkpoints: the checkpoints to delete.
-            tier: the tier's name.
-            confirm, deleted: as in `tier_prune.prune`.
 
         Returns:
             The checkpoints of which anything was deleted.
@@ -296,15 +286,9 @@ class TierOperations:
     ) -> list[tuple[str, PartId, bytes]] | None:
         """Check the tiers once more before the spool's copies are deleted.
 
-        Args:
-            local: each part's manifest in the spool, None where it cannot be read.
-
         Returns:
             None if a tier holds all of these parts, or if no tier was seen to have them. Otherwise the tiers and parts
-                that lack a chunk that their manifest names, each with that manifest's bytes.
-
-        Raises:
-            TierdError, OSError: a tier failed, and no other holds them.
+            that lack a chunk that their manifest names, each with that manifest's bytes.
         """
         names = [name for name in self.observed.places if all(self.observed.has(part, name) for part in local)]
         return await find_missing_parts({name: self._stores[name] for name in names}, local)

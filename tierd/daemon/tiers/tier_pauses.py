@@ -170,9 +170,7 @@ class FlushSpread:
     """The pauses between the chunks of one flush.
 
     Args:
-        over_s: seconds over which the flush is spread.
         hurries: whether the flush must finish without further pauses.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -187,11 +185,7 @@ class FlushSpread:
         self._lock = asyncio.Lock()  # so that waiting chunks begin one after the other
 
     async def pause(self, chunks: int) -> None:
-        """Wait until the next chunk may begin.
-
-        Args:
-            chunks: the number of chunks in the flush.
-        """
+        """Wait until the next chunk may begin."""
         if not self._over_s:
             return
         async with self._lock:
@@ -210,13 +204,7 @@ class _Tier:
 
 
 class SilenceMonitor:
-    """The silence of every tier of a configuration.
-
-    Args:
-        stores: tier name -> open store.
-        journal: gets the alerts.
-        timings: when a silence is shown, is a problem, and is an alert.
-    """
+    """The silence of every tier of a configuration."""
 
     def __init__(self, stores: Mapping[str, Store], journal: Journal, timings: DaemonTimings) -> None:
         self._tiers = {name: _Tier(store) for name, store in stores.items()}

@@ -50,16 +50,12 @@ _UNREADABLE = (CorruptChunk, ManifestError, FormatTooNew)
 
 @dataclass(frozen=True, slots=True)
 class TierAccess:
-    """The operations that a tier was found to allow.
+    """The operations that a tier was found to allow."""
 
-    Attributes:
-        mode: None if the tier did not answer, or returned other bytes than it was given.
-        why: the reason for that, or for any mode less than read-write.
-        failure: what is wrong with a tier without a mode; None: it has one.
-    """
-
+    # None if the tier did not answer, or returned other bytes than it was given.
     mode: Literal["read-write", "append-only", "read-only"] | None
-    why: str = ""
+    why: str = ""  # the reason for that, or for any mode less than read-write
+    # What is wrong with a tier without a mode; None: it has one.
     failure: Literal["no answer", "refused", "full"] | None = None
 
 
@@ -218,7 +214,6 @@ async def is_part_held(
     """Whether a tier holds a copy of a part: the content of `local`, with every chunk there at its stored size.
 
     The bytes were verified before the manifest was put; this check precedes the deletion of the spool's copy.
-    `on_answer` is called at each answer of the store.
 
     Returns:
         False if the part was pruned there, or its manifest was replaced meanwhile, which is no sign of corruption. If
@@ -259,13 +254,7 @@ async def _are_readable(store: Store, manifest: Manifest, keys: set[str], going:
 
 
 class QuarantinedCopy:
-    """A quarantined copy on a tier, and how much of it was read again.
-
-    Args:
-        store: the tier's store.
-        part: the part.
-        who, timings: as for `protect_chunks`.
-    """
+    """A quarantined copy on a tier, and how much of it was read again."""
 
     def __init__(self, store: Store, part: PartId, who: str = "", timings: DaemonTimings = USUAL) -> None:
         self._store, self._part, self._who, self._timings = store, part, who, timings

@@ -34,20 +34,14 @@ _PAGE = 999  # chunks of other checkpoints after which a new listing is cheaper 
 
 
 class PruneResult(NamedTuple):
-    """The result of one prune.
+    """The result of one prune."""
 
-    Attributes:
-        deleted: the checkpoints of which anything was deleted. Not among them: checkpoints of which another node is
-            just putting a manifest, and those of which only shared chunks are left.
-        bare: other checkpoints, pruned before, whose last shared chunks were deleted now.
-        kept_reasons: the checkpoints that are kept for now, each with the reason.
-        is_stale: whether the tier has lost a checkpoint that the decision counted on.
-    """
-
+    # The checkpoints of which anything was deleted. Not among them: checkpoints of which another node is just putting a
+    # manifest, and those of which only shared chunks are left.
     deleted: set[CheckpointId]
-    bare: set[CheckpointId]
-    kept_reasons: Mapping[CheckpointId, str] = {}
-    is_stale: bool = False
+    bare: set[CheckpointId]  # other checkpoints, pruned before, whose last shared chunks were deleted now
+    kept_reasons: Mapping[CheckpointId, str] = {}  # the checkpoints that are kept for now, each with the reason
+    is_stale: bool = False  # whether the tier has lost a checkpoint that the decision counted on
 
 
 async def prune(
@@ -66,13 +60,10 @@ async def prune(
     deleted because of a newer one that cannot be used, or that is gone.
 
     Args:
-        store: the tier's store.
-        checkpoints: the checkpoints to delete, all of one run.
         who: this node's id, 8 hex digits; random for a process that will not come back to sweep.
         manifest_index: manifests that were read on this tier before and need not be read again.
         decided_on: the inventory on which the decision rests. A checkpoint that has more parts by now is not deleted.
         confirm: asked for the decision once more right before the first deletion; without it, the decision stands.
-        timings: the daemon's.
         deleted: called with the checkpoints whose manifests were just deleted, because the rest may fail.
 
     Raises:
@@ -178,8 +169,6 @@ async def quarantine(
     the copy since.
 
     Args:
-        store: the tier's store.
-        part: the part.
         judged: the `manifest_bytes` of the copy that is proven corrupt; None for those that are read now.
         within_s: seconds from the first read until the deletion, at most. A process that was stopped in between knows
             nothing of what others did meanwhile.

@@ -48,23 +48,15 @@ log = logging.getLogger("tierd.daemon")
 
 
 class HeadReader:
-    """Read one tier's heads; each again only when its listing shows that it was replaced.
-
-    Attributes:
-        unreadable: why a head could not be read, the last one of them; empty if all could be.
-    """
+    """Read one tier's heads; each again only when its listing shows that it was replaced."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.unreadable = ""
+        self.unreadable = ""  # why a head could not be read, the last one of them; empty if all could be
         self._read: dict[str, tuple[str, Head | None]] = {}  # key -> its token and content
 
     async def read(self, run: str, info: ObjectInfo) -> Head | None:
-        """Read the head that a listing of `run` shows; None if it is no head, unreadable, or deleted.
-
-        Raises:
-            StoreUnavailable, StoreRefused: the tier failed.
-        """
+        """Read the head that a listing of `run` shows; None if it is no head, unreadable, or deleted."""
         by = parse_head(run, info.key)
         if by is None:
             return None
@@ -107,8 +99,6 @@ def due_spool_head(inventory: Inventory, run: str, urls: Mapping[str, str]) -> H
     """Return the head that the spool should record from all places that answered; None if it holds that already.
 
     Args:
-        inventory: the latest inventory.
-        run: the run.
         urls: tier name -> URL of the tiers whose last heads are remembered now. Another tier may show an older head
             than before, which must not be taken over before `why_rolled_back` compared it.
     """
@@ -125,11 +115,7 @@ def next_head(inventory: Inventory, place: Place, run: str, by: str, heads: tupl
     """Return the head that follows `heads`, the earlier ones of a place.
 
     Args:
-        inventory: the observed places, which give the origins of launches.
-        place: the place that the head describes.
-        run: the run.
         by: the id of the node that writes it, 8 hex digits; empty for a spool's, which describes all places.
-        heads: the earlier heads.
     """
     where = [place] if by else list(inventory.places.values())
     complete = [newest for observed in where for newest in observed.run(run).newest_usable]
@@ -143,13 +129,7 @@ async def why_rolled_back(store: Store, run: str, remembered: LastHead | None, h
     """Explain why a run's history on a tier is, or can be, older than this node saw there; None if it is not.
 
     Args:
-        store: the tier's store.
-        run: the run.
         remembered: the last head that this node saw there.
-        heads: the heads that the latest observation found.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed.
     """
     if rollback_reason(last_head_of(heads), remembered) is None:
         return None
@@ -160,11 +140,7 @@ async def why_rolled_back(store: Store, run: str, remembered: LastHead | None, h
 
 
 async def put_head(store: Store, head: Head, heads: tuple[Head, ...]) -> None:
-    """Put a head on a tier, and delete those of other nodes, because the new one contains their content.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed.
-    """
+    """Put a head on a tier, and delete those of other nodes, because the new one contains their content."""
     await store.put(head_key(head.run, head.by), encode_head(head))
     if stale := [head_key(other_head.run, other_head.by) for other_head in heads if other_head.by != head.by]:
         await delete_if_permitted(store, stale)
@@ -174,7 +150,6 @@ class RunPolicyReader:
     """Read one tier's policies; each again only when its listing shows that it was replaced.
 
     Args:
-        store: the tier's store.
         prunes: whether the caller deletes by them, and so logs a warning for each unreadable one.
     """
 
@@ -183,11 +158,7 @@ class RunPolicyReader:
         self._read: dict[str, tuple[str, StoredRetention]] = {}  # key -> its token and content
 
     async def read(self, run: str, info: ObjectInfo) -> StoredRetention | None:
-        """Read the policy that a listing of `run` shows; None if it is no policy, or deleted.
-
-        Raises:
-            StoreUnavailable, StoreRefused: the tier failed.
-        """
+        """Read the policy that a listing of `run` shows; None if it is no policy, or deleted."""
         name = parse_retention(run, info.key)
         if name is None:
             return None
@@ -262,11 +233,7 @@ def _without_tiers(tiers: tuple[str, ...], earlier: tuple[str, ...]) -> tuple[st
 
 
 async def put_policy(store: Store, tier: str, policy: StoredRetention) -> None:
-    """Put a policy of this node on a tier.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier failed.
-    """
+    """Put a policy of this node on a tier."""
     await store.put(retention_key(policy.run, policy.by, policy.given), encode_policy(policy))
     if policy.given == "default":
         log.warning(

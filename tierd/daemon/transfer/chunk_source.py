@@ -43,26 +43,15 @@ class FlushProgress:
 
 @dataclass(frozen=True, slots=True)
 class TierUploadContext:
-    """Everything that a flush needs to reach one tier.
-
-    Attributes:
-        store: the tier's store.
-        tier: the tier's name.
-        who: 8 hex digits that identify this node; random if no later process sweeps this node's intents.
-        reread: read everything back, even if the server shows that it verifies.
-        budget: the budget of encoded bytes in transfer to this tier.
-        encoding: the encoder that all flushes of a daemon share.
-        pause: awaited before each chunk, because the daemon may be paused.
-        progress_by_part: how far the flushes under way are.
-        timings: the daemon's.
-    """
+    """Everything that a flush needs to reach one tier."""
 
     store: Store
     tier: str = ""
-    who: str = ""
-    reread: bool = False
+    who: str = ""  # 8 hex digits that identify this node; random if no later process sweeps this node's intents
+    reread: bool = False  # read everything back, even if the server shows that it verifies
+    # The budget of encoded bytes in transfer to this tier.
     budget: MemoryBudget = field(default_factory=lambda: MemoryBudget(FLUSH_BYTES))
-    encoding: SharedEncoder = field(default_factory=SharedEncoder)
+    encoding: SharedEncoder = field(default_factory=SharedEncoder)  # the encoder that all flushes of a daemon share
     pause: Pause = no_pause
     progress_by_part: dict[PartId, FlushProgress] = field(default_factory=dict)
     timings: DaemonTimings = USUAL
@@ -78,21 +67,13 @@ _SAMPLE, _SAMPLES = 16 << 10, 16  # bytes of a sampled piece of a chunk, and abo
 
 @dataclass(frozen=True, slots=True)
 class PatchBase:
-    """The base of a chunk: the one at the same place of the same file of an older checkpoint.
-
-    Attributes:
-        file: the file.
-        index: the index of both chunks in the file.
-        part: the older part.
-        older: the same file in it.
-        chunk: the base's entry on the tier.
-    """
+    """The base of a chunk: the one at the same place of the same file of an older checkpoint."""
 
     file: File
-    index: int
+    index: int  # the index of both chunks in the file
     part: PartId
-    older: File
-    chunk: Chunk
+    older: File  # the same file in it
+    chunk: Chunk  # the base's entry on the tier
 
 
 class ChunkSource(Protocol):
@@ -106,7 +87,6 @@ class ChunkSource(Protocol):
         """Choose the chunks that are provided as patches of these bases from now on.
 
         Args:
-            bases: by content, the base that the tier has.
             token: as for `encode_patch`.
         """
         ...
@@ -133,19 +113,12 @@ class ChunkSource(Protocol):
 
 @dataclass(slots=True)
 class ReferenceCopy:
-    """Another tier's copy of the part. While that tier answers, its stored bytes are copied byte for byte.
-
-    Attributes:
-        store: the other tier's store.
-        manifest: the part's manifest there.
-        is_answering: whether the tier has answered so far.
-        answer_s: how long a chunk waits for that tier's encoding of it.
-    """
+    """Another tier's copy of the part. While that tier answers, its stored bytes are copied byte for byte."""
 
     store: Store
     manifest: Manifest
     is_answering: bool = True
-    answer_s: float = 60.0
+    answer_s: float = 60.0  # how long a chunk waits for that tier's encoding of it
 
 
 class SpoolChunkSource:

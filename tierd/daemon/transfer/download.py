@@ -42,24 +42,15 @@ ChunkRuns: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]  # a file's path 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a download, in raw bytes.
-
-    Attributes:
-        on_progress: called after each change.
-        done: bytes that are right in place.
-        total: bytes in all.
-        kept_bytes: bytes of `done` that were in place before.
-        written_chunks: the number of chunks that were written.
-        tiers: the tiers that provided chunks.
-        manifests: by tier, the manifest that was read there, if it was readable.
-    """
+    """The progress of a download, in raw bytes."""
 
     on_progress: Callable[[Progress], None] = lambda progress: None
-    done: int = 0
+    done: int = 0  # bytes that are right in place
     total: int = 0
-    kept_bytes: int = 0
+    kept_bytes: int = 0  # bytes of `done` that were in place before
     written_chunks: int = 0
     tiers: tuple[str, ...] = ()
+    # By tier, the manifest that was read there, if it was readable.
     manifests: Mapping[str, Manifest] = field(default_factory=dict)
 
     def begin(self, total: int) -> None:
@@ -82,11 +73,6 @@ async def download(
     """Make every file of `manifest` under `home` right and durable.
 
     Args:
-        home: the directory.
-        manifest: the part's manifest.
-        copies: the tiers' copies.
-        budget: the memory budget.
-        progress: updated during the download.
         committed: `home` is a part of the spool, whole or damaged. If False, `home` is for this download only, and all
             other files there are removed.
         chunk_runs: only these chunks. Unless `committed`, nothing is synced then, files have holes, and the manifest is
@@ -98,7 +84,6 @@ async def download(
         CorruptChunk: no copy of a chunk is right; if `committed`, the message also says what is wrong with the local
             chunk.
         StoreUnavailable: a tier could not be asked, so the result is unknown.
-        OSError: as the system reports it.
     """
     work = _Download(home, copies, budget, progress, committed, chunk_runs, public)
     targets = await thread_uncancelled(work.lay_out, manifest)

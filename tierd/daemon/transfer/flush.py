@@ -136,20 +136,12 @@ _CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
 
 @dataclass(frozen=True, slots=True)
 class FlushResult:
-    """The result of one flush.
+    """The result of one flush."""
 
-    Attributes:
-        raw: size of the part's files in bytes, before encoding.
-        stored: size in bytes of all chunks that the part's manifest names, as they are stored on the tier.
-        sent: bytes of chunks that this flush put; less than `stored` if some chunks were on the tier already.
-        shared: raw bytes in chunks of other checkpoints, which were named and not sent.
-        facts: facts of the manifest on the tier.
-    """
-
-    raw: int
-    stored: int
-    sent: int
-    shared: int
+    raw: int  # size of the part's files in bytes, before encoding
+    stored: int  # size in bytes of all chunks that the part's manifest names, as they are stored on the tier
+    sent: int  # bytes of chunks that this flush put; less than `stored` if some chunks were on the tier already
+    shared: int  # raw bytes in chunks of other checkpoints, which were named and not sent
     facts: ManifestFacts
 
 
@@ -166,19 +158,13 @@ async def flush(
     """Copy a committed part to a tier.
 
     Args:
-        spool: the spool that holds the part.
-        part: the part.
-        route: the route to the tier.
         twin: another tier's copy of the part. Chunks are stored in its encoding, even if today's encoder would differ.
-        base: another checkpoint's manifest on this tier, at the same rank. Its equal large chunks are named, not
-            sent.
-        worn_out: checkpoints whose chunks are not named, because enough others depend on them (`overshared`).
-        spread: the pauses between chunks; None for no pauses.
+        base: another checkpoint's manifest on this tier, at the same rank. Its equal large chunks are named, not sent.
+        worn_out: checkpoints whose chunks are not named, because enough others depend on them (`sharing.worn`).
 
     Raises:
         ObjectNotFound: the part is not in the spool any more.
         CorruptChunk, ManifestError: the spool's copy is proven bad; nothing was made visible on the tier.
-        StoreUnavailable, StoreRefused: the tier did not accept the part.
     """
     manifest = await asyncio.to_thread(spool.manifest, part)
     if twin and not twin.manifest.same_content(manifest):
@@ -197,18 +183,7 @@ async def send_part(
     worn_out: Collection[CheckpointId],
     spread: FlushSpread | None = None,
 ) -> FlushResult:
-    """Put the chunks that a part's manifest describes on a tier, and the manifest last.
-
-    Args:
-        manifest: the part's manifest.
-        part: the part.
-        route: the route to the tier.
-        source: provides the chunks.
-        base, worn_out, spread: as for `flush`.
-
-    Raises:
-        As `flush`.
-    """
+    """Put the chunks that a part's manifest describes on a tier, and the manifest last."""
     await _introduce(route.store)
     keys_by_digest: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
     for key in await list_chunks(route.store, part.rank, [part.checkpoint]):

@@ -21,27 +21,17 @@ from tierd.spool.stage import try_lock_stage
 
 @dataclass(slots=True)
 class TargetFile:
-    """A file of the part.
-
-    Attributes:
-        number: its number in the manifest.
-        file: its description.
-        path: its path on the disk.
-        existed: whether the file existed before.
-        todo: the chunks that must still be right before the file is synced.
-        shared: whether another program may know the file by a second name, so that it must not be written.
-        right_chunks: index and offset of the chunks that were found right while the file was shared.
-        lock: held while the file is replaced by a copy of its own.
-    """
+    """A file of the part."""
 
     number: int
     file: File
     path: Path
-    existed: bool
-    todo: set[int]
-    shared: bool = False
+    existed: bool  # whether the file existed before
+    todo: set[int]  # the chunks that must still be right before the file is synced
+    shared: bool = False  # whether another program may know the file by a second name, so that it must not be written
+    # Index and offset of the chunks that were found right while the file was shared.
     right_chunks: list[tuple[int, int]] = field(default_factory=list)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the file is replaced by a copy of its own
     fd: int = -1  # open from the first write to the sync, so that a failed write-back is noticed
 
     def open(self, flags: int = os.O_WRONLY) -> None:
@@ -123,11 +113,7 @@ log = logging.getLogger("tierd.daemon")
 
 
 def check_restore_target(target: Path) -> Path:
-    """Return the path of a directory that a finished one may replace: absent or empty.
-
-    Raises:
-        ConfigError: it is another kind of path.
-    """
+    """Return the path of a directory that a finished one may replace: absent or empty."""
     target = target.resolve() if target.is_symlink() else target.absolute()
     if target.is_mount():
         raise ConfigError(f"{target}: a mount point, which no finished directory can replace; name one inside it")

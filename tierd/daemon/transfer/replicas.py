@@ -28,26 +28,16 @@ ANSWER_S = 120.0  # that a tier may take for its manifest, all retries included
 
 @dataclass(slots=True)
 class Replicas:
-    """The tiers' copies of one part.
-
-    Attributes:
-        part: the part.
-        stores: by tier, its store.
-        manifests: by tier, a readable manifest that agrees with the reference.
-        defects: by tier, why its copy is proven bad.
-        unavailable: by tier, why it could not be asked.
-        used_tiers: the tiers that provided chunks.
-        reference: the manifest with which the others must agree.
-        answer_s: how long a tier may take for its manifest.
-    """
+    """The tiers' copies of one part."""
 
     part: PartId
     stores: Mapping[str, Store]
+    # By tier, a readable manifest that agrees with the reference.
     manifests: dict[str, Manifest] = field(default_factory=dict)
-    defects: dict[str, str] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)
+    defects: dict[str, str] = field(default_factory=dict)  # by tier, why its copy is proven bad
+    unavailable: dict[str, str] = field(default_factory=dict)  # by tier, why it could not be asked
     used_tiers: set[str] = field(default_factory=set)
-    reference: Manifest | None = None
+    reference: Manifest | None = None  # the manifest with which the others must agree
     answer_s: float = ANSWER_S
     # By tier, every readable manifest, also if it contradicts the reference.
     _readable: dict[str, Manifest] = field(default_factory=dict)
@@ -120,9 +110,6 @@ class Replicas:
         """Return the verified raw bytes of one chunk, from the first tier that has them right.
 
         Args:
-            file: the file's number in the manifest.
-            index: the chunk's index in the file.
-            path: the file's path, for messages.
             into: memory of the chunk's size in which the bytes may be placed. The caller must not use it until the call
                 ends. Only the result says where the bytes are.
             buffers: memory for the stored bytes.
@@ -156,8 +143,6 @@ class Replicas:
 
         Args:
             name: the tier whose manifest names the link.
-            link: the link.
-            where: the chunk's place in the manifest.
 
         Raises:
             CorruptChunk: no tier has the link right.

@@ -86,15 +86,7 @@ async def restore_to_directory(
     """Restore every rank's files of the newest verified checkpoint, or of the best one, into a directory.
 
     Args:
-        stores: the tiers.
-        run: the run's name.
         target: the directory, which must be empty or absent.
-        step: this step only; None for any.
-        attempt: this attempt only; None for any.
-        progress: updated during the restore.
-        budget: the memory budget.
-        best: restore the best checkpoint by this goal, not the newest one.
-        rank: restore this rank's files only.
         accept: called with each manifest before any file is fetched; it may raise `ConfigError`.
 
     Raises:
@@ -208,9 +200,6 @@ class _Export:
         origins: Mapping[str, CheckpointId | None],
     ) -> RestoredDirectory:
         """Restore one candidate.
-
-        Args:
-            origins: the known origins, by attempt.
 
         Raises:
             CorruptChunk: it is proven corrupt, or was pruned.

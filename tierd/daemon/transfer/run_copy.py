@@ -100,13 +100,8 @@ async def copy_run(
     checkpoint is pinned on the target, because a person asked for it and the policy there may not want it.
 
     Args:
-        source: the tier to read.
         target: the tier to write; the same store if only the name differs.
-        run: the run's name at the source.
-        to_run: its name on the target.
         step: the checkpoint of this step only, as a restore would choose it; None: all.
-        attempt: checkpoints of this attempt only; None: of all.
-        progress: updated during the copy, in raw bytes.
 
     Raises:
         CheckpointNotFound: the source has no such complete checkpoint, or it was pruned there meanwhile.

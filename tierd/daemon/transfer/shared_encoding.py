@@ -119,32 +119,18 @@ ReadInto: TypeAlias = Callable[[memoryview], Buffer]
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A chunk that is being encoded, or was.
-
-    Attributes:
-        chunk: the chunk.
-        work: the task that encodes it.
-        users: flushes that use it now; each accounts for its bytes in its own budget.
-        kept: the budget for its bytes while it has no user.
-        memory: the buffer in which its bytes lie; None if they lie elsewhere.
-    """
+    """A chunk that is being encoded, or was."""
 
     chunk: Chunk
     work: asyncio.Task[EncodedChunk]
-    users: int = 0
-    kept: BudgetHold | None = None
-    memory: memoryview | None = None
+    users: int = 0  # flushes that use it now; each accounts for its bytes in its own budget
+    kept: BudgetHold | None = None  # the budget for its bytes while it has no user
+    memory: memoryview | None = None  # the buffer in which its bytes lie; None if they lie elsewhere
 
 
 @dataclass(eq=False, slots=True)
 class _Pass:
-    """The shared state of the concurrent flushes of one part.
-
-    Attributes:
-        flushes: the flushes.
-        entries: by content, the encoded chunks.
-        packed: by content, whether the chunk is compressed.
-    """
+    """The shared state of the concurrent flushes of one part."""
 
     flushes: list[EncodedChunkConsumer] = field(default_factory=list)
     entries: dict[ContentId, _Entry] = field(default_factory=dict)  # the oldest first
@@ -155,12 +141,7 @@ class SharedEncoder:
     """Encodes chunks of the spool for all flushes of a daemon.
 
     Args:
-        throughput: decides whether to compress, and measures the encoder.
         budget: of bytes that are being read, and of encoded bytes that are kept for a flush that lacks them.
-
-    Attributes:
-        throughput: as given.
-        buffers: the memory of chunks; freed when no flush runs.
     """
 
     def __init__(self, throughput: Throughput | None = None, budget: MemoryBudget | None = None) -> None:
@@ -168,7 +149,7 @@ class SharedEncoder:
         self._budget = budget or MemoryBudget(ENCODING_BYTES)
         # Taken first, because a chunk that waits for a thread needs no memory yet.
         self._threads = MemoryBudget(BACKGROUND_THREADS)
-        self.buffers = Buffers(FLUSH_BYTES)
+        self.buffers = Buffers(FLUSH_BYTES)  # the memory of chunks; freed when no flush runs
         self._passes: dict[PartId, _Pass] = {}
         self._window: dict[_Entry, _Pass] = {}  # kept chunks, the oldest first
 
@@ -276,15 +257,11 @@ class SharedEncoder:
 
 
 class EncodedChunkConsumer:
-    """One flush's access to the shared chunks of its part.
-
-    Attributes:
-        lacking: the contents that the flush has not had yet.
-    """
+    """One flush's access to the shared chunks of its part."""
 
     def __init__(self, encoding: SharedEncoder, part: PartId, shared: _Pass, lacking: set[ContentId]) -> None:
         self._encoding, self._part, self._shared = encoding, part, shared
-        self.lacking = lacking
+        self.lacking = lacking  # the contents that the flush has not had yet
 
     def next_content(self, todo: Collection[ContentId], accepts: Callable[[ContentId], bool]) -> ContentId | None:
         """Return the content to send next, among those of `todo` for which `accepts` is true.
@@ -305,13 +282,9 @@ class EncodedChunkConsumer:
         The caller's own budget must cover the chunk until the context ends.
 
         Args:
-            chunk: the chunk.
             room: the bytes of memory that `read` needs.
             read: reads the chunk's verified raw bytes into memory and returns them; called in a thread, unless another
                 flush has had them read.
-
-        Raises:
-            As `read`.
         """
         entry = self._shared.entries.get(chunk.content)
         entry = entry or self._encoding._begin(self._shared, self._part, chunk, room, read)

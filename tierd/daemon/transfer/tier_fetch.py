@@ -38,17 +38,11 @@ _SPARE_SHARE = 32  # on a small disk, this fraction (1/32) of it is left free
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The result of a fetch.
-
-    Attributes:
-        tiers: the tiers that provided chunks.
-        defects: by tier, why its copy was found to be bad.
-        chunks: the number of chunks that were written.
-    """
+    """The result of a fetch."""
 
     tiers: tuple[str, ...]
-    defects: Mapping[str, str]
-    chunks: int
+    defects: Mapping[str, str]  # by tier, why its copy was found to be bad
+    chunks: int  # the number of chunks that were written
 
 
 async def fetch(
@@ -64,15 +58,9 @@ async def fetch(
     """Make the spool's copy of `part` whole, from any state including an absent copy.
 
     Args:
-        spool: the spool.
-        part: the part.
-        stores: the tiers.
-        budget: the memory budget.
-        progress: updated during the fetch, for observers.
         chunk_runs: fetch only these chunks; a part that is not in the spool is kept in `partial`, and is not committed.
         partial: the stage in which the part is assembled. If given, the caller releases its lock, unless the part was
             committed.
-        answer_s: seconds that a tier may take for its manifest.
 
     Raises:
         ConfigError: `chunk_runs` names a chunk that the part does not have.
@@ -217,9 +205,6 @@ async def relay(
     """Copy a part to a tier from the other tiers that have it.
 
     Args:
-        stores: the other tiers.
-        part: the part.
-        route: the route to the tier.
         base, worn_out: as for `flush.flush`.
         run: the run's name on the tier; empty for the part's own run.
         read: called with the raw bytes of each chunk that was read from another tier.
@@ -227,7 +212,6 @@ async def relay(
     Raises:
         ObjectNotFound: no other tier has the part.
         CorruptChunk: every copy of a chunk, or of the manifest, is proven bad; nothing was made visible.
-        StoreUnavailable, StoreRefused: the tier did not accept the part, or another tier could not be asked.
     """
     copies = Replicas(part, stores)
     await copies.read_manifests()
@@ -247,10 +231,7 @@ class _TierChunkSource:
     """The other tiers' copies of a part, in order of preference.
 
     Args:
-        copies: the copies.
         part: the part's name on the tier to which it is sent.
-        route: the route to that tier.
-        read: called with the raw bytes of each chunk that was read.
     """
 
     def __init__(self, copies: Replicas, part: PartId, route: TierUploadContext, read: Callable[[int], None]) -> None:
