@@ -74,11 +74,7 @@ class ConfigReloader:
     """The daemon's present configuration and the stores opened for it, and their replacement."""
 
     def __init__(
-        self,
-        reread: Callable[[], Config],
-        open_all: OpenAll,
-        opened: AsyncExitStack,
-        notifier: Notifier,
+        self, reread: Callable[[], Config], open_all: OpenAll, opened: AsyncExitStack, notifier: Notifier
     ) -> None:
         self._reread, self._open_all = reread, open_all
         self._opened, self.notifier = opened, notifier

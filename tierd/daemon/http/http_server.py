@@ -297,11 +297,7 @@ class _Connection(web.RequestHandler):
             self.ended.set_result(None)
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer what is no request, without a word of it."""
         return _text_response(status, "not understood")

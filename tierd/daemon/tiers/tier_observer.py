@@ -11,22 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
-from tierd.core.errors import (
-    FormatTooNew,
-    ManifestError,
-    ObjectNotFound,
-    StoreRefused,
-    StoreUnavailable,
-)
-from tierd.core.ids import (
-    OWN_KEYS,
-    CheckpointId,
-    PartId,
-    chunks_prefix,
-    manifests_prefix,
-    parse_pin,
-    quarantine_prefix,
-)
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, chunks_prefix, manifests_prefix, parse_pin, quarantine_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
 from tierd.core.planning.flush_order import base_part, overshared

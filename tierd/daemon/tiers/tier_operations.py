@@ -9,12 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from tierd.core.config import Config
-from tierd.core.errors import (
-    FormatTooNew,
-    ManifestError,
-    StoreRefused,
-    StoreUnavailable,
-)
+from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory, fills_tier, policy_for

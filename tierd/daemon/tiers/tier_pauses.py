@@ -174,10 +174,7 @@ class FlushSpread:
     """
 
     def __init__(
-        self,
-        over_s: float = 0.0,
-        hurries: Callable[[], bool] = lambda: True,
-        clock: Callable[[], float] | None = None,
+        self, over_s: float = 0.0, hurries: Callable[[], bool] = lambda: True, clock: Callable[[], float] | None = None
     ) -> None:
         self._over_s, self._hurries, self._clock = over_s, hurries, clock or time.monotonic
         self._started_at = self._clock()

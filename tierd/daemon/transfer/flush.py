@@ -21,14 +21,7 @@ from importlib import resources
 import msgspec
 
 from tierd.codec.chunk_codec import check_digest, check_stored
-from tierd.core.errors import (
-    CorruptChunk,
-    FormatTooNew,
-    ManifestError,
-    ObjectNotFound,
-    StoreRefused,
-    StoreUnavailable,
-)
+from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import IDENTITY_KEY, README_KEY, CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest

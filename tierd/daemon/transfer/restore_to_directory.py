@@ -193,11 +193,7 @@ class _Export:
         raise not_found_error(resume, self.run, step, [*pruned, *skipped])
 
     async def one(
-        self,
-        candidate: Candidate,
-        home: Path,
-        skipped: Sequence[str],
-        origins: Mapping[str, CheckpointId | None],
+        self, candidate: Candidate, home: Path, skipped: Sequence[str], origins: Mapping[str, CheckpointId | None]
     ) -> RestoredDirectory:
         """Restore one candidate.
 
