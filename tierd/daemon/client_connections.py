@@ -13,6 +13,7 @@ import threading
 import time
 from asyncio import StreamWriter, Task
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,61 +26,69 @@ from tierd.ipc.messages import Hello
 from tierd.ipc.protocol import PROTOCOL, Peer, explain_outdated
 from tierd.spool.arena import Arena
 
-# Connections at once. A node has some 16 ranks, each with a few connections: its trainer's, and those of a restore and
-# of calls under way. Together with `MAX_HANDOFF_CONNECTIONS` these leave a process with 1,024 descriptors enough for
+log = logging.getLogger("tierd.daemon")
+
+DAEMON_PEER = Peer(PROTOCOL, __version__)
+_MAX_LOGGED_PEERS = 1000  # peers that are remembered as logged
+_REFUSAL_LOG_S = 60.0  # seconds between two log lines about refused connections
+
+# Connections at once. A node has some 16 ranks. Each has a few connections to the control socket: its trainer's, and
+# those of a restore and of calls under way. To the hand-off socket, where a connection has a thread, it has one or two,
+# because a trainer of the launch before may still hold one. Both leave a process with 1,024 descriptors enough for
 # tiers.
 MAX_CONTROL_CONNECTIONS = 256
-# A connection without a request for so long may be closed for a new one, if there is no room.
+MAX_HANDOFF_CONNECTIONS = 128
+# Seconds without a request after which a connection may be closed for a new one, if there are as many as allowed.
 CONTROL_IDLE_S = 30.0
+HANDOFF_IDLE_S = 30.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _ClientConnection:
+    greeted: bool = False
+    working: bool = False  # one of its requests is being answered
+    answered_at: float = field(default_factory=time.monotonic)  # when its last request had been answered
+    ending: bool = False  # it is being closed for another connection, and does not count any more
+
+    def was_idle_for(self, seconds: float) -> bool:
+        return not self.working and self.answered_at <= time.monotonic() - seconds
+
+    def _end(self, connection: socket.socket) -> None:
+        """Read what was already sent, then close."""
+        self.ending = True
+        with suppress(OSError):  # the peer has already disconnected
+            connection.shutdown(socket.SHUT_RD)
 
 
 @dataclass(slots=True, eq=False)
-class ControlConnection:
+class ControlConnection(_ClientConnection):
     """One client's connection."""
 
     task: Task[None]
     writer: StreamWriter
     held_parts: set[PartId] = field(default_factory=set)
     attached: messages.Attach | None = None
-    greeted: bool = False
-    working: bool = False
-    answered_at: float = field(default_factory=time.monotonic)
-    ending: bool = False
-
-    @property
-    def idle(self) -> bool:
-        """Whether it may be closed for a new one. A trainer's may not, because it shows that the trainer lives."""
-        return (
-            not (self.working or self.held_parts or self.attached)
-            and self.answered_at <= time.monotonic() - CONTROL_IDLE_S
-        )
 
     def give_way(self) -> None:
-        """Read what was already sent, then close."""
-        self.ending = True
-        try:
-            self.writer.get_extra_info("socket").shutdown(socket.SHUT_RD)
-        except OSError:
-            pass  # the peer has already disconnected
+        self._end(self.writer.get_extra_info("socket"))
 
 
-def has_control_room(lines: Iterable[ControlConnection]) -> bool:
-    """Whether one more connection is allowed. At the maximum, the idle one that was silent for longest is closed."""
-    counted = [line for line in lines if not line.ending]
+def has_control_room(connections: Iterable[ControlConnection]) -> bool:
+    """Whether one more connection is allowed. At the limit, the idle one that was silent for longest is closed.
+
+    A trainer's is never idle, because it shows that the trainer lives.
+    """
+    counted = [connection for connection in connections if not connection.ending]
     if len(counted) < MAX_CONTROL_CONNECTIONS:
         return True
-    longest = min((line for line in counted if line.idle), key=lambda line: line.answered_at, default=None)
-    if longest is None:
-        return False
-    longest.give_way()
-    return True
-
-
-# Connections at once. Each has a thread. A node has some 16 ranks, each with one or two connections, because a trainer
-# of the launch before may still hold one.
-MAX_HANDOFF_CONNECTIONS = 128
-# A connection without a packet for so long may be closed for a new one, if there is no room.
-HANDOFF_IDLE_S = 30.0
+    idle = [
+        connection
+        for connection in counted
+        if connection.was_idle_for(CONTROL_IDLE_S) and not (connection.held_parts or connection.attached)
+    ]
+    if idle:
+        min(idle, key=lambda connection: connection.answered_at).give_way()
+    return bool(idle)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,20 +101,16 @@ class HandedOverSnapshot:
 
 
 @dataclass(slots=True, eq=False)
-class TrainerConnection:
+class TrainerConnection(_ClientConnection):
     """One trainer's connection and the arenas that it handed over."""
 
     socket: socket.socket
     arenas: dict[int, Arena] = field(default_factory=dict)
     last_snapshot: HandedOverSnapshot | None = None
     writer: str = ""
-    greeted: bool = False
-    has_detached: bool = False
+    has_detached: bool = False  # the trainer lives on and will not recall its arenas
     expires: float = 0.0  # monotonic seconds, set when its trainer dies
     thread: threading.Thread | None = None
-    working: bool = False
-    answered_at: float = field(default_factory=time.monotonic)
-    ending: bool = False
 
     @property
     def hung_up(self) -> bool:
@@ -115,42 +120,33 @@ class TrainerConnection:
         return bool(poll.poll(0))
 
     def give_way(self) -> None:
-        """Read the packets already sent, then close. The trainer lives, so no successor may recall its memory."""
-        self.has_detached = self.ending = True
-        try:
-            self.socket.shutdown(socket.SHUT_RD)
-        except OSError:
-            pass  # the peer has already disconnected
+        self.has_detached = True  # the trainer lives, so no successor may recall its memory
+        self._end(self.socket)
 
     def close(self) -> None:
-        for arena in {
-            *self.arenas.values(),
-            *((self.last_snapshot.arena, self.last_snapshot.box) if self.last_snapshot else ()),
-        }:
+        last = self.last_snapshot
+        for arena in {*self.arenas.values(), *((last.arena, last.box) if last else ())}:
             arena.close()
         self.arenas, self.last_snapshot = {}, None
 
 
-def has_handoff_room(lines: Iterable[TrainerConnection]) -> bool:
+def has_handoff_room(connections: Iterable[TrainerConnection]) -> bool:
     """Whether one more connection is allowed.
 
-    At the maximum, an idle one is closed: first one without arenas, and among equals the one silent for longest.
+    At the limit, an idle one is closed: first one without arenas, and among equals the one silent for longest.
     """
-    counted = [line for line in lines if not line.ending]
+    counted = [connection for connection in connections if not connection.ending]
     if len(counted) < MAX_HANDOFF_CONNECTIONS:
         return True
-    latest = time.monotonic() - HANDOFF_IDLE_S
-    idle = [line for line in counted if not line.working and line.answered_at <= latest]
-    if not idle:
-        return False
-    min(idle, key=lambda line: (bool(line.arenas), line.answered_at)).give_way()
-    return True
+    idle = [connection for connection in counted if connection.was_idle_for(HANDOFF_IDLE_S)]
+    if idle:
+        min(idle, key=lambda connection: (bool(connection.arenas), connection.answered_at)).give_way()
+    return bool(idle)
 
 
-log = logging.getLogger("tierd.daemon")
-
-DAEMON_PEER = Peer(PROTOCOL, __version__)
-_MAX_LOGGED_PEERS = 1000  # peers that are remembered as logged
+def explain_full(limit: int, remedy: str) -> str:
+    """Say why a connection beyond the limit is refused."""
+    return f"it has {limit} connections, as many as it takes, and none of them is idle; end processes that {remedy}"
 
 
 def unknown_request(error: UnknownRequest) -> RequestUnknown:
@@ -164,6 +160,7 @@ class PeerLog:
     def __init__(self, where: str) -> None:
         self._where = where
         self._logged: set[tuple[int, Peer]] = set()
+        self._refused, self._refusal_logged_at = 0, -_REFUSAL_LOG_S  # since the last log line; its time, monotonic
 
     def answer(self, pid: int, hello: Hello) -> dict[str, Any]:
         """Answer a greeting with this daemon's versions, and with an error if it does not work with the client's."""
@@ -180,6 +177,13 @@ class PeerLog:
         """
         client = Peer(None, "")
         self._log(pid, client, f"answered pid {pid}, although {explain_outdated(client, DAEMON_PEER)}")
+
+    def log_refusal(self, why: str) -> None:
+        """Count a connection that was refused, and log the count now and then."""
+        self._refused += 1
+        if time.monotonic() - self._refusal_logged_at >= _REFUSAL_LOG_S:
+            log.warning("%s: refused %d connections, because %s", self._where, self._refused, why)
+            self._refused, self._refusal_logged_at = 0, time.monotonic()
 
     def _log(self, pid: int, client: Peer, text: str) -> None:
         if (pid, client) in self._logged:

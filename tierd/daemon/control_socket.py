@@ -38,7 +38,6 @@ from tierd.spool.spool_access import bind_private_socket, foreign_peer_uid, peer
 
 log = logging.getLogger("tierd.daemon")
 
-_REFUSAL_LOG_S = 60.0  # seconds between two log lines about refused connections
 _ROOM = 15.0  # seconds that a thread waits for disk space to be freed, which takes less
 
 
@@ -52,8 +51,6 @@ class ControlServer:
         self._handoff = handoff
         self._connections: set[ControlConnection] = set()
         self._peers = PeerLog("control")
-        # Refused connections since the last log line; its time, monotonic seconds.
-        self._refused, self._refusal_logged_at = 0, -_REFUSAL_LOG_S
         self.handler = RequestHandler(reconciler, handoff, self.status)
         self.trainers = 0
         self.had_trainer = False
@@ -134,14 +131,9 @@ class ControlServer:
 
     def _refuse(self, line: ControlConnection) -> None:
         """Send the reason in place of the answer to the first request. The caller closes the connection."""
-        limit = client_connections.MAX_CONTROL_CONNECTIONS
-        limit_text = f"it has {limit} connections, as many as it takes, and none of them is idle"
-        why = f"{limit_text}; end processes that hold some and ask nothing"
+        why = client_connections.explain_full(client_connections.MAX_CONTROL_CONNECTIONS, "hold some and ask nothing")
         self._turn_down(line, f"refuses this connection: {why}")
-        self._refused += 1
-        if time.monotonic() - self._refusal_logged_at >= _REFUSAL_LOG_S:
-            log.warning("control: refused %d connections, because %s", self._refused, why)
-            self._refused, self._refusal_logged_at = 0, time.monotonic()
+        self._peers.log_refusal(why)
 
     def _turn_down(self, line: ControlConnection, why: str) -> None:
         """Send the last answer on a connection. It has the greeting's members, because it may answer a greeting."""

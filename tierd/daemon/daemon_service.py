@@ -19,12 +19,12 @@ from tierd.core.config import Config, HttpConfig
 from tierd.core.errors import ConfigError, importing_extras
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
+from tierd.core.planning.plan import ForeignRunBacklog
 from tierd.core.planning.unflushed_parts import UnflushedPart
 from tierd.core.retention.policy import parse_duration
 from tierd.core.urls import parse_url
 from tierd.daemon import daemon_timings, status_file
 from tierd.daemon.control_socket import ControlServer
-from tierd.daemon.daemon_status import Problem
 from tierd.daemon.handoff_socket import HandoffServer
 from tierd.daemon.host_events import ConfigReloader, feed_watchdog, notify, watch_stages
 from tierd.daemon.intake.active_watch import NothingTaken, RunNotWatched
@@ -54,17 +54,11 @@ def make_http_server(http: HttpConfig | None) -> HttpServer | None:
     if http is None:
         return None
     try:
-        make = _loaded()
+        with importing_extras("the HTTP server", "metrics"):
+            from tierd.daemon.http.http_server import HttpServer
     except ImportError as error:
         raise ConfigError(f"http: {error}") from error
-    return make(http)
-
-
-def _loaded() -> type[HttpServer]:
-    """Load the server. Raises `ImportError`, which says what to install."""
-    with importing_extras("the HTTP server", "metrics"):
-        from tierd.daemon.http.http_server import HttpServer
-    return HttpServer
+    return HttpServer(http)
 
 
 log = logging.getLogger("tierd.daemon")
@@ -185,7 +179,7 @@ async def serve(
         stopped = asyncio.ensure_future(stop.wait())
         failure: BaseException | None = None
         remaining: tuple[UnflushedPart | str, ...] = ()
-        undone: tuple[Problem, ...] = ()
+        undone: tuple[ForeignRunBacklog, ...] = ()
         try:
             await asyncio.wait([stopped, work, idle, refusing, comparing], return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
@@ -200,7 +194,7 @@ async def serve(
                 failure = comparing.exception()
             elif not work.done():
                 failure, remaining = intake.failure, intake.refused
-                undone = reconciler.unsent_problems()
+                undone = tuple(reconciler.unsent())
                 if not (failure or remaining or undone) and (why := intake.untaken):
                     failure = NothingTaken("; ".join(why))
         finally:
@@ -217,10 +211,10 @@ async def serve(
         for path in remaining:
             if isinstance(path, str):
                 log.error("%s was not taken", path)
-        for problem in undone:
-            log.error("%s: %s", problem.place, problem.why)
+        for entry in undone:
+            log.error("%s: %s", entry.tier, entry)
         log.info("ended")
-    return (*remaining, *(problem.why for problem in undone))
+    return (*remaining, *map(str, undone))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tierd.core.event_kinds import Event
 from tierd.core.ids import retention_key
@@ -18,12 +18,10 @@ from tierd.core.timeline.concurrent_launches import Lease, Rival, concurrent_lau
 from tierd.core.urls import parse_url
 from tierd.daemon.client_connections import DAEMON_PEER
 from tierd.daemon.component_status import ScrubStatus, WatchStatus
+from tierd.daemon.reconciler import Reconciler
 from tierd.events.alerts import ANSWER, READ
 from tierd.events.journal import AlertStatus, Journal, utc_timestamp
 from tierd.events.notifier import NotifyStatus
-
-if TYPE_CHECKING:
-    from tierd.daemon.reconciler import Reconciler
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +259,8 @@ def make_status(
         notify=notify,
         watches=tuple(reconciler.watches[run] for run in sorted(reconciler.watches)),
     )
-    return replace(
-        bare_status, problems=(*all_problems(bare_status, reconciler.journal), *reconciler.unsent_problems())
-    )
+    unsent = (Problem("warning", entry.tier, str(entry)) for entry in reconciler.unsent())
+    return replace(bare_status, problems=(*all_problems(bare_status, reconciler.journal), *unsent))
 
 
 def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:

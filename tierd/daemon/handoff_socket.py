@@ -43,8 +43,6 @@ from tierd.spool.spool_access import bind_private_socket, foreign_peer_uid, peer
 
 log = logging.getLogger("tierd.daemon")
 
-_REFUSAL_LOG_S = 60.0  # seconds between two log lines about refused connections
-
 
 class HandoffServer:
     """The daemon's side of the hand-off socket.
@@ -72,8 +70,6 @@ class HandoffServer:
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
         self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
         self._stopping = False
-        # Refused connections since the last log line; its time, monotonic seconds.
-        self._refused, self._refusal_logged_at = 0, -_REFUSAL_LOG_S
         self.room: SpaceMaker | None = None  # frees disk space when a commit finds the disk full
 
     # -- for the rest of the daemon ---------------------------------------------------------------------------------
@@ -174,8 +170,7 @@ class HandoffServer:
                 self.connections.append(line)
         if not has_room:
             limit = client_connections.MAX_HANDOFF_CONNECTIONS
-            limit_text = f"it has {limit} connections, as many as it takes, and none of them is idle"
-            self._refuse(line, f"{limit_text}; end processes that hold some and save nothing")
+            self._refuse(line, client_connections.explain_full(limit, "hold some and save nothing"))
             return
         try:
             line.thread.start()
@@ -189,10 +184,7 @@ class HandoffServer:
         error = DaemonUnavailable(f"the daemon of spool {self._spool.root} refuses this connection: {why}")
         self._reply(line, message_codec.error_reply(error))
         line.socket.close()
-        self._refused += 1
-        if time.monotonic() - self._refusal_logged_at >= _REFUSAL_LOG_S:
-            log.warning("hand-off: refused %d connections, because %s", self._refused, why)
-            self._refused, self._refusal_logged_at = 0, time.monotonic()
+        self._peers.log_refusal(why)
 
     def _expire(self) -> None:
         with self._changed:

@@ -20,13 +20,12 @@ from tierd.core.ids import PartId
 from tierd.core.planning.eviction import evictable_copies
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.plan import Planner
+from tierd.core.planning.plan import ForeignRunBacklog, Planner
 from tierd.core.planning.unflushed_parts import UnflushedPart
 from tierd.core.retention.policy import parse_duration
 from tierd.daemon import daemon_timings
 from tierd.daemon.component_status import WatchStatus
 from tierd.daemon.concurrency import MemoryBudget
-from tierd.daemon.daemon_status import Problem
 from tierd.daemon.reconciling.client_requests import ClientRequests, SpoolSpace
 from tierd.daemon.reconciling.flusher import Backlog, Flusher, RunRecords
 from tierd.daemon.reconciling.pruner import Pruner
@@ -53,6 +52,24 @@ log = logging.getLogger("tierd.daemon")
 class Reconciler:
     """Bring the spool and the tiers into the state that the configuration demands, and keep them there.
 
+    Attributes:
+        config: the configuration that holds now.
+        spool: the local tier.
+        stores: tier name -> open store, in order of preference.
+        tiers: the tiers, as last observed.
+        workers: by place, the state of its worker.
+        scrubber: verifies copies again.
+        silence: for how long each tier gives no sign of life.
+        backlog: what is left to flush and to prune.
+        repairs: repairs, and fetches for clients.
+        requests: the requests of clients.
+        room: frees space in the spool.
+        pause: whether the tiers are paused.
+        journal: the events, alerts and counters.
+        save_events: reports what becomes of saves and restores.
+        watches: by run, what its watch last saw.
+        timings: the durations that nobody configures.
+
     Args:
         spool: already locked for this daemon.
         timings: the durations that nobody configures; those `given` if None.
@@ -72,8 +89,7 @@ class Reconciler:
         self.journal = Journal(on_event)
         self.pause = TierPause(spool)
         self.requests = ClientRequests()
-        self._budget = MemoryBudget()
-        self._repairer = Repairer(spool, stores, self.journal, self._budget)
+        self._repairer = Repairer(spool, stores, self.journal, MemoryBudget())
         self._phase = RunMode()
         self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen, self.timings)
         self.room = SpoolSpace(
@@ -107,11 +123,7 @@ class Reconciler:
         self._live.configure(config, self.tiers, self._backfill)
         self.scrubber = Scrubber(
             config,
-            self.spool,
-            stores,
             self._repairer,
-            self.journal,
-            self._budget,
             inventory=self.inventory,
             pause=self.pause,
             held=self.requests.held_checkpoints,
@@ -253,9 +265,9 @@ class Reconciler:
         """Return the inventory with the checkpoints of launches that name no tier, for a report."""
         return self._live.report_inventory()
 
-    def unsent_problems(self) -> tuple[Problem, ...]:
-        """Return, as problems, what a tier with `backfill` lacks and another node was to send there."""
-        return tuple(Problem("warning", entry.tier, str(entry)) for entry in self._backfill.unsent())
+    def unsent(self) -> list[ForeignRunBacklog]:
+        """Return what a tier with `backfill` lacks and another node was to send there."""
+        return self._backfill.unsent()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds. It is checked after every observation and every action."""

@@ -23,8 +23,8 @@ from tierd.core.diagnosis.machine_findings import Mount
 from tierd.core.errors import TierdError
 from tierd.core.ids import CHECK_KEY, README_KEY
 from tierd.core.urls import StoreUrl
+from tierd.daemon.tiers.tier_identity import tier_readme
 from tierd.daemon.tiers.tier_probes import TierAccess, probe_access
-from tierd.daemon.transfer.flush import tier_readme
 from tierd.doctor.node_checks import nearest_existing
 from tierd.stores.base import Store, delete_if_permitted
 from tierd.stores.mounted_directories import mount_of

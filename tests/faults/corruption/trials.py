@@ -235,9 +235,7 @@ class Trials:
         place = noise.choice(PLACES)
         judge = self.judge
         repairer = Repairer(self.places.spool, self.places.stores, journal, MemoryBudget())
-        reader = CopyVerifier(
-            self.places.spool, self.places.stores, repairer, journal, MemoryBudget(), 1 << 50, no_pause, Counter()
-        )
+        reader = CopyVerifier(repairer, 1 << 50, no_pause, Counter())
         lenient = judge.lenient(focus)
         there = self._there(place, focus)
         must = self._mendable(place, focus)

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,14 +25,12 @@ from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import MANIFEST_NAME, Chunk, ChunkPlace, File, Manifest
 from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
+from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.tiers.tier_objects import get_stored, read_manifest, read_until_certain
+from tierd.daemon.tiers.tier_objects import find_defect, read_manifest, read_until_certain
 from tierd.daemon.tiers.tier_pauses import Pause
-from tierd.events.journal import Journal
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import open_plain
-from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import bad_chunks, read_chunk
 from tierd.stores.base import Store
 
@@ -50,19 +47,10 @@ class CopyVerifier:
         holds: checkpoints that must not be deleted during a repair.
     """
 
-    def __init__(
-        self,
-        spool: Spool,
-        stores: Mapping[str, Store],
-        repairer: Repairer,
-        journal: Journal,
-        budget: MemoryBudget,
-        rate: int,
-        pause: Pause,
-        holds: Counter[CheckpointId],
-    ) -> None:
-        self._spool, self._stores, self._repairer, self._journal = spool, stores, repairer, journal
-        self._budget, self._rate, self._pause, self._holds = budget, rate, pause, holds
+    def __init__(self, repairer: Repairer, rate: int, pause: Pause, holds: Counter[CheckpointId]) -> None:
+        self._spool, self._stores, self._journal = repairer.spool, repairer.stores, repairer.journal
+        self._repairer, self._budget = repairer, repairer.budget
+        self._rate, self._pause, self._holds = rate, pause, holds
         self._reported: set[tuple[str, str]] = set()  # (place, object) that were reported as corrupt
         # Called with a tier's copy and the checkpoints under whose keys objects are still bad, because other manifests
         # may name these objects.
@@ -126,10 +114,8 @@ class CopyVerifier:
         for link in chunk.chain():
             size = link.stored.size if link.stored else 0
             async with self._throttled_read(size, store.memory_for(size)):
-                try:
-                    await read_until_certain(partial(get_stored, store, run, link))
-                except CorruptChunk as error:
-                    return f"{run}/{link.stored.key}" if link.stored else link.xxh3_128, str(error)
+                if defect := await find_defect(store, run, link):
+                    return f"{run}/{link.stored.key}" if link.stored else link.xxh3_128, defect
         return None
 
     async def _repair(

@@ -32,7 +32,7 @@ class Repairer:
     """Repairs the spool from the tiers, and each tier from the spool and the other tiers."""
 
     def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: MemoryBudget) -> None:
-        self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
+        self.spool, self.stores, self.journal, self.budget = spool, stores, journal, budget
         # Weak, because a daemon meets many parts. The fetches that hold a lock or wait for it keep the lock.
         self._locks: WeakValueDictionary[PartId, asyncio.Lock] = WeakValueDictionary()
         self.running_fetches: dict[PartId, Progress] = {}  # parts that are fetched now
@@ -42,7 +42,7 @@ class Repairer:
 
     def use_stores(self, stores: Mapping[str, Store]) -> None:
         """Use other stores from now on. Work that runs already ends with its own stores."""
-        self._stores = stores
+        self.stores = stores
 
     def hold(self, part: PartId) -> None:
         """Register a reader of fetched chunks of `part`. The chunks are kept until `release`."""
@@ -75,16 +75,16 @@ class Repairer:
             ObjectNotFound: no place has a copy, or none any more.
             StoreUnavailable: a copy that might be good could not be reached; nothing was quarantined.
         """
-        stores, progress = self._stores, Progress()
+        stores, progress = self.stores, Progress()
         try:
             fetched = await self._fetch(part, chunk_runs, stores, progress)
         except CorruptChunk as error:
-            if stores is not self._stores:
+            if stores is not self.stores:
                 raise StoreUnavailable(f"{part}: the tiers changed while it was fetched: {error}") from error
             if await self._is_pruned(part):
                 raise ObjectNotFound(f"{part} was pruned while it was fetched") from error
-            self._journal.counters["corruptions"] += not counted
-            await asyncio.to_thread(self._spool.quarantine, part)
+            self.journal.counters["corruptions"] += not counted
+            await asyncio.to_thread(self.spool.quarantine, part)
             self._report_quarantined(SPOOL, part, str(error))
             for name, store in stores.items():
                 # If it is refused, a later reader will find the copy on that tier corrupt again.
@@ -100,11 +100,11 @@ class Repairer:
                     await _quarantine_as_read(stores[name], part, progress.manifests.get(name))
             except ObjectNotFound:  # pruned there while it was fetched, so the missing chunks prove nothing
                 continue
-            self._journal.counters["corruptions"] += 1
-            self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
+            self.journal.counters["corruptions"] += 1
+            self.journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
         if fetched.chunks:
-            self._journal.counters["healed_chunks"] += fetched.chunks
-            self._journal.record(
+            self.journal.counters["healed_chunks"] += fetched.chunks
+            self.journal.record(
                 "repaired",
                 SPOOL,
                 part,
@@ -118,9 +118,9 @@ class Repairer:
 
         If so, missing chunks were pruned, not corrupted.
         """
-        if await asyncio.to_thread(self._spool.has, part):
+        if await asyncio.to_thread(self.spool.has, part):
             return False
-        for store in self._stores.values():
+        for store in self.stores.values():
             try:
                 await store.get(part.manifest_key)
             except ObjectNotFound:
@@ -136,13 +136,13 @@ class Repairer:
         lock = self._locks.setdefault(part, asyncio.Lock())
         async with lock:
             self.running_fetches[part] = progress
-            partial = self._partials.setdefault(part, PartialFetch(self._spool, part))
+            partial = self._partials.setdefault(part, PartialFetch(self.spool, part))
             if chunk_runs is None:
                 self.partial_stages.discard(partial.path.name)
-            elif not partial.path.exists() and not self._spool.has(part):
+            elif not partial.path.exists() and not self.spool.has(part):
                 self.partial_stages.add(partial.path.name)
             try:
-                return await fetch(self._spool, part, stores, self._budget, progress, chunk_runs, partial)
+                return await fetch(self.spool, part, stores, self.budget, progress, chunk_runs, partial)
             finally:
                 del self.running_fetches[part]
                 self._let_go(part)
@@ -155,14 +155,14 @@ class Repairer:
         Raises:
             StoreUnavailable, StoreRefused: a place could not be asked; nothing was quarantined.
         """
-        work = TierRepairer(self._spool, self._stores, tier, part, self._budget, pause)
+        work = TierRepairer(self.spool, self.stores, tier, part, self.budget, pause)
         try:
             await work.repair(manifest, places)
         finally:
             self._report_repaired(tier, part, work, "")
         # The search for a lost chunk may take minutes, and another node may repair the chunk meanwhile.
         has_lost_chunks = work.lost_reasons and not await work.are_repaired()
-        if has_lost_chunks and await _quarantine_as_read(self._stores[tier], part, manifest):
+        if has_lost_chunks and await _quarantine_as_read(self.stores[tier], part, manifest):
             self._report_quarantined(tier, part, work.lost_reasons[0])
         return work
 
@@ -179,10 +179,10 @@ class Repairer:
             ObjectNotFound: the copy was deleted meanwhile.
             StoreUnavailable, StoreRefused: as `repair`.
         """
-        store, local = self._stores[tier], None
+        store, local = self.stores[tier], None
         silent: OSError | None = None  # a disk error proves nothing about the bytes
         try:
-            local = await asyncio.to_thread(self._spool.manifest, part)
+            local = await asyncio.to_thread(self.spool.manifest, part)
         except OSError as error:
             silent = error
         except (ObjectNotFound, ManifestError):
@@ -193,7 +193,7 @@ class Repairer:
         if local is not None:
             await quarantine(store, part, judged)
             return False
-        work = TierRepairer(self._spool, self._stores, tier, part, self._budget, pause)
+        work = TierRepairer(self.spool, self.stores, tier, part, self.budget, pause)
         try:
             await work.rebuild()
             self._report_repaired(tier, part, work, "its manifest, after another tier's; ")
@@ -207,19 +207,19 @@ class Repairer:
 
     async def quarantine(self, tier: str, part: PartId, reason: str, judged: bytes | None = None) -> None:
         """Quarantine a tier's copy, if it has one; with `judged`, only if its manifest is still these bytes."""
-        if await quarantine(self._stores[tier], part, judged):
+        if await quarantine(self.stores[tier], part, judged):
             self._report_quarantined(tier, part, reason)
 
     def _report_quarantined(self, place: str, part: PartId, reason: str) -> None:
-        self._journal.counters["quarantined"] += 1
-        self._journal.quarantined[place] += 1
-        self._journal.record("quarantined", place, part, reason)
+        self.journal.counters["quarantined"] += 1
+        self.journal.quarantined[place] += 1
+        self.journal.record("quarantined", place, part, reason)
 
     def _report_repaired(self, tier: str, part: PartId, work: TierRepairer, also: str) -> None:
-        self._journal.counters["repaired_chunks"] += work.repaired
+        self.journal.counters["repaired_chunks"] += work.repaired
         if work.repaired or also:
             sources = f" from {', '.join(sorted(work.sources))}" if work.repaired else ""
-            self._journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)
+            self.journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)
 
 
 async def _quarantine_as_read(store: Store, part: PartId, read: Manifest | None) -> bool:

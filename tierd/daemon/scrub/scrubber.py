@@ -18,7 +18,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -38,16 +38,13 @@ from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policy import parse_duration, parse_rate
 from tierd.core.storage_faults import UnstableRead
 from tierd.daemon.component_status import ScrubStatus
-from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
+from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.scrub.copy_verifier import CopyVerifier
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.scrub_history import ScrubHistory
 from tierd.daemon.tiers.tier_pauses import TierPause
-from tierd.events.journal import Journal
-from tierd.spool.spool import Spool
-from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
@@ -77,11 +74,7 @@ class Scrubber:
     def __init__(
         self,
         config: Config,
-        spool: Spool,
-        stores: Mapping[str, Store],
         repairer: Repairer,
-        journal: Journal,
-        budget: MemoryBudget,
         *,
         inventory: Callable[[], Inventory],
         pause: TierPause,
@@ -91,14 +84,12 @@ class Scrubber:
         jitter: random.Random,
     ) -> None:
         self._inventory, self._pause, self._wake, self._timings = inventory, pause, wake, timings
-        self._spool, self._journal, self._repairer = spool, journal, repairer
-        self._period, self._rate = parse_duration(config.scrub), parse_rate(config.scrub_rate)
-        self._reader = CopyVerifier(
-            spool, stores, repairer, journal, budget, self._rate, self._pause_before_chunk, held
-        )
+        self._spool, self._journal, self._repairer = repairer.spool, repairer.journal, repairer
+        self._period = parse_duration(config.scrub)
+        self._reader = CopyVerifier(repairer, parse_rate(config.scrub_rate), self._pause_before_chunk, held)
         self._reader.on_doubt = self._expedite_copies
-        self._remembered = ScrubHistory(spool.control / "scrubbed.json")
-        self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *stores)}
+        self._remembered = ScrubHistory(self._spool.control / "scrubbed.json")
+        self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *repairer.stores)}
         self._verified_parts: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
         self._suspected: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
         self._postponed: dict[

@@ -10,7 +10,6 @@ was asked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 import msgspec
 
@@ -22,7 +21,7 @@ from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
 from tierd.daemon.tiers.intents import protect_chunks
-from tierd.daemon.tiers.tier_objects import get_recognized, get_stored, manifest_bytes, put_manifest, read_until_certain
+from tierd.daemon.tiers.tier_objects import find_defect, get_recognized, get_stored, manifest_bytes, put_manifest
 from tierd.daemon.tiers.tier_observer import missing_chunks
 from tierd.daemon.tiers.tier_pauses import Pause, no_pause
 from tierd.daemon.transfer.replicas import Replicas
@@ -147,11 +146,7 @@ class TierRepairer:
         return plain
 
     async def _is_right(self, link: Chunk) -> bool:
-        try:
-            await read_until_certain(partial(get_stored, self._store, self._run, link))
-        except CorruptChunk:
-            return False
-        return True
+        return await find_defect(self._store, self._run, link) is None
 
     async def _restore(self, manifest: Manifest, where: ChunkPlace, bad_links: Iterable[Chunk]) -> bool:
         """Put objects of a chunk's chain again, byte for byte; return whether that was possible for all.
@@ -175,10 +170,8 @@ class TierRepairer:
     async def _put_verified(self, encoded: EncodedChunk) -> None:
         key = f"{self._run}/{encoded.stored.key}"
         await self._store.put(key, encoded.data)
-        try:
-            await read_until_certain(lambda: get_stored(self._store, self._run, encoded.chunk))
-        except CorruptChunk as error:
-            raise StoreUnavailable(f"{key}: what was read back differs from what was put: {error}") from error
+        if defect := await find_defect(self._store, self._run, encoded.chunk):
+            raise StoreUnavailable(f"{key}: what was read back differs from what was put: {defect}")
 
     async def _same_bytes(self, link: Chunk, where: ChunkPlace) -> EncodedChunk | None:
         """Read an object's bytes from another tier; None if no tier has the same bytes."""
@@ -187,7 +180,7 @@ class TierRepairer:
             chain = manifest.chunk(where).chain() if manifest else ()
             for candidate in (*(chunk for chunk in chain if _are_equal(chunk, link)), link):
                 try:
-                    data = await read_until_certain(partial(get_stored, store, self._run, candidate))
+                    data = await get_stored(store, self._run, candidate)
                 except TierdError:
                     continue
                 self.sources.add(name)
@@ -256,13 +249,13 @@ class TierRepairer:
     async def _find_stored_entry(self, chunk: Chunk) -> Chunk | None:
         """Return the manifest entry for the tier's own object of another tier's chunk; None if the object is bad."""
         stored = chunk.stored
-        try:
-            for link in chunk.chain():
-                await read_until_certain(partial(get_stored, self._store, self._run, link))
+        for link in chunk.chain():
+            if not await self._is_right(link):
+                break
+        else:
             return chunk
-        except CorruptChunk:
-            if stored is None:
-                return None
+        if stored is None:
+            return None
         try:
             entry, _ = await get_recognized(self._store, f"{self._run}/{stored.key}", chunk, self._run, stored.codec)
         except (CorruptChunk, ObjectNotFound, StoreRefused):

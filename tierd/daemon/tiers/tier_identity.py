@@ -17,12 +17,13 @@ import socket
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import resources
 from itertools import permutations
 
 import msgspec
 
 from tierd.core.errors import ConfigError, CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.core.ids import IDENTITY_KEY
+from tierd.core.ids import IDENTITY_KEY, README_KEY
 from tierd.core.urls import StoreUrl
 from tierd.daemon.tiers.tier_objects import read_agreed
 from tierd.stores.base import Store, delete_if_permitted, is_key
@@ -55,9 +56,12 @@ class TiersOverlap(ConfigError):
         self.tier = tier  # the name of the tier that is to be changed
 
 
-async def read_identity(store: Store) -> str:
-    """Return a tier's id; empty if it has no record that can be read."""
-    return await _id_at(store, IDENTITY_KEY)
+async def read_identity(store: Store, key: str = IDENTITY_KEY) -> str:
+    """Return the id in a tier's record, or in another one below it; empty if there is none that can be read."""
+    try:
+        return msgspec.json.decode(await read_agreed(store, key), type=Identity).id
+    except (ObjectNotFound, CorruptChunk, msgspec.DecodeError):
+        return ""
 
 
 async def put_identity(store: Store) -> str:
@@ -74,6 +78,23 @@ async def ensure_identity(store: Store) -> bool:
         return True
     await put_identity(store)
     return False
+
+
+async def introduce_tier(store: Store) -> None:
+    """Put a tier's README.md and its record where they are missing.
+
+    A person who finds the bucket in five years should be able to recover from it by hand.
+    """
+    present = {info.key async for info in store.scan(README_KEY)}
+    if README_KEY not in present:
+        await store.put(README_KEY, tier_readme())
+    if IDENTITY_KEY not in present:
+        await put_identity(store)
+
+
+def tier_readme() -> bytes:
+    """Return the content of a tier's README.md."""
+    return resources.files("tierd").joinpath("TIER_README.md").read_bytes()
 
 
 async def check_identities(
@@ -205,16 +226,9 @@ async def _answer(store: Store, key: str) -> str | None:
     """Return the id in the record with this key; empty if there is none; None if the tier does not answer."""
     try:
         async with asyncio.timeout(_ANSWER_S):
-            return await _id_at(store, key)
+            return await read_identity(store, key)
     except (StoreUnavailable, StoreRefused, TimeoutError):
         return None
-
-
-async def _id_at(store: Store, key: str) -> str:
-    try:
-        return msgspec.json.decode(await read_agreed(store, key), type=Identity).id
-    except (ObjectNotFound, CorruptChunk, msgspec.DecodeError):
-        return ""
 
 
 def _key_below(inner: StoreUrl, outer: StoreUrl) -> str:

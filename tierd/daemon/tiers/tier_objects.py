@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from tierd.codec.chunk_codec import check_stored, identify_object
@@ -229,7 +228,7 @@ async def get_recognized(store: Store, key: str, chunk: Chunk, where: str, codec
 
 
 async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
-    """Read a chunk's object and compare it with its entry in the manifest.
+    """Read a chunk's object until it agrees with its entry in the manifest, or is proven not to.
 
     Raises:
         CorruptChunk: the object is missing, or differs from its entry in the manifest.
@@ -237,9 +236,22 @@ async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
     stored = chunk.stored
     if stored is None:
         raise CorruptChunk(f"the manifest does not say where chunk {chunk.xxh3_128} is")
-    data = await get_object(store, f"{run}/{stored.key}", stored)
-    await thread_uncancelled(check_stored, stored, data, run)
-    return data
+
+    async def read() -> Buffer:
+        data = await get_object(store, f"{run}/{stored.key}", stored)
+        await thread_uncancelled(check_stored, stored, data, run)
+        return data
+
+    return await read_until_certain(read)
+
+
+async def find_defect(store: Store, run: str, chunk: Chunk) -> str | None:
+    """Say what is proven wrong with a chunk's object; None if it is right. The bytes are not kept in memory."""
+    try:
+        await get_stored(store, run, chunk)
+    except CorruptChunk as error:
+        return str(error)
+    return None
 
 
 async def has_all_manifests(stores: Mapping[str, Store], checkpoint: CheckpointId, world: int) -> bool:
@@ -282,17 +294,9 @@ async def verify_part(store: Store, part: PartId, read: Callable[[int], None]) -
         if chunk.stored is None:
             wrong.append(f"chunk {chunk.xxh3_128}: the manifest does not say where it is")
             continue
-        if defect := await _defect(store, part.checkpoint.run, chunk):
-            wrong.append(defect)
+        for link in chunk.chain():
+            if defect := await find_defect(store, part.checkpoint.run, link):
+                wrong.append(defect)
+                break
         read(chunk.stored.size)
     return manifest, wrong
-
-
-async def _defect(store: Store, run: str, chunk: Chunk) -> str | None:
-    """Describe the first of a chunk's objects that is not right; None if all are."""
-    for link in chunk.chain():
-        try:
-            await read_until_certain(partial(get_stored, store, run, link))
-        except CorruptChunk as error:
-            return str(error)
-    return None

@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from tierd.core.errors import (
@@ -30,17 +29,16 @@ from tierd.core.ids import CHECK_KEY, KEY_KINDS, OWN_KEYS, README_KEY, PartId
 from tierd.core.manifest import Chunk, Manifest
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.intents import protect_chunks
+from tierd.daemon.tiers.tier_identity import tier_readme
 from tierd.daemon.tiers.tier_objects import (
-    get_stored,
+    find_defect,
     manifest_bytes,
     put_manifest,
     read_manifest,
     read_stored_manifest,
-    read_until_certain,
     reread_manifest,
 )
 from tierd.daemon.tiers.tier_observer import missing_chunks
-from tierd.daemon.transfer.flush import tier_readme
 from tierd.stores.base import Store, delete_if_permitted, list_children, octets
 
 # Nodes that start together try out one key together, so one may delete or replace it before another reads it back.
@@ -245,9 +243,7 @@ async def _are_readable(store: Store, manifest: Manifest, keys: set[str], going:
     links = (link for chunk in manifest.chunks() for link in chunk.chain())
     for link in links:
         if link.stored and f"{manifest.run}/{link.stored.key}" in keys:
-            try:
-                await read_until_certain(partial(get_stored, store, manifest.run, link))
-            except CorruptChunk:
+            if await find_defect(store, manifest.run, link):
                 return False
             going()
     return True
@@ -295,13 +291,12 @@ class QuarantinedCopy:
             if link is None:
                 return True
             try:
-                await read_until_certain(partial(get_stored, self._store, self._part.checkpoint.run, link))
-            except CorruptChunk as error:
-                self._defect = str(error)
-                return False
+                self._defect = await find_defect(self._store, self._part.checkpoint.run, link) or ""
             except BaseException:
                 self._data = b""  # the next call begins anew, because this chunk was not judged
                 raise
+            if self._defect:
+                return False
         return False
 
     async def _put_back(self, manifest: Manifest) -> bool:

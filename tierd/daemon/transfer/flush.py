@@ -16,13 +16,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 
 import msgspec
 
 from tierd.codec.chunk_codec import check_digest, check_stored
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.core.ids import IDENTITY_KEY, README_KEY, CheckpointId, PartId, chunk_owner
+from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
@@ -30,7 +29,7 @@ from tierd.core.planning.flush_order import is_patchable, shareable_chunks
 from tierd.daemon.concurrency import BudgetHold, gather_limited, thread_uncancelled
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.tiers.intents import long_marked, protect_chunks
-from tierd.daemon.tiers.tier_identity import put_identity
+from tierd.daemon.tiers.tier_identity import introduce_tier
 from tierd.daemon.tiers.tier_objects import get_object, get_recognized, put_manifest, read_until_certain
 from tierd.daemon.tiers.tier_observer import list_chunks, missing_chunks
 from tierd.daemon.tiers.tier_pauses import FlushSpread, Pause
@@ -177,7 +176,7 @@ async def send_part(
     spread: FlushSpread | None = None,
 ) -> FlushResult:
     """Put the chunks that a part's manifest describes on a tier, and the manifest last."""
-    await _introduce(route.store)
+    await introduce_tier(route.store)
     keys_by_digest: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
     for key in await list_chunks(route.store, part.rank, [part.checkpoint]):
         name, _, codec = key.rpartition("/")[2].partition(".")
@@ -281,17 +280,3 @@ async def _show(route: TierUploadContext, part: PartId, manifest: Manifest) -> N
             await put_manifest(route.store, part.manifest_key, data, reread=route.reread)
     if missing:
         raise StoreUnavailable(f"{part}: {len(missing)} chunks were deleted while it was being flushed")
-
-
-async def _introduce(store: Store) -> None:
-    # A person who finds the bucket in five years should be able to recover from it by hand.
-    present = {info.key async for info in store.scan(README_KEY)}
-    if README_KEY not in present:
-        await store.put(README_KEY, tier_readme())
-    if IDENTITY_KEY not in present:
-        await put_identity(store)
-
-
-def tier_readme() -> bytes:
-    """Return the content of a tier's README.md."""
-    return resources.files("tierd").joinpath("TIER_README.md").read_bytes()

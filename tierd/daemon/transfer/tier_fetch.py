@@ -11,7 +11,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from tierd.codec.chunk_codec import EncodedChunk
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolFull, TierdError
@@ -20,7 +19,7 @@ from tierd.core.manifest import DRAFT_NAME, MANIFEST_NAME, ChunkPlace, ContentId
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
-from tierd.daemon.tiers.tier_objects import get_stored, read_until_certain
+from tierd.daemon.tiers.tier_objects import get_stored
 from tierd.daemon.transfer.chunk_source import PatchBase, TierUploadContext, stored_as
 from tierd.daemon.transfer.download import ChunkRuns, Progress, chunk_runs_size, download, missing_bytes
 from tierd.daemon.transfer.flush import FlushResult, send_part
@@ -262,7 +261,7 @@ class _TierChunkSource:
                 break  # the base may not be on this tier
             try:
                 store, source = self._copies.stores[name], self._copies.part.checkpoint.run
-                data = await read_until_certain(partial(get_stored, store, source, chunk))
+                data = await get_stored(store, source, chunk)
             except CorruptChunk as error:
                 self._copies.defects[name] = str(error)
             except TierdError:
