@@ -116,7 +116,7 @@ async def test_flush_in_the_middle_of_a_prune_names_no_chunk_that_is_deleted(hom
         await nodes["C"].daemon.observe(TIER)
         await nodes["A"].turn(), await nodes["B"].turn()
         assert [type(one) for one in await nodes["A"].planned()][:1] == [Prune]
-        late = partial(nodes["C"].daemon.tiers.flushes.flush, part(22, 2, 0, 2), TIER)
+        late = partial(nodes["C"].daemon.flushes.flush, part(22, 2, 0, 2), TIER)
         if not await met(nodes, moment, nodes["A"].line, late, "A"):
             break
     assert 10 < moment < 59

@@ -16,6 +16,7 @@ from tierd.core.retention.policy import RetentionPolicy, StoredRetention, encode
 from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.tiers.manifest_index import ManifestIndex
+from tierd.daemon.tiers.node_records import NodeIdentity
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_pauses import TierPause
@@ -24,6 +25,7 @@ from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.tier_fetch import fetch
+from tierd.daemon.transfer.tier_flushes import TierFlushes
 from tierd.spool.spool import Spool
 
 C = 4  # chunks of a part, none of them like another
@@ -75,11 +77,12 @@ async def test_a_flush(spool, page):
     store = Counting(page, page)
     about = store.pages(2)  # the listing of the README and the tier's identity
     await filled(spool, store, 2, 2)
-    tiers = TierOperations(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
+    tiers = TierOperations(config(spool, "tier"), {"tier": store}, NodeIdentity(spool.root))
+    flushes = TierFlushes(config(spool, "tier"), spool, tiers, TierPause(spool))
     await tiers.observed.observe("tier", {RUN}, {RUN: {0}})
     store.taken()
     commit(spool, part(2, rank=0, world=2))
-    await tiers.flushes.flush(part(2, rank=0, world=2), "tier")
+    await flushes.flush(part(2, rank=0, world=2), "tier")
     assert store.taken() == {"PUT": C + 2, "GET": C + 2, "LIST": 4 + about + 2 * store.pages(C), "DELETE": 2}
     await flush(spool, part(2, rank=0, world=2), TierUploadContext(store))  # again: what lies there is compared
     assert store.taken() == {"PUT": 2, "GET": C + 1, "LIST": 2 + about + 2 * store.pages(C), "DELETE": 2}
@@ -208,7 +211,7 @@ async def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
     """Eight ranks of a node ask for candidates at once: two looks, the second begun after all of them had asked."""
     store = Counting()
     await filled(spool, store, 1, 1)
-    tiers = TierOperations(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
+    tiers = TierOperations(config(spool, "tier"), {"tier": store}, NodeIdentity(spool.root))
     asked = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
     await asyncio.gather(*asked)
     first = store.taken()["LIST"]

@@ -58,7 +58,7 @@ async def test_a_part_removed_by_hand_while_it_was_sent_is_not_sent_again_and_ag
     daemon = reconciler(spool, stores)
     async with running(daemon):
         await settle(daemon)
-        flush = daemon.tiers.flushes.flush
+        flush = daemon.flushes.flush
 
         async def removed(which, tier, spread=None):
             tries.append(which)
@@ -70,7 +70,7 @@ async def test_a_part_removed_by_hand_while_it_was_sent_is_not_sent_again_and_ag
                 shutil.rmtree(spool.path(which))
             return await flush(which, tier, spread)
 
-        monkeypatch.setattr(daemon.tiers.flushes, "flush", removed)
+        monkeypatch.setattr(daemon.flushes, "flush", removed)
         commit(spool, part(3))
         daemon.wake()
         await until(lambda: tries)

@@ -294,7 +294,7 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         name=name,
         url=str(parse_url(url)),
         doing=worker.doing,
-        compression=reconciler.tiers.flushes.throughput.compression(name).why,
+        compression=reconciler.flushes.throughput.compression(name).why,
         reached=reconciler.inventory().tiers[name] is not None,
         pending_parts=len(backlog),
         pending_bytes=sum(backlog.values()),

@@ -20,7 +20,7 @@ from tierd.core.ids import PartId
 from tierd.core.planning.eviction import evictable_copies
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.plan import ForeignRunBacklog, Planner
+from tierd.core.planning.plan import ForeignRunBacklog
 from tierd.core.planning.unflushed_parts import UnflushedPart
 from tierd.core.retention.policy import parse_duration
 from tierd.daemon import daemon_timings
@@ -29,7 +29,7 @@ from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.reconciling.client_requests import ClientRequests, SpoolSpace
 from tierd.daemon.reconciling.flusher import Backlog, Flusher, RunRecords
 from tierd.daemon.reconciling.pruner import Pruner
-from tierd.daemon.reconciling.reconciler_context import LiveInventory, ReconcilerContext, RunMode
+from tierd.daemon.reconciling.reconciler_context import LiveInventory, RunMode
 from tierd.daemon.reconciling.repairs import Repairs
 from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.reconciling.worker_loop import WORKER, NextAction, WorkerLoop
@@ -39,6 +39,7 @@ from tierd.daemon.tiers.node_records import NodeIdentity
 from tierd.daemon.tiers.tier_observations import Backfill
 from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_pauses import SilenceMonitor, TierPause
+from tierd.daemon.transfer.tier_flushes import TierFlushes
 from tierd.events.alerts import ANSWER, BACKLOG, READ
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
@@ -57,6 +58,7 @@ class Reconciler:
         spool: the local tier.
         stores: tier name -> open store, in order of preference.
         tiers: the tiers, as last observed.
+        flushes: sends parts to the tiers.
         workers: by place, the state of its worker.
         scrubber: verifies copies again.
         silence: for how long each tier gives no sign of life.
@@ -90,7 +92,7 @@ class Reconciler:
         self.pause = TierPause(spool)
         self.requests = ClientRequests()
         self._repairer = Repairer(spool, stores, self.journal, MemoryBudget())
-        self._phase = RunMode()
+        self._phase = RunMode(self.pause)
         self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen, self.timings)
         self.room = SpoolSpace(
             spool,
@@ -104,7 +106,6 @@ class Reconciler:
         self.save_events = SaveEvents(self.journal)
         self.watches: dict[str, WatchStatus] = {}
         self._moved = asyncio.Condition()  # notified after every observation and every action
-        self._planner = Planner()
         self._random = jitter or random.Random()  # noqa: S311
         self._next_config: tuple[Config, Mapping[str, Store], asyncio.Event] | None = None
         self._identity = NodeIdentity(spool.root, self.timings, self._shares_id)
@@ -117,7 +118,8 @@ class Reconciler:
         """Switch to a configuration; no worker runs meanwhile. Restores under way continue with the old stores."""
         self.config, self.stores = config, stores
         self._repairer.use_stores(stores)
-        self.tiers = TierOperations(config, self.spool, stores, self.pause, self.timings, self._identity)
+        self.tiers = TierOperations(config, stores, self._identity, self.timings)
+        self.flushes = TierFlushes(config, self.spool, self.tiers, self.pause)
         self.silence = SilenceMonitor(stores, self.journal, self.timings)
         self._backfill = Backfill(config, stores, self.tiers.observed, self.timings)
         self._live.configure(config, self.tiers, self._backfill)
@@ -132,32 +134,41 @@ class Reconciler:
             jitter=self._random,
         )
         self.workers = {name: TierWorker(name, self.timings) for name in (SPOOL, *stores)}
-        setup = ReconcilerContext(
-            config=config,
-            spool=self.spool,
-            stores=stores,
-            tiers=self.tiers,
-            scrubber=self.scrubber,
-            workers=self.workers,
-            live_inventory=self._live,
-            backfill=self._backfill,
-            requests=self.requests,
-            planner=self._planner,
-            journal=self.journal,
-            save_events=self.save_events,
-            pause=self.pause,
-            run_mode=self._phase,
-            wake=self.wake,
-            timings=self.timings,
+        live, tiers, workers = self._live, self.tiers, self.workers
+        records = RunRecords(live, tiers, self.save_events)
+        self.backlog = Backlog(live, tiers, self.flushes, workers)
+        self.repairs = Repairs(live, workers, self._repairer, self.save_events, self.wake)
+        self._flusher = Flusher(
+            live,
+            tiers,
+            self.flushes,
+            workers,
+            self.scrubber,
+            self.journal,
+            self.save_events,
+            self.backlog,
+            records,
+            self.repairs,
         )
-        self.backlog = Backlog(setup)
-        self.repairs = Repairs(setup, self._repairer)
-        records = RunRecords(setup)
-        self._flusher = Flusher(setup, self.backlog, records, self.repairs)
-        self._pruner = Pruner(setup, self.observe)
-        agenda = NextAction(setup, self.backlog, records, self._pruner, self.observe)
-        acts = self._flusher, self._pruner, self.repairs
-        self._loop = WorkerLoop(setup, agenda, self.backlog, acts, self._moved, self._random)
+        self._pruner = Pruner(
+            live, tiers, stores, workers, self.scrubber, self.journal, observe=self.observe, wake=self.wake
+        )
+        agenda = NextAction(
+            live, tiers, self.flushes, workers, self.journal, self.backlog, records, self._pruner, self.observe
+        )
+        self._loop = WorkerLoop(
+            live,
+            tiers,
+            workers,
+            self.journal,
+            self.save_events,
+            agenda,
+            self.backlog,
+            (self._flusher, self._pruner, self.repairs),
+            wake=self.wake,
+            moved=self._moved,
+            jitter=self._random,
+        )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class RequestHandler:
             waited_for = (request.tier, request.part)
             moving = (
                 flush_progress
-                for tier, part, flush_progress in self._reconciler.tiers.flushes.running_flushes()
+                for tier, part, flush_progress in self._reconciler.flushes.running_flushes()
                 if (tier, part) == waited_for
             )
             return next(({"done": flush_progress.done, "total": flush_progress.total} for flush_progress in moving), {})

@@ -94,7 +94,7 @@ def sent_bytes(events: Iterable[Event], tiers: Iterable[str], at: str) -> dict[s
 
 
 def _in_flight(reconciler: Reconciler) -> Iterator[InFlight]:
-    moving = list(reconciler.tiers.flushes.running_flushes())
+    moving = list(reconciler.flushes.running_flushes())
     sent = {part for _, part, _ in moving}
     for part in sorted(reconciler.inventory().busy - sent):
         yield _transfer_in_flight(part, "flush")

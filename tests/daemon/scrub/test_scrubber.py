@@ -641,8 +641,8 @@ async def test_repair_takes_the_object_size_of_the_manifest_from_the_memory_budg
     manifest = msgspec.structs.replace(manifest, files=(msgspec.structs.replace(file, chunks=(chunk,)),))
     await store.put(part(1).manifest_key, encode(manifest))
     daemon = await observed(scrubber(spool, {"tier": store}))
-    real = daemon._budget.take
-    monkeypatch.setattr(daemon._budget, "take", lambda size: taken.append(size) or real(size))
+    real = daemon._repairer.budget.take
+    monkeypatch.setattr(daemon._repairer.budget, "take", lambda size: taken.append(size) or real(size))
     await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
     assert len(taken) == 2 and min(taken) >= 1 << 20
     assert not (await verify_part(store, part(1), lambda size: None))[1]

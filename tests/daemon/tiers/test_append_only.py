@@ -204,7 +204,7 @@ async def test_leftover_of_a_refused_deletion_is_known_though_the_next_deletion_
     async with running(reconciler(spool, {"tier": store}, keep=100)) as daemon:
         await settle(daemon)
         commit(spool, part(1))
-        await daemon.tiers.flushes.flush(part(1), "tier")
+        await daemon.flushes.flush(part(1), "tier")
         left = [key for key in await contents(store.inner) if "/flushing/" in key]
         assert left
         store.words = ("never",)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -33,18 +33,26 @@ from tierd.core.planning.unflushed_parts import (
     describe_unflushed,
     list_unflushed,
 )
-from tierd.daemon.reconciling.reconciler_context import ReconcilerContext
+from tierd.daemon.reconciling.reconciler_context import LiveInventory
 from tierd.daemon.reconciling.repairs import Repairs
+from tierd.daemon.reconciling.tier_worker import TierWorker
+from tierd.daemon.scrub.scrubber import Scrubber
+from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_pauses import FlushSpread
 from tierd.daemon.tiers.tier_run_records import due_spool_head
+from tierd.daemon.transfer.tier_flushes import TierFlushes
+from tierd.events.journal import Journal
+from tierd.events.save_events import SaveEvents
 from tierd.spool.run_records import record_head
 
 
 class Backlog:
     """What is left to flush and to prune under one configuration, as last observed."""
 
-    def __init__(self, setup: ReconcilerContext) -> None:
-        self._setup = setup
+    def __init__(
+        self, live: LiveInventory, tiers: TierOperations, flushes: TierFlushes, workers: Mapping[str, TierWorker]
+    ) -> None:
+        self._live, self._tiers, self._flushes, self._workers = live, tiers, flushes, workers
         # Caches, each with its inventory.
         self._planned: tuple[Inventory | None, frozenset[tuple[PartId, str]]] = None, frozenset()
         self._given_up: tuple[Inventory | None, dict[str, Counter[str]]] = None, {}
@@ -54,51 +62,51 @@ class Backlog:
 
         While a tier does not answer, these are all parts that this daemon would send to it if it were empty.
         """
-        return {entry.part for entry in self.remaining()} | set(self._setup.live_inventory.busy)
+        return {entry.part for entry in self.remaining()} | set(self._live.busy)
 
     def remaining(self) -> tuple[UnflushedPart, ...]:
         """Return the parts of `parts`, newest first, each with the tiers that have it and the tiers that lack it."""
-        inventory = self._setup.live_inventory.inventory()
+        inventory = self._live.inventory()
         unsent = set(self.flushes(inventory))
         if silent := {name for name, place in inventory.tiers.items() if place is None}:
             # Assume that a tier that does not answer is empty, because its contents are unknown.
             empty = replace(inventory, tiers={name: place or Place() for name, place in inventory.tiers.items()})
-            sent = flushes(empty, self._setup.config, {}, 0.0)
+            sent = flushes(empty, self._live.config, {}, 0.0)
             unsent |= {(flush.part, flush.tier) for flush in sent if flush.tier in silent}
         return list_unflushed(inventory, unsent)
 
     def summary(self) -> UnflushedParts:
         """Return the parts that are left to flush, and for each tier whether it accepts them."""
         tiers = {}
-        for name, place in self._setup.tiers.observed.places.items():
-            error = self._setup.workers[name].blocking_error
+        for name, place in self._tiers.observed.places.items():
+            error = self._workers[name].blocking_error
             why, refused = (str(error), isinstance(error, StoreRefused)) if error else (None, False)
             tiers[name] = TierReadiness(reached=place is not None, error=why, refused=refused)
         moved = Counter[str]()
-        for name, _, at in self._setup.tiers.flushes.running_flushes():
+        for name, _, at in self._flushes.running_flushes():
             moved[name] += at.done
-        until = self._setup.pause.until
-        undone = tuple(f"{entry.tier}: {entry}" for entry in self._setup.backfill.unsent())
+        until = self._live.run_mode.pause.until
+        undone = tuple(f"{entry.tier}: {entry}" for entry in self._live.backfill.unsent())
         return UnflushedParts(
             left=self.remaining(), tiers=tiers, paused=until, moved_bytes=dict(moved), left_to_nodes=undone
         )
 
     def describe(self) -> str:
         """Describe `remaining` in one sentence."""
-        silent = [name for name, place in self._setup.tiers.observed.places.items() if place is None]
+        silent = [name for name, place in self._tiers.observed.places.items() if place is None]
         return describe_unflushed(self.remaining(), silent)
 
     def flushes(self, inventory: Inventory) -> frozenset[tuple[PartId, str]]:
         """Return the parts that the plan would send, each with its tier; cached until the inventory changes."""
         if inventory != self._planned[0]:
-            sent = self._setup.planner.flushes(inventory, self._setup.config)
+            sent = self._live.planner.flushes(inventory, self._live.config)
             self._planned = inventory, frozenset((flush.part, flush.tier) for flush in sent)
         return self._planned[1]
 
     def is_retired(self, part: PartId, tier: str) -> bool:
         """Whether the tier, as last observed, lacks a part and will not get it because no place has or wants it."""
-        live = self._setup.live_inventory
-        if self._setup.tiers.observed.places[tier] is None or live.busy[part]:
+        live = self._live
+        if self._tiers.observed.places[tier] is None or live.busy[part]:
             return False
         if live.place.lists(part) and not live.place.has(part):
             return False  # it is first repaired or quarantined
@@ -106,17 +114,16 @@ class Backlog:
 
     def prunes_by_run(self, tier: str) -> Counter[str]:
         """By run, how many copies retention has given up that are still on the tier."""
-        inventory = self._setup.live_inventory.inventory()
+        inventory = self._live.inventory()
         if inventory != self._given_up[0]:
-            setup = self._setup
-            retired = {name: setup.planner.retired(inventory, setup.config, name) for name in setup.stores}
-            counts = {name: Counter(prune.checkpoint.run for prune in prunes) for name, prunes in retired.items()}
+            names = self._tiers.observed.places
+            counts = {name: Counter(prune.checkpoint.run for prune in self._live.retired(name)) for name in names}
             self._given_up = inventory, counts
         return self._given_up[1].get(tier, Counter())
 
     def pending_sizes(self, tier: str) -> dict[PartId, int]:
         """Return the parts that this daemon can send and that the tier lacks and wants, each with its size in bytes."""
-        live, place = self._setup.live_inventory, self._setup.tiers.observed.places[tier]
+        live, place = self._live, self._tiers.observed.places[tier]
         inventory = live.inventory()
         parts = {part for run in live.runs() for part in pending_run_parts(live.place, place or Place(), run)}
         if place is not None:
@@ -131,8 +138,8 @@ log = logging.getLogger("tierd.daemon")
 class RunRecords:
     """Write the records of runs. A daemon that drains records no policies."""
 
-    def __init__(self, setup: ReconcilerContext) -> None:
-        self._setup = setup
+    def __init__(self, live: LiveInventory, tiers: TierOperations, save_events: SaveEvents) -> None:
+        self._live, self._tiers, self._save_events = live, tiers, save_events
         self._remembering = asyncio.Lock()  # each tier's worker adds to what the others wrote
 
     async def bring_up_to_date(self, tier: str) -> None:
@@ -140,16 +147,16 @@ class RunRecords:
 
         Of a run that was only restored here, or with which a tier is filled, this daemon deletes nothing.
         """
-        setup, live, tiers = self._setup, self._setup.live_inventory, self._setup.tiers
+        live, tiers = self._live, self._tiers
         saved = sorted((live.runs() - live.place.restored) | live.place.launches.keys())
         await tiers.sweep_leftovers(tier, saved)
         for run in saved:  # before this node's own heads adopt the tier's state
-            setup.save_events.report_rollback(tier, run, await tiers.why_rolled_back(tier, run, live.place))
-        if not setup.pause.paused:
+            self._save_events.report_rollback(tier, run, await tiers.why_rolled_back(tier, run, live.place))
+        if not live.run_mode.pause.paused:
             await self.write_heads(tier, saved)
             await self._remember(tier, saved)
-            if not setup.run_mode.draining:
-                await tiers.put_policies(tier, live.inventory(), setup.config, [*saved, *sorted(setup.backfill.runs)])
+            if not live.run_mode.draining:
+                await tiers.put_policies(tier, live.inventory(), live.config, [*saved, *sorted(live.backfill.runs)])
 
     async def write_heads(self, tier: str, runs: Iterable[str]) -> None:
         """Write the heads of `runs` to a tier, or leave it to the next observation if the tier refuses.
@@ -158,23 +165,18 @@ class RunRecords:
         empty it.
         """
         with suppress(StoreUnavailable, StoreRefused):
-            await self._setup.tiers.write_heads(tier, self._setup.live_inventory.inventory(), runs)
+            await self._tiers.write_heads(tier, self._live.inventory(), runs)
 
     async def _remember(self, tier: str, runs: Iterable[str]) -> None:
         """Record in the spool the launches of `runs` that any place shows, and the last heads on `tier`."""
-        live, urls = (
-            self._setup.live_inventory,
-            {tier_config.name: tier_config.url for tier_config in self._setup.config.tier if tier_config.name == tier},
-        )
+        live, urls = self._live, {tier: self._live.config.tier_named(tier).url}
         async with self._remembering:
             inventory = live.inventory()
             for head in [head for run in runs if (head := due_spool_head(inventory, run, urls))]:
                 try:
-                    await asyncio.to_thread(record_head, self._setup.spool.control, head)
-                except (
-                    OSError,
-                    SpoolUnusable,
-                ) as error:  # not raised: it would delay the flushes that empty a full disk
+                    await asyncio.to_thread(record_head, live.spool.control, head)
+                except (OSError, SpoolUnusable) as error:
+                    # Not raised, because it would delay the flushes that empty a full disk.
                     log.warning("local: %s: where its launches came from is not remembered yet: %s", head.run, error)
                     return
                 live.place = live.place.with_heads(head.run, (head,))
@@ -186,8 +188,22 @@ S = TypeVar("S")
 class Flusher:
     """Carry out flushes."""
 
-    def __init__(self, setup: ReconcilerContext, backlog: Backlog, records: RunRecords, repairs: Repairs) -> None:
-        self._setup, self._backlog, self._records, self._repairs = setup, backlog, records, repairs
+    def __init__(
+        self,
+        live: LiveInventory,
+        tiers: TierOperations,
+        flushes: TierFlushes,
+        workers: Mapping[str, TierWorker],
+        scrubber: Scrubber,
+        journal: Journal,
+        save_events: SaveEvents,
+        backlog: Backlog,
+        records: RunRecords,
+        repairs: Repairs,
+    ) -> None:
+        self._live, self._tiers, self._flushes, self._workers = live, tiers, flushes, workers
+        self._scrubber, self._journal, self._save_events = scrubber, journal, save_events
+        self._backlog, self._records, self._repairs = backlog, records, repairs
         self._sending: dict[str, tuple[PartId, asyncio.Future[Any]]] = {}  # by tier
 
     async def flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
@@ -196,23 +212,23 @@ class Flusher:
         Raises:
             OSError, StoreUnavailable, StoreRefused: the spool's disk or the tier failed.
         """
-        setup, live, tiers, journal = self._setup, self._setup.live_inventory, self._setup.tiers, self._setup.journal
+        live, tiers, journal = self._live, self._tiers, self._journal
         live.busy[part] += 1
         started_s, place = time.monotonic(), tiers.observed.places[tier]
         aloud = is_contended(live.inventory(), tier, part)
-        flushes = tiers.flushes
+        flushes = self._flushes
         send = flushes.relay if relayed else flushes.flush_announced if aloud else flushes.flush
         # Before the flush, because newer checkpoints appear while the part is sent.
         leading = place is None or is_newest_of_run(part.checkpoint, live.place, place)
         if relayed:
-            setup.save_events.expect_relay(tier, part)
+            self._save_events.expect_relay(tier, part)
         try:
             flushed = await self._send(tier, part, send(part, tier, self._spread(part, tier)))
             if flushed is None:
                 return
         except ObjectNotFound:
             if relayed:
-                setup.workers[tier].defer(part)  # until the other tiers were observed again
+                self._workers[tier].defer(part)  # until the other tiers were observed again
             else:  # removed from the spool since the observation, perhaps by hand, which a sparing one does not see
                 live.invalidate(part.checkpoint)
             return
@@ -225,11 +241,11 @@ class Flusher:
             await self._repairs.repair(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk fails or the tier refuses it: send others first
-            setup.workers[tier].defer_stuck(part)
+            self._workers[tier].defer_stuck(part)
             raise
         finally:
             live.busy -= Counter([part])
-        setup.scrubber.note_verified(tier, part)
+        self._scrubber.note_verified(tier, part)
         journal.counters["flushed"] += 1
         journal.counters["flushed_raw_bytes"] += flushed.raw
         journal.counters["flushed_sent_bytes"] += flushed.sent
@@ -241,7 +257,7 @@ class Flusher:
         sizes = {"raw_bytes": flushed.raw, "stored_bytes": flushed.stored, "sent_bytes": flushed.sent}
         fields: dict[str, Any] = {**sizes, "metrics": metrics_of(flushed.facts.metrics)}
         journal.record("flushed", tier, part, why, **fields, seconds=round(time.monotonic() - started_s, 3))
-        setup.save_events.report_durable(tier, live.place, tiers.observed.places)
+        self._save_events.report_durable(tier, live.place, tiers.observed.places)
         await self._records.write_heads(tier, [part.checkpoint.run])
 
     async def _send(self, tier: str, part: PartId, sending: Coroutine[Any, Any, S]) -> S | None:
@@ -261,33 +277,30 @@ class Flusher:
 
     def yield_to_newer(self) -> None:
         """If the newest are sent first: end each flush of a checkpoint older than its run's newest in the spool."""
-        if not self._setup.run_mode.newest_first:
+        if not self._live.run_mode.newest_first:
             return
         for tier, (part, task) in self._sending.items():
             run = part.checkpoint.run
-            newest, tier_place = (
-                self._setup.live_inventory.place.run(run).newest,
-                self._setup.tiers.observed.places[tier],
-            )
+            newest, tier_place = self._live.place.run(run).newest, self._tiers.observed.places[tier]
             waits = newest is not None and (tier_place is None or newest not in tier_place.run(run).usable)
             if newest is not None and waits and part.checkpoint < newest:
                 task.cancel()
 
     def _spread(self, part: PartId, tier: str) -> FlushSpread:
         """Return the pauses of a flush: none if the tier lacks other parts too, because the tier would fall behind."""
-        live, requests = self._setup.live_inventory, self._setup.requests
+        live, requests = self._live, self._live.requests
 
         def hurries() -> bool:
             newer = any(copy.id > part.checkpoint for copy in live.place.copies(part.checkpoint.run))
             awaited = requests.awaited_parts[part] or part.checkpoint in requests.needed_checkpoints
-            ends = self._setup.run_mode.is_hurried or not requests.attended()
+            ends = live.run_mode.is_hurried or not requests.attended()
             return newer or bool(awaited) or ends or live.is_disk_low
 
         lacking = sum(name == tier for _, name in self._backlog.flushes(live.inventory()))
         return FlushSpread(live.cadence.spread_s(part.checkpoint.run) if lacking <= 1 else 0.0, hurries)
 
     def _note_sent(self, tier: str, checkpoint: CheckpointId, *, leads: bool) -> None:
-        live = self._setup.live_inventory
+        live = self._live
         live.full_tiers.discard(tier)
         last = live.sent.get(tier)
         if last is None or last.last != checkpoint:
@@ -298,8 +311,8 @@ class Flusher:
 
         The scrub finds out which copies are corrupt, and repairs them.
         """
-        self._setup.workers[tier].defer(part)
+        self._workers[tier].defer(part)
         log.warning("%s: %s cannot be copied from another tier yet: %s", tier, part, error)
-        for name in self._setup.stores:
-            if name != tier and self._setup.tiers.observed.has(part, name):
-                self._setup.scrubber.suspect(name, part)
+        for name in self._tiers.observed.places:
+            if name != tier and self._tiers.observed.has(part, name):
+                self._scrubber.suspect(name, part)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -22,9 +22,14 @@ from tierd.core.planning.eviction import complete_in_spool, superseded_copies
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Prune
 from tierd.core.planning.pruning import prune_batch, relied_copies, tiers_losing
-from tierd.daemon.reconciling.reconciler_context import ReconcilerContext
+from tierd.daemon.reconciling.reconciler_context import LiveInventory
 from tierd.daemon.reconciling.repairs import REFUSED_S, QuarantineReview
+from tierd.daemon.reconciling.tier_worker import TierWorker
+from tierd.daemon.scrub.scrubber import Scrubber
+from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_prune import quarantine
+from tierd.events.journal import Journal
+from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
@@ -34,25 +39,36 @@ _ASKING_S = 10.0  # after which no other tier is asked for a further checkpoint 
 class Pruner:
     """Carry out prunes."""
 
-    def __init__(self, setup: ReconcilerContext, observe: Callable[[str], Awaitable[None]]) -> None:
-        self._setup, self._observe = setup, observe
+    def __init__(
+        self,
+        live: LiveInventory,
+        tiers: TierOperations,
+        stores: Mapping[str, Store],
+        workers: Mapping[str, TierWorker],
+        scrubber: Scrubber,
+        journal: Journal,
+        observe: Callable[[str], Awaitable[None]],
+        wake: Callable[[], None],
+    ) -> None:
+        self._live, self._tiers, self._stores, self._workers = live, tiers, stores, workers
+        self._scrubber, self._journal, self._observe, self._wake = scrubber, journal, observe, wake
         self._copy_to_verify: dict[
             CheckpointId, PartId
         ] = {}  # checkpoint whose prune waits -> the copy to verify first
         self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
         self._refused = set[tuple[str, PartId]]()  # tiers and parts whose quarantine was refused, which was reported
-        self._releases = QuarantineReview(setup)
+        self._releases = QuarantineReview(tiers, stores, workers, journal)
 
     async def prune(self, action: Prune) -> None:
         """Delete a checkpoint from a tier, or its copy from the spool; what cannot be deleted yet is put off."""
         if action.tier != SPOOL:
             await self._prune_together(action)
             return
-        checkpoint, worker = action.checkpoint, self._setup.workers[SPOOL]
+        checkpoint, worker = action.checkpoint, self._workers[SPOOL]
         self._copy_to_verify.pop(checkpoint, None)
         try:
             # On a full disk, free space matters more than fast writes into recycled blocks.
-            if await self.release(checkpoint, action.reasons, reuse=not self._setup.live_inventory.is_disk_low):
+            if await self.release(checkpoint, action.reasons, reuse=not self._live.is_disk_low):
                 return
         except (DeleteRefused, StoreFull):  # a tier's copy is corrupt, and cannot be quarantined
             worker.defer(checkpoint, REFUSED_S)
@@ -60,21 +76,21 @@ class Pruner:
         except (TierdError, OSError):  # other copies go first
             worker.defer_stuck(checkpoint)
             raise
-        worker.defer(checkpoint, self._setup.timings.prune_again_s)
-        self._setup.wake()
+        worker.defer(checkpoint, self._tiers.timings.prune_again_s)
+        self._wake()
 
     def waits_for_copy(self, action: Prune) -> bool:
         """Whether a prune in the spool waits for a copy that the scrub cannot read for now."""
         on = self._copy_to_verify.get(action.checkpoint) if action.tier == SPOOL else None
-        return on is not None and self._setup.scrubber.postponed_s(on) > 0
+        return on is not None and self._scrubber.postponed_s(on) > 0
 
     async def _prune_together(self, first: Prune) -> None:
         """Delete a checkpoint from a tier in one pass with others of its run that retention gives up there."""
-        setup, live = self._setup, self._setup.live_inventory
-        worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
+        live = self._live
+        worker, place = self._workers[first.tier], self._tiers.observed.places[first.tier]
         before, run = live.inventory(), first.checkpoint.run
         # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
-        retired = setup.planner.retired(before, setup.config, first.tier)
+        retired = live.retired(first.tier)
         other_prunes = [prune for prune in retired if not worker.is_deferred(prune.checkpoint)]
         prunes = await self._releases.proven_corrupt(prune_batch(first, other_prunes, place), place)
         prunes = await self._held_elsewhere(prunes, self._demand(run))
@@ -85,7 +101,7 @@ class Pruner:
             attempts = frozenset[str]().union(*(place.run(run).attempts for place in inventory.places.values()))
             if not {checkpoint.attempt for checkpoint in listed} <= attempts:
                 return frozenset()  # another node has begun a launch: what it needs is known after an observation
-            actions = setup.planner.plan(inventory, setup.config, {}, 0.0, first.tier)
+            actions = live.planner.plan(inventory, live.config, {}, 0.0, first.tier)
             return frozenset(
                 action.checkpoint for action in actions if isinstance(action, Prune) and action.tier == first.tier
             )
@@ -101,7 +117,7 @@ class Pruner:
                 )  # even if what follows fails: the next put says whether there is room
 
         try:
-            deleted = await setup.tiers.prune([prune.checkpoint for prune in prunes], first.tier, confirm, record)
+            deleted = await self._tiers.prune([prune.checkpoint for prune in prunes], first.tier, confirm, record)
         except DeleteRefused:  # reported once by `SaveEvents.report_append_only`; later plans omit these prunes
             deleted = set()
         record(deleted)  # also those of which only chunks were left
@@ -117,9 +133,9 @@ class Pruner:
         wait as well, so no answer is awaited for long.
         """
         going, lacking_tiers, ends_s = [], set[str](), time.monotonic() + _ASKING_S
-        limit_s, rest_s = self._setup.timings.holds_s, self._setup.timings.stuck_s / 2
+        limit_s, rest_s = self._tiers.timings.holds_s, self._tiers.timings.stuck_s / 2
         for prune in prunes:
-            worker, relied = self._setup.workers[prune.tier], dict(relied_copies(demand, prune.tier, prune.checkpoint))
+            worker, relied = self._workers[prune.tier], dict(relied_copies(demand, prune.tier, prune.checkpoint))
             if any(time.monotonic() < self._rest_until.get(name, 0.0) for name in relied):
                 worker.defer(prune.checkpoint, rest_s)  # due before the one without an answer, which may never get any
                 continue
@@ -143,7 +159,7 @@ class Pruner:
                     worker.defer(prune.checkpoint)
                 else:
                     going.append(prune)
-            if time.monotonic() > ends_s or self._setup.run_mode.is_ending:  # the others are left to the next batch
+            if time.monotonic() > ends_s or self._live.run_mode.is_ending:  # the others are left to the next batch
                 break
         for name in lacking_tiers:
             with suppress(TierdError, OSError):  # then it is unknown; an observation that takes longer goes on
@@ -154,7 +170,7 @@ class Pruner:
     async def _holds(self, tier: str, copy: CheckpointCopy) -> bool:
         """Whether a tier still holds a checkpoint. A part proven corrupt there is quarantined, so that it is sent
         again."""
-        corrupt = await self._setup.tiers.find_corrupt_parts(tier, list(copy.parts()))
+        corrupt = await self._tiers.find_corrupt_parts(tier, list(copy.parts()))
         for part, judged in (corrupt or {}).items():
             await self._quarantine(tier, part, judged, "it cannot be read")
         return corrupt == {}
@@ -165,9 +181,9 @@ class Pruner:
         Args:
             judged: the manifest of the copy that is proven corrupt. Another one is left, because a node put it there.
         """
-        record = partial(self._setup.journal.record, "corrupt", tier, part)
+        record = partial(self._journal.record, "corrupt", tier, part)
         try:
-            if await quarantine(self._setup.stores[tier], part, judged):
+            if await quarantine(self._stores[tier], part, judged):
                 record(f"{why}; it will be flushed again")
         except (DeleteRefused, StoreFull) as error:
             if (tier, part) not in self._refused:
@@ -181,7 +197,7 @@ class Pruner:
         Args:
             reuse: keep the blocks of the copy's largest file for the next write.
         """
-        spool, live, requests = self._setup.spool, self._setup.live_inventory, self._setup.requests
+        spool, live, requests = self._live.spool, self._live, self._live.requests
         before = live.inventory()
         parts = await self._deletable_parts(checkpoint)
         if (
@@ -208,13 +224,13 @@ class Pruner:
         Args:
             before: the inventory on which the deletion was decided.
         """
-        journal, live = self._setup.journal, self._setup.live_inventory
+        journal, live = self._journal, self._live
         journal.counters["pruned"] += 1
         journal.record("pruned", tier, checkpoint, "; ".join(reasons))
         copy = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
         if not copy or not (before.silent or before.full):
             return
-        if names := tiers_losing(live.inventory(), before, self._setup.config, tier, copy):
+        if names := tiers_losing(live.inventory(), before, live.config, tier, copy):
             why = f"its last copy was deleted, and {', '.join(names)} wanted it: {'; '.join(reasons)}"
             journal.record("given up", tier, checkpoint, why)
 
@@ -224,7 +240,7 @@ class Pruner:
         These are the parts for which the tiers were asked, if one tier holds them all or no tier wants them any more;
         otherwise None. Parts that another rank commits meanwhile are not among them.
         """
-        setup, live, tiers = self._setup, self._setup.live_inventory, self._setup.tiers
+        live, tiers = self._live, self._tiers
         copy = live.place.checkpoints.get(checkpoint)
         parts = tuple(copy.parts()) if copy else ()
         lacking = await tiers.find_missing_parts(
@@ -235,13 +251,13 @@ class Pruner:
             tiers.observed.invalidate(name)
         if lacking is not None:
             return None
-        if any(all(tiers.observed.has(part, name) for part in parts) for name in setup.stores):
+        if any(all(tiers.observed.has(part, name) for part in parts) for name in tiers.observed.places):
             return parts
         return parts if await self._is_given_up(checkpoint) else None
 
     async def _is_given_up(self, checkpoint: CheckpointId) -> bool:
         """Whether no tier wants a copy that only the spool has, and the newer ones are right to which it yields."""
-        live, tiers = self._setup.live_inventory, self._setup.tiers
+        live, tiers = self._live, self._tiers
         if self._are_aged():
             return False
         demand = self._demand(checkpoint.run)
@@ -265,12 +281,12 @@ class Pruner:
         return not (is_protected or self._are_aged())
 
     def _demand(self, run: str) -> Demand:
-        return self._setup.planner.demand(self._setup.live_inventory.inventory(), self._setup.config, run)
+        return self._live.planner.demand(self._live.inventory(), self._live.config, run)
 
     def _are_aged(self) -> bool:
         """Whether a tier's observation is too old to delete an only copy by it. If so, it is made anew."""
-        observed, setup = self._setup.tiers.observed, self._setup
-        aged = [name for name in setup.stores if setup.timings.aged_s < observed.age_s(name) < math.inf]
+        observed = self._tiers.observed
+        aged = [name for name in observed.places if self._tiers.timings.aged_s < observed.age_s(name) < math.inf]
         for name in aged:
             observed.invalidate(name)
         return bool(aged)
@@ -278,13 +294,13 @@ class Pruner:
     async def _verify_spool_copies(self, checkpoint: CheckpointId, parts: Iterable[PartId]) -> bool:
         """Whether the spool's copies of `parts`, the reason for which `checkpoint` may be deleted, are intact."""
         for part in parts:
-            if not await self._setup.scrubber.is_right(part):
+            if not await self._scrubber.is_right(part):
                 self._copy_to_verify[checkpoint] = part
                 return False
         return True
 
     def _read_local_manifest(self, part: PartId) -> Manifest | None:
         try:
-            return self._setup.spool.manifest(part)
+            return self._live.spool.manifest(part)
         except (ObjectNotFound, ManifestError):
             return None

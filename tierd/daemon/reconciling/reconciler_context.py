@@ -1,4 +1,4 @@
-"""What the parts of the reconciler share: its mode, the live inventory of all places, and a configuration's context."""
+"""What the parts of the reconciler share: its mode, and the live inventory of all places under a configuration."""
 
 from __future__ import annotations
 
@@ -8,37 +8,33 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tierd.core.config import Config
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.copies import CheckpointCopy, changed_checkpoints
 from tierd.core.planning.inventory import Inventory, LastSent
-from tierd.core.planning.place import Place
+from tierd.core.planning.place import Place, Prune
 from tierd.core.planning.plan import Planner
 from tierd.core.retention.policy import parse_duration
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.reconciling.client_requests import ClientRequests
-from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.spool_observer import SpoolObserver
 from tierd.daemon.tiers.tier_observations import Backfill
 from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_pauses import SaveCadence, TierPause
-from tierd.events.journal import Journal
-from tierd.events.save_events import SaveEvents
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store
 
 _HURRY = 60.0  # seconds after `hurry` for which no flush pauses
 _ENDING = 600.0  # seconds after `node_ends` for which the newest checkpoints are sent first
 
 
 class RunMode:
-    """The phase of the reconciler."""
+    """The phase of the reconciler. `pause` is a person's."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: TierPause) -> None:
+        self.pause = pause
         self.draining = False  # only flushes are begun, because the daemon ends
         self.halted = asyncio.Event()  # set while workers begin no further action, because the configuration changes
         self._hurried = self._ending = -math.inf  # monotonic seconds
@@ -87,17 +83,12 @@ class LiveInventory:
         spool: Spool,
         requests: ClientRequests,
         repairer: Repairer,
-        phase: RunMode,
+        run_mode: RunMode,
         on_observed: Callable[[bool], None],
         timings: DaemonTimings,
     ) -> None:
-        self._spool, self._requests, self._repairer, self._phase, self._on_observed = (
-            spool,
-            requests,
-            repairer,
-            phase,
-            on_observed,
-        )
+        self.spool, self.requests, self.run_mode, self.planner = spool, requests, run_mode, Planner()
+        self._repairer, self._on_observed = repairer, on_observed
         self.place = Place()  # the spool, as last observed, without the checkpoints of launches that name no tier
         # The copies of these, which nothing but a report counts.
         self.local_only: dict[CheckpointId, CheckpointCopy] = {}
@@ -117,17 +108,17 @@ class LiveInventory:
 
     def configure(self, config: Config, tiers: TierOperations, backfill: Backfill) -> None:
         """Use another configuration and its tiers from now on."""
-        self._config, self._tiers, self._backfill = config, tiers, backfill
+        self.config, self.backfill, self._tiers = config, backfill, tiers
         self.full_tiers, self.sent = set(), {}
 
     @property
     def is_disk_low(self) -> bool:
         """Whether less of the spool's disk is free than the configuration demands."""
-        return self.free * 100 < self._config.min_free_percent
+        return self.free * 100 < self.config.min_free_percent
 
     def inventory(self) -> Inventory:
         """Return the inventory: the latest observation of all places, with holds, writers and busy parts."""
-        requests, touched, finished_s = self._requests, self._observer.touched, parse_duration(self._config.finished)
+        requests, touched, finished_s = self.requests, self._observer.touched, parse_duration(self.config.finished)
         writers = requests.writers()
         return Inventory(
             self.place,
@@ -145,10 +136,14 @@ class LiveInventory:
             full=frozenset(self.full_tiers),
             append_only=self._tiers.append_only,
             sent=dict(self.sent),
-            filling=frozenset(self._backfill.runs),
-            node_ends=self._phase.newest_first,
+            filling=frozenset(self.backfill.runs),
+            node_ends=self.run_mode.newest_first,
             node_id=self._tiers.who,
         )
+
+    def retired(self, tier: str) -> list[Prune]:
+        """Return what retention has given up on a tier, as `Planner.retired` does."""
+        return self.planner.retired(self.inventory(), self.config, tier)
 
     def report_inventory(self) -> Inventory:
         """Return the inventory with the checkpoints of launches that name no tier, for a report."""
@@ -159,7 +154,7 @@ class LiveInventory:
         return replace(inventory, spool=replace(place, checkpoints={**place.checkpoints, **self.local_only}))
 
     def _is_silent(self, tier: str) -> bool:
-        return self._tiers.observed.unanswered_s.get(tier, -math.inf) >= parse_duration(self._config.hold_for)
+        return self._tiers.observed.unanswered_s.get(tier, -math.inf) >= parse_duration(self.config.hold_for)
 
     @property
     def was_observed(self) -> bool:
@@ -191,9 +186,9 @@ class LiveInventory:
             thorough, self._thorough = self._thorough or not sparing, False
             try:
                 place = await asyncio.to_thread(self._observer.observe, sparing=not thorough)
-                free, total = self._spool.free()
+                free, total = self.spool.free()
                 self.free = free / total if total else 1.0
-                self._leftovers = self._aged(await asyncio.to_thread(self._spool.leftovers, self._observer.childless))
+                self._leftovers = self._aged(await asyncio.to_thread(self.spool.leftovers, self._observer.childless))
             except BaseException:
                 self._thorough |= thorough  # for callers that share the next observation in place of this one
                 raise
@@ -217,15 +212,14 @@ class LiveInventory:
     def _note_saves(self, before: Place) -> bool:
         """Note when parts were committed; return whether the spool has other parts than before."""
         differ = changed_checkpoints(before.checkpoints, self.place.checkpoints)
-        changed = [
-            checkpoint for checkpoint in differ if _parts_of(self.place, checkpoint) != _parts_of(before, checkpoint)
-        ]
-        if changed:
-            self.cadence.note_saves(
-                {part for checkpoint in changed for part in _new_parts(before, self.place, checkpoint)}
-            )
+        was, now = (
+            {part for checkpoint in differ if (copy := place.checkpoints.get(checkpoint)) for part in copy.parts()}
+            for place in (before, self.place)
+        )
+        if was != now:
+            self.cadence.note_saves(now - was)
             self.cadence.keep_only(self.runs())
-        return bool(changed)
+        return was != now
 
     def invalidate(self, checkpoint: CheckpointId) -> None:
         """Read a checkpoint's manifests again at the next observation, because they may have been replaced."""
@@ -240,40 +234,8 @@ class LiveInventory:
     def _idle_limit_s(self, name: str) -> float:
         # An interrupted fetch is kept so that it can be continued, unless the disk needs its bytes.
         is_complete = name.startswith("fetch/") and any(
-            name == f"fetch/{self._spool.fetch_directory(part).name}" for part in self.place.parts()
+            name == f"fetch/{self.spool.fetch_directory(part).name}" for part in self.place.parts()
         )
         loose = name.removeprefix("fetch/") in self._repairer.partial_stages
         is_resumable = name.startswith("fetch/") and not self.is_disk_low and not is_complete and not loose
         return self._timings.taken_up_s if is_resumable else self._timings.abandoned_s
-
-
-def _parts_of(place: Place, checkpoint: CheckpointId) -> Mapping[int, frozenset[int]] | None:
-    copy = place.checkpoints.get(checkpoint)
-    return copy.ranks if copy else None
-
-
-def _new_parts(before: Place, place: Place, checkpoint: CheckpointId) -> set[PartId]:
-    was, now = before.checkpoints.get(checkpoint), place.checkpoints.get(checkpoint)
-    return (set(now.parts()) if now else set()) - (set(was.parts()) if was else set())
-
-
-@dataclass(frozen=True)
-class ReconcilerContext:
-    """The configuration, what was opened and made for it, and what outlives it."""
-
-    config: Config
-    spool: Spool
-    stores: Mapping[str, Store]
-    tiers: TierOperations
-    scrubber: Scrubber
-    workers: Mapping[str, TierWorker]
-    live_inventory: LiveInventory
-    backfill: Backfill
-    requests: ClientRequests
-    planner: Planner
-    journal: Journal
-    save_events: SaveEvents
-    pause: TierPause
-    run_mode: RunMode
-    wake: Callable[[], None]
-    timings: DaemonTimings

@@ -8,16 +8,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL, Place, Prune
 from tierd.daemon.concurrency import thread_uncancelled
-from tierd.daemon.reconciling.reconciler_context import ReconcilerContext
+from tierd.daemon.reconciling.reconciler_context import LiveInventory
+from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_probes import QuarantinedCopy
 from tierd.daemon.transfer.download import ChunkRuns, Progress
+from tierd.events.journal import Journal
+from tierd.events.save_events import SaveEvents
+from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
@@ -27,8 +32,16 @@ REFUSED_S = 3600.0  # until a quarantine is tried again on a tier that refuses d
 class Repairs:
     """Carry out repairs and fetches."""
 
-    def __init__(self, setup: ReconcilerContext, repairer: Repairer) -> None:
-        self._setup, self._repairer = setup, repairer
+    def __init__(
+        self,
+        live: LiveInventory,
+        workers: Mapping[str, TierWorker],
+        repairer: Repairer,
+        save_events: SaveEvents,
+        wake: Callable[[], None],
+    ) -> None:
+        self._live, self._workers, self._repairer = live, workers, repairer
+        self._save_events, self._wake = save_events, wake
 
     async def repair(self, part: PartId, tier: str, *, counted: bool = False) -> None:
         """Repair a part's copy in a place; a copy that cannot be repaired yet is put off.
@@ -49,9 +62,9 @@ class Repairs:
         except TierdError as error:
             # Put the part off so that the worker acts on others first.
             if isinstance(error, DeleteRefused):
-                self._setup.workers[tier].defer(part, REFUSED_S)
+                self._workers[tier].defer(part, REFUSED_S)
             else:
-                self._setup.workers[tier].defer_stuck(part)
+                self._workers[tier].defer_stuck(part)
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be repaired yet: %s", tier, part, error)  # the other tier's worker backs off
@@ -67,22 +80,22 @@ class Repairs:
         """
         room, *pieces = name.split("/")
         part = PartId.parse(*pieces) if room == "quarantine" and len(pieces) == 3 else None
-        if part is None or not await thread_uncancelled(self._setup.spool.unquarantine, part):
+        if part is None or not await thread_uncancelled(self._live.spool.unquarantine, part):
             return False
-        self._setup.journal.record_release(SPOOL, part)
-        self._setup.live_inventory.invalidate(part.checkpoint)
+        self._repairer.journal.record_release(SPOOL, part)
+        self._live.invalidate(part.checkpoint)
         return True
 
     async def fetch(
         self, part: PartId, *, counted: bool = False, chunk_runs: ChunkRuns | None = None
     ) -> tuple[str, ...]:
         """Repair the spool's copy of `part`, or fetch some of it, by `Repairer`; then observe the spool."""
-        self._setup.save_events.expect_fetch(part)
+        self._save_events.expect_fetch(part)
         try:
             return await self._repairer.repair_spool(part, counted=counted, chunk_runs=chunk_runs)
         finally:
-            self._setup.live_inventory.invalidate(part.checkpoint)  # its manifest may have been replaced
-            self._setup.wake()
+            self._live.invalidate(part.checkpoint)  # its manifest may have been replaced
+            self._wake()
 
     @property
     def running_fetches(self) -> Mapping[PartId, Progress]:
@@ -91,12 +104,12 @@ class Repairs:
 
     def hold(self, part: PartId) -> None:
         """Keep all parts of the part's checkpoint in the spool until `release`, for a restore from the part."""
-        self._setup.requests.held_checkpoints[part.checkpoint] += 1
+        self._live.requests.held_checkpoints[part.checkpoint] += 1
         self._repairer.hold(part)
 
     def release(self, part: PartId) -> None:
         """End a `hold`."""
-        self._setup.requests.held_checkpoints -= Counter([part.checkpoint])
+        self._live.requests.held_checkpoints -= Counter([part.checkpoint])
         self._repairer.release(part)
 
 
@@ -106,8 +119,14 @@ _VERIFYING_S = 10.0  # for which copies are read in a row, because flushes to th
 class QuarantineReview:
     """The quarantined copies on tiers that are being verified once more."""
 
-    def __init__(self, setup: ReconcilerContext) -> None:
-        self._setup = setup
+    def __init__(
+        self,
+        tiers: TierOperations,
+        stores: Mapping[str, Store],
+        workers: Mapping[str, TierWorker],
+        journal: Journal,
+    ) -> None:
+        self._tiers, self._stores, self._workers, self._journal = tiers, stores, workers, journal
         self._copies: dict[tuple[str, PartId], QuarantinedCopy] = {}
 
     async def proven_corrupt(self, prunes: Sequence[Prune], place: Place | None) -> list[Prune]:
@@ -137,10 +156,10 @@ class QuarantineReview:
 
     async def _verify_quarantined(self, prune: Prune, parts: Iterable[PartId], ends_s: float) -> bool | None:
         """Verify a checkpoint's quarantined parts. Returns whether one is used again; None if that is not known yet."""
-        setup, tier = self._setup, prune.tier
-        worker, released = setup.workers[tier], False
+        tier = prune.tier
+        worker, released = self._workers[tier], False
         for part in parts:
-            store, who, timings = setup.stores[tier], setup.tiers.who, setup.timings
+            store, who, timings = self._stores[tier], self._tiers.who, self._tiers.timings
             copy = self._copies.setdefault((tier, part), QuarantinedCopy(store, part, who, timings))
             try:
                 verdict = await copy.release(ends_s)
@@ -154,7 +173,7 @@ class QuarantineReview:
             if verdict is None:
                 return released or None
             if verdict:
-                setup.journal.record_release(tier, part)
-                setup.tiers.observed.invalidate(tier)
+                self._journal.record_release(tier, part)
+                self._tiers.observed.invalidate(tier)
                 released = True
         return released

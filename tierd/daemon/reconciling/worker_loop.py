@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from tierd.core.errors import StoreFull, StoreRefused, TierdError, is_exhausted
 from tierd.core.planning.background_schedule import ARRIVAL_TIMEOUT_S, is_arriving, listing_pause_s
@@ -21,9 +21,13 @@ from tierd.core.planning.pruning import PruneBacklog
 from tierd.core.retention.policy import parse_duration
 from tierd.daemon.reconciling.flusher import Backlog, Flusher, RunRecords
 from tierd.daemon.reconciling.pruner import Pruner
-from tierd.daemon.reconciling.reconciler_context import ReconcilerContext
+from tierd.daemon.reconciling.reconciler_context import LiveInventory
 from tierd.daemon.reconciling.repairs import Repairs
 from tierd.daemon.reconciling.tier_worker import TierWorker, action_subject, action_verb, describe_action
+from tierd.daemon.tiers.tier_operations import TierOperations
+from tierd.daemon.transfer.tier_flushes import TierFlushes
+from tierd.events.journal import Journal
+from tierd.events.save_events import SaveEvents
 
 
 class NextAction:
@@ -31,20 +35,20 @@ class NextAction:
 
     def __init__(
         self,
-        setup: ReconcilerContext,
+        live: LiveInventory,
+        tiers: TierOperations,
+        flushes: TierFlushes,
+        workers: Mapping[str, TierWorker],
+        journal: Journal,
         backlog: Backlog,
         records: RunRecords,
         pruner: Pruner,
         observe: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._setup, self._backlog, self._records, self._pruner, self._observe = (
-            setup,
-            backlog,
-            records,
-            pruner,
-            observe,
-        )
-        self._prunes_left = {name: PruneBacklog() for name in setup.stores}
+        self._live, self._tiers, self._flushes, self._workers = live, tiers, flushes, workers
+        self._journal, self._backlog, self._records = journal, backlog, records
+        self._pruner, self._observe = pruner, observe
+        self._prunes_left = {name: PruneBacklog() for name in tiers.observed.places}
 
     async def next_action(self, worker: TierWorker) -> Action | None:
         """Observe, and return the worker's next action.
@@ -53,8 +57,8 @@ class NextAction:
         is that a checkpoint is useful only when all its parts are on the tier.
         """
         action = await self._observe_and_plan(worker)
-        if isinstance(action, Flush) and is_contended(self._setup.live_inventory.inventory(), worker.name, action.part):
-            await self._setup.tiers.flushes.observe_announcements(worker.name, action.part.checkpoint.run)
+        if isinstance(action, Flush) and is_contended(self._live.inventory(), worker.name, action.part):
+            await self._flushes.observe_announcements(worker.name, action.part.checkpoint.run)
             return self._next(worker)
         return action
 
@@ -64,15 +68,15 @@ class NextAction:
         Where an observation takes long, an earlier one suffices to send parts; every other action needs a fresh one.
         A sparing observation of the spool suffices to send parts, too, and to find that there is nothing to do.
         """
-        tiers = self._setup.tiers
+        tiers = self._tiers
         if worker.name != SPOOL:
             slow, after_flush = tiers.observed.send_validity_s(worker.name), worker.has_flushed
             worker.has_flushed = False
             # After a failure observe afresh, because the object may have arrived there or may be a known defect by now.
             age_s = tiers.observed.age_s(worker.name)
-            recent = worker.last_error is None and age_s < parse_duration(self._setup.config.rescan)
+            recent = worker.last_error is None and age_s < parse_duration(self._live.config.rescan)
             if slow or recent:
-                await self._setup.live_inventory.observe(sparing=True)
+                await self._live.observe(sparing=True)
                 action = self._next(worker)
                 suffices = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
                 if isinstance(action, Flush) and (suffices or self._is_safe_to_send(action, worker.name)):
@@ -80,7 +84,7 @@ class NextAction:
                 if action is None and (slow or after_flush):
                     return None
         elif worker.last_error is None:
-            await self._setup.live_inventory.observe(sparing=True)
+            await self._live.observe(sparing=True)
             if self._next(worker) is None:
                 return None
         await self._observe(worker.name)
@@ -90,7 +94,7 @@ class NextAction:
 
     def _was_observed_for(self, flush: Flush, tier: str) -> bool:
         """Whether a relay's run was observed on the tier, where another node may have the run in its care."""
-        return not flush.relayed or self._setup.tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
+        return not flush.relayed or self._tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
 
     def _is_safe_to_send(self, flush: Flush, tier: str) -> bool:
         """Whether an observation younger than `rescan` suffices to send a part.
@@ -98,27 +102,27 @@ class NextAction:
         It does if this node has all parts of the checkpoint, so that no other node sends any, and if the observation
         covered the run.
         """
-        copy = self._setup.live_inventory.place.checkpoints.get(flush.part.checkpoint)
+        copy = self._live.place.checkpoints.get(flush.part.checkpoint)
         return (
             copy is not None
             and copy.complete
-            and self._setup.tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
+            and self._tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
         )
 
     def _next(self, worker: TierWorker) -> Action | None:
-        setup, live, phase = self._setup, self._setup.live_inventory, self._setup.run_mode
-        if phase.halted.is_set() or (setup.pause.paused and worker.name != SPOOL):
+        live, phase = self._live, self._live.run_mode
+        if phase.halted.is_set() or (phase.pause.paused and worker.name != SPOOL):
             return None
         planned = worker.planned()
-        if planned and live.place.has(planned.part) and not setup.tiers.observed.has(planned.part, worker.name):
+        if planned and live.place.has(planned.part) and not self._tiers.observed.has(planned.part, worker.name):
             return planned
         began = time.thread_time()
-        backoff = {name: tier_worker.retry_at for name, tier_worker in setup.workers.items()}
-        actions = setup.planner.plan(live.inventory(), setup.config, backoff, worker.now(), worker.name)
+        backoff = {name: tier_worker.retry_at for name, tier_worker in self._workers.items()}
+        actions = live.planner.plan(live.inventory(), live.config, backoff, worker.now(), worker.name)
         if worker.name != SPOOL:
-            waiting = len(setup.planner.retired(live.inventory(), setup.config, worker.name))
+            waiting = len(live.retired(worker.name))
             grows = self._prunes_left[worker.name].record(waiting, worker.now())
-            setup.journal.record_backlog(worker.name, waiting, grows)
+            self._journal.record_backlog(worker.name, waiting, grows)
         candidates = [
             action
             for action in actions
@@ -146,15 +150,15 @@ class NextAction:
         The interval grows with the duration of an observation and, while the daemon is at rest, with the number of
         requests that it cost.
         """
-        rescan = parse_duration(self._setup.config.rescan)
+        rescan = parse_duration(self._live.config.rescan)
         if worker.name == SPOOL:
             return rescan
-        rescan = max(rescan, self._setup.tiers.observed.send_validity_s(worker.name))
-        return listing_pause_s(rescan, cost, len(self._setup.stores)) if self._is_idle(worker) else rescan
+        rescan = max(rescan, self._tiers.observed.send_validity_s(worker.name))
+        return listing_pause_s(rescan, cost, len(self._tiers.observed.places)) if self._is_idle(worker) else rescan
 
     def _is_idle(self, worker: TierWorker) -> bool:
         """Whether nobody trains or restores here, and nothing is left to do or expected to arrive."""
-        live, tiers, requests = self._setup.live_inventory, self._setup.tiers, self._setup.requests
+        live, tiers, requests = self._live, self._tiers, self._live.requests
         place = tiers.observed.places[worker.name]
         if (
             requests.attended()
@@ -180,79 +184,86 @@ class WorkerLoop:
 
     def __init__(
         self,
-        setup: ReconcilerContext,
+        live: LiveInventory,
+        tiers: TierOperations,
+        workers: Mapping[str, TierWorker],
+        journal: Journal,
+        save_events: SaveEvents,
         agenda: NextAction,
         backlog: Backlog,
         acts: tuple[Flusher, Pruner, Repairs],
+        wake: Callable[[], None],
         moved: asyncio.Condition,
         jitter: random.Random,
     ) -> None:
-        self._setup, self._agenda, self._backlog = setup, agenda, backlog
+        self._live, self._tiers, self._workers = live, tiers, workers
+        self._journal, self._save_events = journal, save_events
+        self._agenda, self._backlog = agenda, backlog
         self._flusher, self._pruner, self._repairs = acts
-        self._moved, self._random = moved, jitter
+        self._wake, self._moved, self._random = wake, moved, jitter
 
     async def run(self, worker: TierWorker) -> None:
         """Work on one place until the reconciler is halted."""
-        while not self._setup.run_mode.halted.is_set():
+        while not self._live.run_mode.halted.is_set():
             worker.wake.clear()
             action = None
-            before = self._setup.tiers.requests(worker.name)
+            before = self._tiers.requests(worker.name)
             try:
                 action = await self._agenda.next_action(worker)
                 if action is not None:
                     worker.doing = describe_action(action)
                     worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush
                     await self.act(action)
-                    self._setup.wake()
+                    self._wake()
                     worker.has_flushed = worker.sent
-                elif self._setup.backfill.runs:
-                    inventory = self._setup.live_inventory.inventory()
+                elif self._live.backfill.runs:
+                    inventory = self._live.inventory()
                     flushes = {part.checkpoint.run for part, _ in self._backlog.flushes(inventory)}
-                    self._setup.backfill.forget_filled(flushes, inventory)
+                    self._live.backfill.forget_filled(flushes, inventory)
                 worker.note_success(action_subject(action))
                 self._report_success(worker, action)
             except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
                 self._failed(worker, action, error)
             finally:
                 worker.doing = None
-                self._setup.save_events.report_append_only(worker.name, self._setup.tiers.refusal(worker.name))
+                self._save_events.report_append_only(worker.name, self._tiers.refusal(worker.name))
             async with self._moved:
                 self._moved.notify_all()
-            if not self._setup.run_mode.halted.is_set() and (action is None or worker.last_error):
-                cost = self._setup.tiers.requests(worker.name) - before
+            if not self._live.run_mode.halted.is_set() and (action is None or worker.last_error):
+                cost = self._tiers.requests(worker.name) - before
                 await worker.wait(
                     min(
                         self._agenda.rescan_s(worker, cost),
                         worker.deferred_s,
-                        self._setup.pause.remaining_s or math.inf,
+                        self._live.run_mode.pause.remaining_s or math.inf,
                     )
                 )
-                if worker.name == SPOOL and not self._setup.run_mode.draining:
+                if worker.name == SPOOL and not self._live.run_mode.draining:
                     await asyncio.sleep(worker.pause_s)  # plan once for related events such as a save and its flush
 
     def _failed(self, worker: TierWorker, action: Action | None, error: Exception) -> None:
-        self._setup.journal.counters["errors"] += 1
-        if worker.name in self._setup.stores:
-            self._setup.tiers.note_failure(worker.name)
+        self._journal.counters["errors"] += 1
+        if worker.name != SPOOL:
+            self._tiers.note_failure(worker.name)
         if isinstance(error, StoreFull):
-            self._setup.live_inventory.full_tiers.add(worker.name)
+            self._live.full_tiers.add(worker.name)
         delay = worker.note_failure(
             error, self._random, long=isinstance(error, StoreRefused), subject=action_subject(action)
         )
         doing = describe_action(action) if action else "observing"
         is_expected = isinstance(error, TierdError | OSError) or is_exhausted(error)
         log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not is_expected)
-        self._setup.journal.record_failure(
+        self._journal.record_failure(
             (WORKER, worker.name), action_verb(action), worker.name, action_subject(action), str(error)
         )
 
     def _report_success(self, worker: TierWorker, action: Action | None) -> None:
         topic = (WORKER, worker.name)
-        self._setup.journal.record_success(topic, action_subject(None), clears_siblings=False)
+        self._journal.record_success(topic, action_subject(None), clears_siblings=False)
         if action is not None:
-            self._setup.journal.record_success(topic, action_subject(action))
-        elif not (self._setup.pause.paused or self._setup.run_mode.draining or worker.retries_later):
-            self._setup.journal.record_success(topic)  # no failed action is left to retry
+            self._journal.record_success(topic, action_subject(action))
+        elif not (self._live.run_mode.pause.paused or self._live.run_mode.draining or worker.retries_later):
+            self._journal.record_success(topic)  # no failed action is left to retry
 
     async def act(self, action: Action) -> None:
         """Carry out one action."""
@@ -267,8 +278,8 @@ class WorkerLoop:
                 try:
                     if await self._repairs.unquarantine(name):
                         return
-                    await asyncio.to_thread(self._setup.spool.discard, name)
+                    await asyncio.to_thread(self._live.spool.discard, name)
                 except (OSError, TierdError):  # what can be deleted goes first
-                    self._setup.workers[SPOOL].defer_stuck(name)
+                    self._workers[SPOOL].defer_stuck(name)
                     raise
                 log.info("local: discarded %s", name)

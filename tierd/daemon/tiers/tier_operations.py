@@ -1,4 +1,4 @@
-"""The operations of the daemon on its tiers: flushes (`tier_flushes`), prunes, and this node's records there."""
+"""The operations of the daemon on its tiers, besides flushes: prunes, and this node's records there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ from tierd.daemon.tiers.intents import sweep
 from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS
 from tierd.daemon.tiers.node_records import NodeIdentity, sweep_rank_notes
 from tierd.daemon.tiers.prune_pass import Confirm
-from tierd.daemon.tiers.tier_flushes import TierFlushes
 from tierd.daemon.tiers.tier_identity import check_identities
 from tierd.daemon.tiers.tier_observations import Observations
 from tierd.daemon.tiers.tier_observer import TierObserver
-from tierd.daemon.tiers.tier_pauses import TierPause
 from tierd.daemon.tiers.tier_probes import find_missing_parts, is_part_held
 from tierd.daemon.tiers.tier_prune import prune
 from tierd.daemon.tiers.tier_run_records import due_head, due_policies, put_head, put_policy, why_rolled_back
-from tierd.spool.spool import Spool
 from tierd.stores.base import Store, delete_if_permitted
 from tierd.stores.store_wrappers import CountedStore, DeletionGuard
 
@@ -41,40 +38,31 @@ class TierOperations:
     """Every tier of a configuration, by name."""
 
     def __init__(
-        self,
-        config: Config,
-        spool: Spool,
-        stores: Mapping[str, Store],
-        pause: TierPause,
-        timings: DaemonTimings = USUAL,
-        identity: NodeIdentity | None = None,
+        self, config: Config, stores: Mapping[str, Store], identity: NodeIdentity, timings: DaemonTimings = USUAL
     ) -> None:
-        self._timings = timings
-        self._identity = identity or NodeIdentity(spool.root, timings)
+        self._config, self.identity, self.timings = config, identity, timings
         self._guards = {name: DeletionGuard(store, timings.refused_s) for name, store in stores.items()}
-        self._spool, self._stores = spool, {name: CountedStore(guard) for name, guard in self._guards.items()}
+        self.stores = {name: CountedStore(guard) for name, guard in self._guards.items()}  # count what they are asked
         self._observers = {
-            name: TierObserver(store, prunes=True, own=partial(self._identity.mark_contested, name))
-            for name, store in self._stores.items()
+            name: TierObserver(store, prunes=True, own=partial(self.identity.mark_contested, name))
+            for name, store in self.stores.items()
         }
         self.observed = Observations(self._observers, timings.answers_s)
-        self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self._identity, timings)
-        self._config = config
         self._comparing = asyncio.Lock()
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
 
     @property
     def who(self) -> str:
         """The id of this node among the nodes that share a tier, 8 hex digits."""
-        return self._identity.id
+        return self.identity.id
 
     def requests(self, tier: str) -> int:
         """How many requests observations, flushes and prunes have made to a tier; scrubs and restores do not count."""
-        return self._stores[tier].requests if tier in self._stores else 0
+        return self.stores[tier].requests if tier in self.stores else 0
 
     def requests_by_kind(self, tier: str) -> dict[str, int]:
         """As `requests`, by kind: `put`, `get`, `list`, `delete`."""
-        return dict(self._stores[tier].counts) if tier in self._stores else {}
+        return dict(self.stores[tier].counts) if tier in self.stores else {}
 
     def refusal(self, tier: str) -> str:
         """The reason that a tier gave last for refusing deletions; empty if it is not known to refuse them."""
@@ -82,7 +70,7 @@ class TierOperations:
 
     def retry_after_s(self, tier: str) -> float:
         """For how many seconds more a tier gets no requests, because the tier asked for a pause."""
-        return self._stores[tier].retry_after_s if tier in self._stores else 0.0
+        return self.stores[tier].retry_after_s if tier in self.stores else 0.0
 
     @property
     def append_only(self) -> frozenset[str]:
@@ -95,13 +83,13 @@ class TierOperations:
         fresh = [policy for run in runs if place for policy in due_policies(inventory, config, tier, place, run)]
         fresh += [
             policy
-            for policy in self._identity.records_to_put(tier)
+            for policy in self.identity.records_to_put(tier)
             if place and not any(_is_for(policy, other_policy) for other_policy in fresh)
         ]
         try:
-            fresh = [self._identity.note_put(tier, policy) for policy in fresh]
+            fresh = [self.identity.note_put(tier, policy) for policy in fresh]
             for policy in fresh:
-                await put_policy(self._stores[tier], tier, policy)
+                await put_policy(self.stores[tier], tier, policy)
         except StoreRefused:
             if not self.refusal(tier):
                 raise
@@ -119,7 +107,7 @@ class TierOperations:
                 launches = [stored.launches for stored in place.heads.get(run, ()) if stored.by == head.by]
                 if self.refusal(tier) and launches == [head.launches]:
                     continue  # already said; `due_head` repeats it because merged heads of others cannot be deleted
-                await put_head(self._stores[tier], head, place.heads.get(run, ()))
+                await put_head(self.stores[tier], head, place.heads.get(run, ()))
                 self.observed.apply_change(tier, partial(_with_head, head))
 
     async def why_rolled_back(self, tier: str, run: str, spool: Place) -> str | None:
@@ -128,7 +116,7 @@ class TierOperations:
         if place is None:
             return None
         remembered = next((head.tiers.get(url) for head in spool.heads.get(run, ())), None)
-        return await why_rolled_back(self._stores[tier], run, remembered, place.heads.get(run, ()))
+        return await why_rolled_back(self.stores[tier], run, remembered, place.heads.get(run, ()))
 
     async def sweep_leftovers(self, tier: str, runs: Iterable[str]) -> None:
         """Remove intents and marks that interrupted operations of this node have left, after a start or a failure.
@@ -140,10 +128,10 @@ class TierOperations:
             self._untidy.add(tier)
         if tier not in self._untidy or place is None or guard.is_resting:
             return
-        store, tidy, cut_checkpoints = self._stores[tier], True, frozenset[CheckpointId]()
+        store, tidy, cut_checkpoints = self.stores[tier], True, frozenset[CheckpointId]()
         guard.has_refused = False
         for run in runs:
-            is_swept, _, cut, _ = await sweep(store, run, self.who, self._timings)
+            is_swept, _, cut, _ = await sweep(store, run, self.who, self.timings)
             await sweep_rank_notes(store, run)
             # A checkpoint whose manifest is still there is left to the plan, so its mark is removed.
             await delete_if_permitted(
@@ -184,7 +172,7 @@ class TierOperations:
             ConfigError: the tier is the place of another one under another name, so nothing is deleted there.
             DeleteRefused: the tier refuses deletions; no mark is left there.
         """
-        if len(self._stores) > 1 and not await self._is_separate_place(tier):
+        if len(self.stores) > 1 and not await self._is_separate_place(tier):
             log.info("%s: not pruned yet, because another tier that may be this place does not answer", tier)
             return set()
         eye = self._observers[tier]
@@ -193,13 +181,13 @@ class TierOperations:
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
             pruned, bare, _, is_stale = await prune(
-                self._stores[tier],
+                self.stores[tier],
                 checkpoints,
                 self.who,
                 eye.manifests,
                 self.observed.places[tier],
                 confirm,
-                self._timings,
+                self.timings,
                 deleted,
             )
         except (ManifestError, FormatTooNew) as error:  # of a surviving manifest: flushes need not wait for it
@@ -224,7 +212,7 @@ class TierOperations:
         those that are about to be deleted.
         """
         async with self._comparing:
-            silent = await check_identities(self._config.urls(), self._stores, tier)
+            silent = await check_identities(self._config.urls(), self.stores, tier)
             return all(self.observed.places[name] is None for name in silent)
 
     async def have_newer_copies(self, checkpoint: CheckpointId, inventory: Inventory) -> bool:
@@ -258,7 +246,7 @@ class TierOperations:
         Raises:
             TierdError, OSError: the tier failed, or gave no answer for `holds_s`.
         """
-        store, limit_s = self._stores[tier], self._timings.holds_s
+        store, limit_s = self.stores[tier], self.timings.holds_s
 
         async def ask_part(part: PartId) -> bool | bytes:
             try:
@@ -286,7 +274,7 @@ class TierOperations:
             that lack a chunk that their manifest names, each with that manifest's bytes.
         """
         names = [name for name in self.observed.places if all(self.observed.has(part, name) for part in local)]
-        return await find_missing_parts({name: self._stores[name] for name in names}, local)
+        return await find_missing_parts({name: self.stores[name] for name in names}, local)
 
 
 def _with_head(head: Head, place: Place) -> Place:

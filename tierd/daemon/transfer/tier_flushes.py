@@ -7,7 +7,7 @@ itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tierd.core.config import Config
@@ -16,37 +16,25 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.timeline.concurrent_launches import disown_advice
 from tierd.daemon.concurrency import FLUSH_BYTES, MemoryBudget
-from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.tiers.announcements import announcing, find_senders
-from tierd.daemon.tiers.node_records import NodeIdentity
 from tierd.daemon.tiers.run_overview import check_encryption_key
 from tierd.daemon.tiers.tier_objects import read_manifest
-from tierd.daemon.tiers.tier_observations import Observations
 from tierd.daemon.tiers.tier_observer import find_base
+from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_pauses import FlushSpread, TierPause
 from tierd.daemon.transfer.chunk_source import FlushProgress, ReferenceCopy, TierUploadContext
 from tierd.daemon.transfer.flush import FlushResult, flush
 from tierd.daemon.transfer.shared_encoding import SharedEncoder, Throughput
 from tierd.daemon.transfer.tier_fetch import relay
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store
 
 
 class TierFlushes:
     """Sends parts to the tiers of a configuration."""
 
-    def __init__(
-        self,
-        config: Config,
-        spool: Spool,
-        stores: Mapping[str, Store],
-        observed: Observations,
-        pause: TierPause,
-        identity: NodeIdentity,
-        timings: DaemonTimings,
-    ) -> None:
-        self._spool, self._stores, self._observed, self._timings = spool, stores, observed, timings
-        self._identity = identity
+    def __init__(self, config: Config, spool: Spool, tiers: TierOperations, pause: TierPause) -> None:
+        self._spool, self._stores, self._observed = spool, tiers.stores, tiers.observed
+        self._identity, self._timings = tiers.identity, tiers.timings
         self._checked_runs: set[tuple[str, str]] = (
             set()
         )  # tiers and runs that are plain text there, or new on a plain tier
@@ -56,15 +44,15 @@ class TierFlushes:
             name: TierUploadContext(
                 store,
                 name,
-                identity.id,
+                self._identity.id,
                 config.tier_named(name).verify == "read",
                 # One budget for each tier, because chunks that wait for a slow tier must not take another's memory.
-                MemoryBudget(FLUSH_BYTES // len(stores)),
+                MemoryBudget(FLUSH_BYTES // len(tiers.stores)),
                 encoding,
                 pause.wait,
-                timings=timings,
+                timings=self._timings,
             )
-            for name, store in stores.items()
+            for name, store in tiers.stores.items()
         }
 
     async def flush(self, part: PartId, tier: str, spread: FlushSpread | None = None) -> FlushResult:
