@@ -74,14 +74,21 @@ async def thread_uncancelled(call: Callable[P, T], /, *args: P.args, **kwargs: P
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        while not work.done():
-            try:
-                await asyncio.wait([work])
-            except asyncio.CancelledError:
-                continue  # wait again, because the thread still cannot be stopped
-        if not work.cancelled():
-            work.exception()  # retrieved, so that asyncio does not warn; the cancellation is raised instead
+        await wait_for_end(work)
         raise
+
+
+async def wait_for_end(work: asyncio.Future[T]) -> bool:
+    """Wait until `work` has ended, also if this wait is cancelled; return whether it was."""
+    is_cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if not work.cancelled():
+        work.exception()  # retrieved, so that asyncio does not warn
+    return is_cancelled
 
 
 _PARTS = 8  # of a timeout; one that ends late counts as one, so a stop costs an eighth of the time at most

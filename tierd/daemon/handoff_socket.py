@@ -304,11 +304,9 @@ class HandoffServer:
             self._beat(line)
         # Not raised, because a traceback through this frame would be a cycle and keep the arena mapped for long.
         if isinstance(raised := work.exception(), Exception):  # the trainer, if alive, gets the error's own type
-            error = (
-                spool_error(raised, f"spool {self._spool.root}", self._spool.root)
-                if isinstance(raised, OSError)
-                else raised
-            )
+            root, error = self._spool.root, raised
+            if isinstance(raised, OSError):
+                error = spool_error(raised, f"spool {root}", root)
             if not isinstance(error, StepRefused) and not self._spool.has(part):
                 self._on_persisted(part, error)
             return message_codec.error_reply(error)

@@ -142,13 +142,9 @@ class RequestHandler:
         if isinstance(request, messages.Fetch) and (at := self._reconciler.repairs.running_fetches.get(request.part)):
             return {"done": at.done, "total": at.total, "tiers": at.tiers}
         if isinstance(request, messages.Wait):
-            waited_for = (request.tier, request.part)
-            moving = (
-                flush_progress
-                for tier, part, flush_progress in self._reconciler.flushes.running_flushes()
-                if (tier, part) == waited_for
-            )
-            return next(({"done": flush_progress.done, "total": flush_progress.total} for flush_progress in moving), {})
+            for tier, part, moved in self._reconciler.flushes.running_flushes():
+                if (tier, part) == (request.tier, request.part):
+                    return {"done": moved.done, "total": moved.total}
         return {}
 
     async def _take_tiers(self, to: Sequence[str]) -> str:

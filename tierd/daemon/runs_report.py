@@ -135,23 +135,19 @@ class HttpAnswers:
     """The answers."""
 
     def __init__(self, reconciler: Reconciler, status: Callable[[], Status], render: Callable[[Status], bytes]) -> None:
-        self._reconciler, self._status, self._render = reconciler, status, render
-        self.status, self.runs, self.metrics = (
-            SharedAnswer(self._as_json),
-            SharedAnswer(self._runs),
-            SharedAnswer(self._metrics),
-        )
+        async def status_json() -> bytes:
+            return msgspec.json.encode(status())
+
+        async def runs_json() -> bytes:
+            return msgspec.json.encode(await report_runs(reconciler))
+
+        async def metrics() -> bytes:
+            return render(status())
+
+        self._reconciler = reconciler
+        self.status, self.runs, self.metrics = map(SharedAnswer, (status_json, runs_json, metrics))
 
     @property
     def is_ready(self) -> bool:
         """Whether the daemon has observed the spool, and is not ending."""
         return self._reconciler.is_ready
-
-    async def _as_json(self) -> bytes:
-        return msgspec.json.encode(self._status())
-
-    async def _metrics(self) -> bytes:
-        return self._render(self._status())
-
-    async def _runs(self) -> bytes:
-        return msgspec.json.encode(await report_runs(self._reconciler))

@@ -180,13 +180,8 @@ class SpoolObserver:
         ranks: dict[int, set[int]] = {}
         for part in (*facts, *defects):
             ranks.setdefault(part.world, set()).add(part.rank)
-        copy = (
-            CheckpointCopy(
-                checkpoint, {world: frozenset(world_ranks) for world, world_ranks in ranks.items()}, facts, defects
-            )
-            if ranks
-            else None
-        )
+        frozen = {world: frozenset(world_ranks) for world, world_ranks in ranks.items()}
+        copy = CheckpointCopy(checkpoint, frozen, facts, defects) if ranks else None
         settled = now_ns - stamp_ns > NEAR_NS and not defects
         return _CheckpointDirectory(
             checkpoint,
@@ -233,17 +228,14 @@ class SpoolObserver:
             part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
         }
         newest = {run: max(copies.attempts) for run, copies in bare.runs.items()}
-        marks, run_policies = (
-            saved_attempts(control, newest),
-            recorded_policies(control, newest | own_launches, self._policies),
-        )
+        marks = saved_attempts(control, newest)
         restored = frozenset(run for run, attempt in newest.items() if attempt not in marks.get(run, ()))
         alive = living_trainers(control, newest)
         return replace(
             bare,
             pins=frozenset(spool.pins()),
             quarantined=quarantined,
-            policies=run_policies,
+            policies=recorded_policies(control, newest | own_launches, self._policies),
             restored=restored,
             launches=own_launches,
             alive=alive,

@@ -78,11 +78,7 @@ def _presented_token(authorization: str) -> bytes:
 
 
 def read_access(http: HttpConfig) -> Access:
-    """Read the token.
-
-    Raises:
-        ConfigError: the file cannot be read, is open to other users, or holds no token.
-    """
+    """Read the token. Raises `ConfigError`: the file cannot be read, is open to other users, or holds no token."""
     if http.token_file is None:
         return Access(None, loopback=http.is_loopback)
     path = Path(http.token_file)

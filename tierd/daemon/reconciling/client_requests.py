@@ -32,9 +32,8 @@ class TrainerActivity:
         self.watched_until = math.inf
         self._ahead: dict[str, tuple[float, float]] = {}  # run -> a time that lies ahead, and since when it is known
         self._attached: Counter[str | None] = Counter()
-        self._last_activity: dict[
-            str, float
-        ] = {}  # run -> when its last trainer left, or it was asked for; monotonic seconds
+        # Run -> when its last trainer left, or it was asked for; monotonic seconds.
+        self._last_activity: dict[str, float] = {}
         self._started_at = time.monotonic()
 
     def trainer_attached(self, run: str | None) -> None:
@@ -182,14 +181,8 @@ class SpoolSpace:
         evictable: Callable[[Inventory], Iterable[CheckpointId]],
         patience_s: float,
     ) -> None:
-        self._spool, self._inventory, self._observe, self._release, self._wake = (
-            spool,
-            inventory,
-            observe,
-            release,
-            wake,
-        )
-        self._evictable, self._patience_s = evictable, patience_s
+        self._spool, self._inventory, self._observe = spool, inventory, observe
+        self._release, self._wake, self._evictable, self._patience_s = release, wake, evictable, patience_s
         self._lock = asyncio.Lock()
 
     async def make(self, run: str, size_bytes: int, *, quota: bool = False) -> FreedSpace:

@@ -52,9 +52,8 @@ class Pruner:
     ) -> None:
         self._live, self._tiers, self._stores, self._workers = live, tiers, stores, workers
         self._scrubber, self._journal, self._observe, self._wake = scrubber, journal, observe, wake
-        self._copy_to_verify: dict[
-            CheckpointId, PartId
-        ] = {}  # checkpoint whose prune waits -> the copy to verify first
+        # Checkpoint whose prune waits -> the copy to verify first.
+        self._copy_to_verify: dict[CheckpointId, PartId] = {}
         self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
         self._refused = set[tuple[str, PartId]]()  # tiers and parts whose quarantine was refused, which was reported
         self._releases = QuarantineReview(tiers, stores, workers, journal)
@@ -112,9 +111,8 @@ class Pruner:
             """Report each checkpoint once: as soon as its manifests are gone, because what follows may fail."""
             for checkpoint in [checkpoint for checkpoint in reasons if checkpoint in deleted]:
                 self._record_pruned(checkpoint, first.tier, reasons.pop(checkpoint), before)
-                live.full_tiers.discard(
-                    first.tier
-                )  # even if what follows fails: the next put says whether there is room
+                # Even if what follows fails: the next put says whether there is room.
+                live.full_tiers.discard(first.tier)
 
         try:
             deleted = await self._tiers.prune([prune.checkpoint for prune in prunes], first.tier, confirm, record)
@@ -210,9 +208,8 @@ class Pruner:
         writers = requests.writers() if reuse else frozenset[str]()
         await asyncio.to_thread(spool.remove, parts, writers)
         live.place = live.place.without_parts(parts)  # parts committed meanwhile remain in the inventory
-        if (
-            not reuse or writers - requests.writers()
-        ):  # a writer that left meanwhile cleaned up before this file existed
+        # A writer that left meanwhile cleaned up before this file existed.
+        if not reuse or writers - requests.writers():
             await asyncio.to_thread(spool.drop_recycled, requests.writers() if reuse else ())
         if present:
             self._record_pruned(checkpoint, SPOOL, reasons, before)

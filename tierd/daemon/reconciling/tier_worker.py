@@ -58,9 +58,8 @@ class TierWorker:
 
         An object that was deferred for another place's sake does not count, because it may be deferred again for good.
         """
-        self._failing = {
-            subject for subject in self._failing if self.is_deferred(subject)
-        }  # one that is due fails again, or is done
+        # One that is due fails again, or is done.
+        self._failing = {subject for subject in self._failing if self.is_deferred(subject)}
         return bool(self._failing)
 
     @property

@@ -92,9 +92,8 @@ class Scrubber:
         self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *repairer.stores)}
         self._verified_parts: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
         self._suspected: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
-        self._postponed: dict[
-            ScrubbedCopy, tuple[float, int]
-        ] = {}  # by copy, until when it is skipped in monotonic seconds, and how often that has happened
+        # By copy, until when it is skipped in monotonic seconds, and how often that has happened.
+        self._postponed: dict[ScrubbedCopy, tuple[float, int]] = {}
         self._schedules: dict[str, _Schedule] = {}
         self._doubts = 0  # how often `_expedite_copies` made copies due at once
         self._random = jitter

@@ -111,16 +111,13 @@ class TierRepairer:
         """
         copies = Replicas(self._part, self._other_stores)
         await copies.read_manifests()
-        manifest = next(iter(copies.contents()), None)
-        if manifest is None:
-            raise copies.lost_error("its manifest", copies.unavailable)
+        manifest = copies.first_content()
         places: list[ChunkPlace] = []
         replacements: dict[ChunkPlace, Chunk] = {}
         for where, chunk in manifest.places():
             await self._pause()
-            async with self._budget.take(
-                3 * _memory_bytes(chunk)
-            ):  # the tier's object may be twice as long as the raw bytes
+            # The tier's object may be twice as long as the raw bytes.
+            async with self._budget.take(3 * _memory_bytes(chunk)):
                 entry = await self._find_stored_entry(chunk)
             if entry is None:
                 places.append(where)

@@ -291,8 +291,8 @@ async def pin(
             await asyncio.sleep(timings.mark_pause_s)
         else:
             raise StoreUnavailable(
-                f"{checkpoint} is pinned, but a prune that began before may be under way and delete it; "
-                f"if it is still there in {DEADLINE_S / 60:.0f} minutes, it is kept"
+                f"{checkpoint} is pinned, but a prune that began before may be under way and delete it; if it is still "
+                f"there in {DEADLINE_S / 60:.0f} minutes, it is kept"
             )
         outlasts |= bool([info async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")])
     if not outlasts and not (spool and spool.parts_of(checkpoint)):

@@ -83,9 +83,8 @@ class ManifestIndex:
         self._strict = strict
         self.cut: dict[str, set[CheckpointId]] = {}  # run -> the checkpoints whose deletion was cut off
         self._read: dict[CheckpointId, _ReadManifest] = {}
-        self._full_rank_sets: dict[
-            int, frozenset[int]
-        ] = {}  # world size -> all its ranks, one object shared by all checkpoints
+        # World size -> all its ranks, one object shared by all checkpoints.
+        self._full_rank_sets: dict[int, frozenset[int]] = {}
         self._memory = SharedChunkTable()
         self._listed: set[str] = set()  # runs whose names were all listed
         self._absent: dict[str, set[str]] = {}  # run -> the keys that the last listing showed, without an object

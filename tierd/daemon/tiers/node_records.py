@@ -36,11 +36,7 @@ _Key = tuple[str, str, str]  # tier, run, origin of the policy
 
 
 class NodeIdentity:
-    """The id of one daemon's node.
-
-    Args:
-        on_shared: called with the reason when this node takes a new id.
-    """
+    """The id of one daemon's node. `on_shared`: called with the reason when this node takes a new id."""
 
     def __init__(
         self, root: Path, timings: DaemonTimings = USUAL, on_shared: Callable[[str], None] = lambda why: None
@@ -49,9 +45,8 @@ class NodeIdentity:
         self.id = node_id(root)
         self._elsewhere, self._begun_s = may_be_copied_volume(root), time.monotonic()
         self._own_records: dict[_Key, StoredRetention] = {}  # this node's records as last observed or put
-        self._known_timestamps: set[str] = (
-            set()
-        )  # when they were written: of all that this daemon observed first, or put
+        # When they were written: of all that this daemon observed first, or put.
+        self._known_timestamps: set[str] = set()
         self._observed: set[tuple[str, str]] = set()  # tiers and runs
         # Records of an earlier daemon of this id -> until when they count as another node's, monotonic seconds.
         self._held_until: dict[_Key, float] = {}

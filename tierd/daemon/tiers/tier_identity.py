@@ -49,9 +49,8 @@ class TiersOverlap(ConfigError):
     def __init__(self, tier: str, how: str, other_tier: str, urls: Mapping[str, StoreUrl]) -> None:
         super().__init__(
             f"tier {tier!r} {how} the place of tier {other_tier!r} under another name ({urls[tier]}, "
-            f"{urls[other_tier]}), and "
-            "each would delete what is the other's: nothing is pruned there; leave one of them out, or give it a "
-            "prefix or directory of its own"
+            f"{urls[other_tier]}), and each would delete what is the other's: nothing is pruned there; leave one of "
+            "them out, or give it a prefix or directory of its own"
         )
         self.tier = tier  # the name of the tier that is to be changed
 

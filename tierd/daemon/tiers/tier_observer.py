@@ -166,8 +166,9 @@ class TierObserver:
             on_answer()
             quarantined.update(await self._read_quarantined(run, infos))
             on_answer()
-            policies[run] = await self._stored_policies(run, infos)
-            heads[run] = await self._stored_heads(run, infos)
+            stored = [policy for info in infos if (policy := await self._policies.read(run, info))]
+            policies[run] = self._mark_own_policies(run, tuple(stored))
+            heads[run] = tuple([head for info in infos if (head := await self._heads.read(run, info))])
             if chunks:
                 owners.update(await self._chunk_owners(run, on_answer))
             pins.update(pin for info in infos if (pin := parse_pin(run, info.key)))
@@ -190,14 +191,6 @@ class TierObserver:
         """List the keys behind the manifests: pins, marks, quarantined manifests, policies, heads; in one listing."""
         behind = f"{manifests_prefix(run)}\x7f"  # '\x7f' sorts after every character of a key
         return [info async for info in self.store.scan(f"{run}/", behind)]
-
-    async def _stored_policies(self, run: str, infos: Iterable[ObjectInfo]) -> tuple[StoredRetention, ...]:
-        policies = [await self._policies.read(run, info) for info in infos]
-        return self._mark_own_policies(run, tuple(policy for policy in policies if policy))
-
-    async def _stored_heads(self, run: str, infos: Iterable[ObjectInfo]) -> tuple[Head, ...]:
-        heads = [await self._heads.read(run, info) for info in infos]
-        return tuple(head for head in heads if head)
 
     async def _read_quarantined(self, run: str, infos: Iterable[ObjectInfo]) -> dict[PartId, ManifestFacts | None]:
         """Return the quarantined parts with their manifests; None for a manifest that cannot be read."""

@@ -14,8 +14,6 @@ from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory, fills_tier, policy_for
 from tierd.core.planning.place import Place
-from tierd.core.retention.policy import StoredRetention
-from tierd.core.timeline.launch_chain import Head
 from tierd.daemon.concurrency import gather_limited, suspend_aware_timeout
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.intents import sweep
@@ -81,10 +79,11 @@ class TierOperations:
         """Write this node's records of the policies of `runs` to a tier."""
         place = self.observed.places[tier]
         fresh = [policy for run in runs if place for policy in due_policies(inventory, config, tier, place, run)]
+        named = {(policy.run, policy.by, policy.given) for policy in fresh}
         fresh += [
             policy
             for policy in self.identity.records_to_put(tier)
-            if place and not any(_is_for(policy, other_policy) for other_policy in fresh)
+            if place and (policy.run, policy.by, policy.given) not in named
         ]
         try:
             fresh = [self.identity.note_put(tier, policy) for policy in fresh]
@@ -108,7 +107,7 @@ class TierOperations:
                 if self.refusal(tier) and launches == [head.launches]:
                     continue  # already said; `due_head` repeats it because merged heads of others cannot be deleted
                 await put_head(self.stores[tier], head, place.heads.get(run, ()))
-                self.observed.apply_change(tier, partial(_with_head, head))
+                self.observed.apply_change(tier, partial(Place.with_heads, run=head.run, heads=(head,)))
 
     async def why_rolled_back(self, tier: str, run: str, spool: Place) -> str | None:
         """Why the history of `run` on a tier is older than the spool remembers; None if it is not."""
@@ -201,7 +200,7 @@ class TierOperations:
         for checkpoint in {*checkpoints, *bare}:
             eye.forget(checkpoint)  # also where only shared chunks are left, which is known now
         for checkpoint in {*pruned, *bare}:
-            self.observed.apply_change(tier, partial(_without_checkpoint, checkpoint))
+            self.observed.apply_change(tier, partial(Place.without, checkpoint=checkpoint))
         return pruned
 
     async def _is_separate_place(self, tier: str) -> bool:
@@ -250,9 +249,8 @@ class TierOperations:
 
         async def ask_part(part: PartId) -> bool | bytes:
             try:
-                async with suspend_aware_timeout(
-                    limit_s
-                ) as begin_anew:  # at each answer, because a part may have many pages
+                # At each answer, because a part may have many pages.
+                async with suspend_aware_timeout(limit_s) as begin_anew:
                     return await is_part_held(store, part, None, begin_anew)
             except TimeoutError as error:
                 raise StoreUnavailable(f"{tier}: did not answer within {limit_s:g} s") from error
@@ -275,15 +273,3 @@ class TierOperations:
         """
         names = [name for name in self.observed.places if all(self.observed.has(part, name) for part in local)]
         return await find_missing_parts({name: self.stores[name] for name in names}, local)
-
-
-def _with_head(head: Head, place: Place) -> Place:
-    return place.with_heads(head.run, (head,))
-
-
-def _without_checkpoint(checkpoint: CheckpointId, place: Place) -> Place:
-    return place.without(checkpoint)
-
-
-def _is_for(policy: StoredRetention, other_policy: StoredRetention) -> bool:
-    return (policy.run, policy.by, policy.given) == (other_policy.run, other_policy.by, other_policy.given)

@@ -167,11 +167,7 @@ class SaveCadence:
 
 
 class FlushSpread:
-    """The pauses between the chunks of one flush.
-
-    Args:
-        hurries: whether the flush must finish without further pauses.
-    """
+    """The pauses between the chunks of one flush. `hurries`: whether the flush must finish without further pauses."""
 
     def __init__(
         self, over_s: float = 0.0, hurries: Callable[[], bool] = lambda: True, clock: Callable[[], float] | None = None

@@ -185,9 +185,8 @@ class RunPolicyReader:
         """Read a policy until two reads agree, because it has no digest: a flipped bit in a rule may keep less."""
 
         async def read() -> bytes:
-            return await read_until_certain(
-                lambda: read_agreed(self._store, key)
-            )  # an encrypted tier refuses a wrong read by its tag
+            # An encrypted tier refuses a wrong read by its tag.
+            return await read_until_certain(lambda: read_agreed(self._store, key))
 
         try:
             return await read()

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Protocol
 
 import msgspec
 
@@ -76,39 +82,33 @@ class PatchBase:
     chunk: Chunk  # the base's entry on the tier
 
 
-class ChunkSource(Protocol):
-    """Provides the chunks of a part."""
+class ChunkSource(ABC):
+    """Provides the chunks of a part, one by one: a subclass may know a better order, and may share its work."""
 
     def memory_copies(self, content: ContentId) -> int:
         """Return how many copies of a chunk's bytes are in memory at once."""
-        ...
+        return 3
 
     async def choose_patches(self, bases: Mapping[ContentId, PatchBase], token: str) -> None:
-        """Choose the chunks that are provided as patches of these bases from now on.
-
-        Args:
-            token: as for `encode_patch`.
-        """
-        ...
+        """Choose the chunks that are provided as patches of these bases from now on. `token`: as for `encode_patch`."""
+        return  # none, where a base would have to be read from a tier
 
     def reading(self, contents: Collection[ContentId]) -> AbstractContextManager[None]:
         """A context within which the caller reads the chunks with these `contents`."""
-        ...
+        return nullcontext()
 
     def next_content(self, todo: Collection[ContentId], accepts: Callable[[ContentId], bool]) -> ContentId | None:
         """Return the content in `todo` that is cheapest to read next, of those that `accepts` allows; None if none."""
-        ...
+        return next(filter(accepts, todo), None)
 
+    @abstractmethod
     def read(self, where: ChunkPlace, file: File) -> AbstractAsyncContextManager[EncodedChunk]:
-        """A context with one verified chunk, encoded for the tier under a key of this part.
-
-        The chunk is in memory until the context ends.
+        """A context with one verified chunk in memory, encoded for the tier under a key of this part.
 
         Raises:
             CorruptChunk: no copy of the chunk is right.
             ObjectNotFound: the part was removed.
         """
-        ...
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class ReferenceCopy:
     answer_s: float = 60.0  # how long a chunk waits for that tier's encoding of it
 
 
-class SpoolChunkSource:
+class SpoolChunkSource(ChunkSource):
     """The spool's copy of a part, in the encoding that the twin uses."""
 
     def __init__(self, spool: Spool, part: PartId, encoding: SharedEncoder, twin: ReferenceCopy | None) -> None:

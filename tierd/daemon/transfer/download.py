@@ -127,101 +127,96 @@ def missing_bytes(home: Path, manifest: Manifest) -> int:
     return manifest.size - allocated
 
 
+@dataclass(slots=True)
 class _Download:
     """The download of one part into `home`."""
 
-    def __init__(
-        self,
-        home: Path,
-        copies: Replicas,
-        budget: MemoryBudget,
-        progress: Progress,
-        committed: bool,
-        chunk_runs: ChunkRuns | None,
-        public: bool,
-    ) -> None:
-        self._private = not public
-        self._home, self._copies, self._budget, self._progress = home, copies, budget, progress
-        self._committed, self._chunk_runs = committed, chunk_runs
-        self._buffers = Buffers()
-        self.queue: deque[tuple[TargetFile, int, int]] = deque()
+    home: Path
+    copies: Replicas
+    budget: MemoryBudget
+    progress: Progress
+    committed: bool
+    chunk_runs: ChunkRuns | None
+    public: bool
+    buffers: Buffers = field(default_factory=Buffers)
+    queue: deque[tuple[TargetFile, int, int]] = field(default_factory=deque)
 
     def lay_out(self, manifest: Manifest) -> list[TargetFile]:
         """Create every file with its size and blocks, so that a full disk fails before any transfer."""
-        if not self._committed:
-            remove_other_files(self._home, {DRAFT_NAME, *(file.path for file in manifest.files)})
+        if not self.committed:
+            remove_other_files(self.home, {DRAFT_NAME, *(file.path for file in manifest.files)})
         targets = [
             self._target(number, file)
             for number, file in enumerate(manifest.files)
-            if self._chunk_runs is None or file.path in self._chunk_runs
+            if self.chunk_runs is None or file.path in self.chunk_runs
         ]
-        if not self._committed:
+        if not self.committed:
             self._draft(encode(manifest))
         return targets
 
     def _draft(self, data: bytes) -> None:
         """Write the manifest for concurrent readers, by a rename, because a reader must never see an incomplete one."""
-        clear_path(self._home, DRAFT_NAME)
-        fresh = self._home / f"{DRAFT_NAME}.new"
+        clear_path(self.home, DRAFT_NAME)
+        fresh = self.home / f"{DRAFT_NAME}.new"
         fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
         with open(fresh, "wb", opener=private_opener) as file:
             file.write(data)
-        fresh.replace(self._home / DRAFT_NAME)
+        fresh.replace(self.home / DRAFT_NAME)
 
     def _target(self, number: int, file: File) -> TargetFile:
-        path = self._home / file.path
-        clear_path(self._home, file.path)
+        path = self.home / file.path
+        clear_path(self.home, file.path)
         try:
             size = path.lstat().st_size
         except FileNotFoundError:
             size = -1
         if size != file.size:
-            if self._committed:
+            if self.committed:
                 unshare(path)  # a part of a watched run may be a link to the program's own file
-            if self._private:
-                make_private(path.parent)
-            else:
+            if self.public:
                 path.parent.mkdir(parents=True, exist_ok=True)
+            else:
+                make_private(path.parent)
             fd = os.open(
                 path,
                 os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-                0o600 if self._private else 0o644,
+                0o644 if self.public else 0o600,
             )
             try:
-                if file.size >= LARGE and self._chunk_runs is None:
+                if file.size >= LARGE and self.chunk_runs is None:
                     reserve(fd, file.size)
                 os.ftruncate(fd, file.size)  # the file is too long, or its file system cannot reserve blocks
                 if not file.chunks:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-        todo = range(len(file.chunks)) if self._chunk_runs is None else _numbers(self._chunk_runs[file.path])
-        return TargetFile(number, file, path, size >= 0, set(todo), self._committed and is_shared(path))
+        todo = range(len(file.chunks)) if self.chunk_runs is None else _numbers(self.chunk_runs[file.path])
+        return TargetFile(number, file, path, size >= 0, set(todo), self.committed and is_shared(path))
 
     async def bring(self, target: TargetFile, index: int, offset: int) -> None:
         """Make one chunk right in place, and sync the file after its last chunk."""
         size = target.file.chunks[index].size
-        async with self._budget.take(self._copies.weight(target.number, index)) as hold:
+        async with self.budget.take(self.copies.weight(target.number, index)) as hold:
             defect = await self._find_defect(target, index, offset)
             if defect is None:
-                self._progress.kept_bytes += size
+                self.progress.kept_bytes += size
             else:
                 lead = offset % PAGE  # aligned as in the file, so that O_DIRECT needs no further copy
-                with self._buffers.hold(lead + size) as memory:
+                with self.buffers.hold(lead + size) as memory:
                     raw = await self._fetch_chunk(target, index, memory[lead:], defect)
                     # The stored bytes are released; some raw bytes may pass through another buffer.
                     hold.shrink_to(size + min(size, PIECE))
                     await self._own(target)
                     target.open()
                     await thread_uncancelled(self._write, target, raw, offset)
-                self._progress.written_chunks += 1
+                self.progress.written_chunks += 1
         target.todo.discard(index)
-        if not target.todo and (self._committed or self._chunk_runs is None):
+        if not target.todo and (self.committed or self.chunk_runs is None):
             # Also if nothing was written, because an interrupted download may have left bytes in the page cache only.
             await thread_uncancelled(self._sync, target)
-        self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used_tiers)
-        self._progress.done += size
-        self._progress.on_progress(self._progress)
+        self.progress.tiers = tuple(name for name in self.copies.stores if name in self.copies.used_tiers)
+        self.progress.done += size
+        self.progress.on_progress(self.progress)
 
     async def _find_defect(self, target: TargetFile, index: int, offset: int) -> CorruptChunk | OSError | None:
         """Return why a chunk is not right in the file that is at the path once this returns."""
@@ -246,8 +241,8 @@ class _Download:
             target.shared = False
             for index, offset in target.right_chunks:
                 size = target.file.chunks[index].size
-                self._progress.done -= size
-                self._progress.kept_bytes -= size
+                self.progress.done -= size
+                self.progress.kept_bytes -= size
                 target.todo.add(index)
                 self.queue.append((target, index, offset))
             target.right_chunks.clear()
@@ -256,12 +251,12 @@ class _Download:
         if not target.existed:
             return CorruptChunk(f"{target.path}: the file was missing")
         try:
-            if not self._committed and is_hole(target.path, offset, target.file.chunks[index].size):
+            if not self.committed and is_hole(target.path, offset, target.file.chunks[index].size):
                 return CorruptChunk(f"{target.path}: nothing was written there yet")
             try:
                 read_chunk(target.path, target.file, index)
             except CorruptChunk:
-                if not self._committed:
+                if not self.committed:
                     raise
                 drop_cached(target.path)  # one wrong read proves nothing about the disk
                 read_chunk(target.path, target.file, index)
@@ -273,11 +268,11 @@ class _Download:
         self, target: TargetFile, index: int, into: memoryview, defect: CorruptChunk | OSError
     ) -> Buffer:
         try:
-            return await self._copies.chunk(target.number, index, target.file.path, into, self._buffers)
+            return await self.copies.chunk(target.number, index, target.file.path, into, self.buffers)
         except CorruptChunk as error:
             if isinstance(defect, OSError):  # a disk error proves nothing about the bytes
                 raise StoreUnavailable(f"local: {defect}; {error}") from error
-            if self._committed:
+            if self.committed:
                 raise CorruptChunk(f"local: {defect}; {error}") from error
             raise
 
@@ -285,7 +280,7 @@ class _Download:
         try:
             write_at(target.path, flat_bytes(raw), offset)
         except OSError as error:
-            if not self._committed and not is_disk_full(error):
+            if not self.committed and not is_disk_full(error):
                 target.path.unlink(missing_ok=True)
             raise
 
@@ -293,7 +288,7 @@ class _Download:
         try:
             target.sync()
         except OSError:
-            if not self._committed:
+            if not self.committed:
                 target.path.unlink(missing_ok=True)
             elif target.fd >= 0:  # so that the next read comes from the disk
                 os.posix_fadvise(target.fd, 0, 0, os.POSIX_FADV_DONTNEED)

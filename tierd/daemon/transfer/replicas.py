@@ -41,9 +41,8 @@ class Replicas:
     answer_s: float = ANSWER_S
     # By tier, every readable manifest, also if it contradicts the reference.
     _readable: dict[str, Manifest] = field(default_factory=dict)
-    _other_prefixes: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # tier -> prefixes where the rank's chunks may be
+    # Tier -> prefixes where the rank's chunks may be.
+    _other_prefixes: dict[str, list[str]] = field(default_factory=dict)
 
     async def read_manifests(self) -> None:
         """Read the part's manifest on every tier."""
@@ -67,6 +66,12 @@ class Replicas:
             return StoreUnavailable(f"{name}: did not answer within {self.answer_s:.0f} s")
         except TierdError as error:
             return error
+
+    def first_content(self) -> Manifest:
+        """Return the first of `contents`. Raises `lost_error` if there is none."""
+        for manifest in self.contents():
+            return manifest
+        raise self.lost_error("its manifest", self.unavailable)
 
     def contents(self) -> list[Manifest]:
         """Return one manifest for each distinct content that the tiers' manifests describe.
@@ -221,9 +226,15 @@ class Replicas:
         """
         try:
             async for info in self._objects_with_digest(name, expected, elsewhere=elsewhere):
-                raw = await self._read_recognized(name, info, expected, unavailable)
-                if raw is not None:
-                    return raw
+                try:
+                    _, raw = await get_recognized(self.stores[name], info.key, expected, name)
+                except (ObjectNotFound, CorruptChunk):
+                    continue
+                except TierdError as error:
+                    unavailable[name] = str(error)
+                    continue
+                self.used_tiers.add(name)
+                return raw
         except TierdError as error:
             unavailable[name] = str(error)
         return None
@@ -249,19 +260,6 @@ class Replicas:
                 # No encoder makes a chunk longer than that, and the base of a patch is not known.
                 if info.size <= 2 * expected.size and not is_patch(info.key.rpartition(".")[2]):
                     yield info
-
-    async def _read_recognized(
-        self, name: str, info: ObjectInfo, expected: Chunk, unavailable: dict[str, str]
-    ) -> Buffer | None:
-        try:
-            _, raw = await get_recognized(self.stores[name], info.key, expected, name)
-            self.used_tiers.add(name)
-            return raw
-        except (ObjectNotFound, CorruptChunk):
-            return None
-        except TierdError as error:
-            unavailable[name] = str(error)
-            return None
 
     def lost_error(self, subject: str, unavailable: Mapping[str, str]) -> CorruptChunk | StoreUnavailable:
         """Return the error for a chunk that no tier has right: `CorruptChunk` only if every tier answered."""

@@ -229,8 +229,7 @@ class _Export:
         if needed_bytes > room.f_bavail * room.f_frsize:
             raise SpoolFull(
                 f"{directory.readlink()}: {needed_bytes} bytes are still to come, and "
-                f"{room.f_bavail * room.f_frsize} are "
-                "free"
+                f"{room.f_bavail * room.f_frsize} are free"
             )
         used: set[str] = set()
         parts: list[Manifest] = []
@@ -268,8 +267,6 @@ def _describe(home: Path, manifest: Manifest) -> None:
 async def _ask(stores: Mapping[str, Store], part: PartId) -> tuple[Replicas, Manifest]:
     copies = Replicas(part, stores)
     await copies.read_manifests()
-    manifest = next(iter(copies.contents()), None)
-    if manifest is None:
-        raise copies.lost_error("its manifest", copies.unavailable)
+    manifest = copies.first_content()
     copies.trust(manifest)
     return copies, manifest

@@ -203,8 +203,7 @@ class _Copy:
             if self.run not in await self._copied_from(checkpoint):
                 raise ConfigError(
                     f"--as {self.to_run}: the target has another run of that name (attempt {checkpoint.attempt} "
-                    "was not "
-                    f"copied from {self.run}), and two histories do not mix; choose another name"
+                    f"was not copied from {self.run}), and two histories do not mix; choose another name"
                 )
 
     async def _copied_from(self, checkpoint: CheckpointId) -> tuple[str, ...]:

@@ -20,7 +20,15 @@ from tierd.codec.chunk_codec import EncodedChunk, encode
 from tierd.core.chunking import CompressionChoice, compression_choice
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, ContentId
-from tierd.daemon.concurrency import ENCODING_BYTES, FLUSH_BYTES, BudgetHold, Buffers, MemoryBudget, thread_uncancelled
+from tierd.daemon.concurrency import (
+    ENCODING_BYTES,
+    FLUSH_BYTES,
+    BudgetHold,
+    Buffers,
+    MemoryBudget,
+    thread_uncancelled,
+    wait_for_end,
+)
 from tierd.stores.base import Buffer
 from tierd.threads import BACKGROUND_THREADS
 
@@ -249,7 +257,8 @@ class SharedEncoder:
             shared.entries.pop(entry.chunk.content, None)
             entry.work.cancel()
             try:
-                await _await_end(entry.work)
+                if await wait_for_end(entry.work):  # its thread may still read
+                    raise asyncio.CancelledError
             finally:
                 self._free(entry)
             return
@@ -298,17 +307,3 @@ class EncodedChunkConsumer:
 
 def _is_lacked(shared: _Pass, entry: _Entry) -> bool:
     return any(entry.chunk.content in flush.lacking for flush in shared.flushes)
-
-
-async def _await_end(work: asyncio.Task[EncodedChunk]) -> None:
-    """Wait until a cancelled task has ended, even if the wait is cancelled, because its thread may still read."""
-    cancelled = False
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            cancelled = True
-    if not work.cancelled():
-        work.exception()  # retrieved, so that asyncio does not warn
-    if cancelled:
-        raise asyncio.CancelledError

@@ -8,19 +8,19 @@ with its digest; it is called corrupt only if no tier has it right.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tierd.codec.chunk_codec import EncodedChunk
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolFull, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import DRAFT_NAME, MANIFEST_NAME, ChunkPlace, ContentId, File, Manifest
+from tierd.core.manifest import DRAFT_NAME, MANIFEST_NAME, ChunkPlace, File, Manifest
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
 from tierd.daemon.tiers.tier_objects import get_stored
-from tierd.daemon.transfer.chunk_source import PatchBase, TierUploadContext, stored_as
+from tierd.daemon.transfer.chunk_source import ChunkSource, TierUploadContext, stored_as
 from tierd.daemon.transfer.download import ChunkRuns, Progress, chunk_runs_size, download, missing_bytes
 from tierd.daemon.transfer.flush import FlushResult, send_part
 from tierd.daemon.transfer.local_files import clear_path
@@ -214,11 +214,9 @@ async def relay(
     """
     copies = Replicas(part, stores)
     await copies.read_manifests()
-    manifest = next(iter(copies.contents()), None)
-    if manifest is None:
-        if not copies.unavailable and not copies.defects:
-            raise ObjectNotFound(f"{part} is on no other tier")
-        raise copies.lost_error("its manifest", copies.unavailable)
+    if not (copies.manifests or copies.unavailable or copies.defects):
+        raise ObjectNotFound(f"{part} is on no other tier")
+    manifest = copies.first_content()
     copies.trust(manifest)
     manifest = manifest.under(run or manifest.run)
     return await send_part(
@@ -226,7 +224,7 @@ async def relay(
     )
 
 
-class _TierChunkSource:
+class _TierChunkSource(ChunkSource):
     """The other tiers' copies of a part, in order of preference.
 
     Args:
@@ -235,19 +233,6 @@ class _TierChunkSource:
 
     def __init__(self, copies: Replicas, part: PartId, route: TierUploadContext, read: Callable[[int], None]) -> None:
         self._copies, self._part, self._route, self._on_read = copies, part, route, read
-
-    def memory_copies(self, content: ContentId) -> int:
-        return 3
-
-    async def choose_patches(self, bases: Mapping[ContentId, PatchBase], token: str) -> None:
-        """Choose no patches, because a base's bytes would have to be read from a tier as well."""
-
-    @contextmanager
-    def reading(self, contents: Collection[ContentId]) -> Iterator[None]:
-        yield
-
-    def next_content(self, todo: Collection[ContentId], accepts: Callable[[ContentId], bool]) -> ContentId | None:
-        return next(filter(accepts, todo), None)
 
     @asynccontextmanager
     async def read(self, where: ChunkPlace, file: File) -> AsyncIterator[EncodedChunk]:

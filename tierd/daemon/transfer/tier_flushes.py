@@ -35,9 +35,8 @@ class TierFlushes:
     def __init__(self, config: Config, spool: Spool, tiers: TierOperations, pause: TierPause) -> None:
         self._spool, self._stores, self._observed = spool, tiers.stores, tiers.observed
         self._identity, self._timings = tiers.identity, tiers.timings
-        self._checked_runs: set[tuple[str, str]] = (
-            set()
-        )  # tiers and runs that are plain text there, or new on a plain tier
+        # Tiers and runs that are plain text there, or new on a plain tier.
+        self._checked_runs: set[tuple[str, str]] = set()
         self.throughput = Throughput()
         encoding = SharedEncoder(self.throughput)
         self._routes = {
@@ -134,9 +133,8 @@ class TierFlushes:
                     async with asyncio.timeout(self._timings.twin_s):
                         return ReferenceCopy(store, await read_manifest(store, part))
                 except TimeoutError:
-                    self._observed.invalidate(
-                        name
-                    )  # so that not every part waits for it; its own worker observes it again
+                    # So that not every part waits for it; its own worker observes it again.
+                    self._observed.invalidate(name)
                 except TierdError:
                     continue
         return None
