@@ -17,7 +17,6 @@ from contextlib import suppress
 from tierd.core.config import Config
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.core.planning.eviction import evictable_copies
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.plan import ForeignRunBacklog
@@ -95,13 +94,7 @@ class Reconciler:
         self._phase = RunMode(self.pause)
         self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen, self.timings)
         self.room = SpoolSpace(
-            spool,
-            self.inventory,
-            self._live.observe,
-            lambda checkpoint, reasons: self._pruner.release(checkpoint, reasons),
-            self.wake,
-            lambda inventory: evictable_copies(inventory, self.config),
-            self.timings.room_s,
+            self._live, lambda copy, reasons: self._pruner.release(copy, reasons), self.wake, self.timings.room_s
         )
         self.save_events = SaveEvents(self.journal)
         self.watches: dict[str, WatchStatus] = {}
@@ -134,40 +127,19 @@ class Reconciler:
             jitter=self._random,
         )
         self.workers = {name: TierWorker(name, self.timings) for name in (SPOOL, *stores)}
-        live, tiers, workers = self._live, self.tiers, self.workers
-        records = RunRecords(live, tiers, self.save_events)
-        self.backlog = Backlog(live, tiers, self.flushes, workers)
-        self.repairs = Repairs(live, workers, self._repairer, self.save_events, self.wake)
+        live, tiers, flushes, workers, scrubber = self._live, self.tiers, self.flushes, self.workers, self.scrubber
+        journal, save_events, wake = self.journal, self.save_events, self.wake
+        records = RunRecords(live, tiers, save_events)
+        self.backlog = backlog = Backlog(live, tiers, flushes, workers)
+        self.repairs = repairs = Repairs(live, workers, self._repairer, save_events, wake)
         self._flusher = Flusher(
-            live,
-            tiers,
-            self.flushes,
-            workers,
-            self.scrubber,
-            self.journal,
-            self.save_events,
-            self.backlog,
-            records,
-            self.repairs,
+            live, tiers, flushes, workers, scrubber, journal, save_events, backlog, records, repairs
         )
-        self._pruner = Pruner(
-            live, tiers, stores, workers, self.scrubber, self.journal, observe=self.observe, wake=self.wake
-        )
-        agenda = NextAction(
-            live, tiers, self.flushes, workers, self.journal, self.backlog, records, self._pruner, self.observe
-        )
+        self._pruner = Pruner(live, tiers, stores, workers, scrubber, journal, self.observe, wake)
+        agenda = NextAction(live, tiers, flushes, workers, journal, backlog, records, self._pruner, self.observe)
+        acts = self._flusher, self._pruner, repairs
         self._loop = WorkerLoop(
-            live,
-            tiers,
-            workers,
-            self.journal,
-            self.save_events,
-            agenda,
-            self.backlog,
-            (self._flusher, self._pruner, self.repairs),
-            wake=self.wake,
-            moved=self._moved,
-            jitter=self._random,
+            live, tiers, workers, journal, save_events, agenda, backlog, acts, wake, self._moved, self._random
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------

@@ -15,12 +15,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.eviction import evictable_copies
 from tierd.core.storage_faults import lacks_inodes
-from tierd.spool.spool import Spool
+
+if TYPE_CHECKING:
+    from tierd.daemon.reconciling.reconciler_context import LiveInventory
 
 
 class TrainerActivity:
@@ -165,24 +168,20 @@ class SpoolSpace:
     """Free disk space, for one save after the other.
 
     Args:
-        observe: observes the spool afresh; `inventory` shows the result then.
         release: deletes the spool's copy of a checkpoint if a tier still holds it; returns whether it did.
-        evictable: the copies that may be deleted because the disk is full, in this order (`evictable_copies`).
+        wake: makes flushes proceed at once.
         patience_s: how long `make` may take; flushes under way may verify more copies meanwhile.
     """
 
     def __init__(
         self,
-        spool: Spool,
-        inventory: Callable[[], Inventory],
-        observe: Callable[[], Awaitable[None]],
+        live: LiveInventory,
         release: Callable[[CheckpointId, tuple[str, ...]], Awaitable[bool]],
         wake: Callable[[], None],
-        evictable: Callable[[Inventory], Iterable[CheckpointId]],
         patience_s: float,
     ) -> None:
-        self._spool, self._inventory, self._observe = spool, inventory, observe
-        self._release, self._wake, self._evictable, self._patience_s = release, wake, evictable, patience_s
+        self._live, self._spool, self._release = live, live.spool, release
+        self._wake, self._patience_s = wake, patience_s
         self._lock = asyncio.Lock()
 
     async def make(self, run: str, size_bytes: int, *, quota: bool = False) -> FreedSpace:
@@ -205,7 +204,7 @@ class SpoolSpace:
                 if not is_freed():
                     await asyncio.to_thread(self._spool.drop_recycled, ())
                 while not is_freed():
-                    await self._observe()
+                    await self._live.observe()
                     size = await self._release_next(run, is_freed)
                     freed += size
                     if not size and not self._has_unverified_copies():
@@ -224,9 +223,9 @@ class SpoolSpace:
 
     async def _release_next(self, run: str, is_freed: Callable[[], bool]) -> int:
         """Delete the next copy that may be deleted; return its size in bytes, 0 if there is none."""
-        inventory = self._inventory()
+        inventory = self._live.inventory()
         inventory = replace(inventory, trainerless=inventory.trainerless - {run})
-        for checkpoint in self._evictable(inventory):
+        for checkpoint in evictable_copies(inventory, self._live.config):
             size = sum(facts.size for facts in inventory.spool.checkpoints[checkpoint].facts.values())
             try:
                 if await self._release(checkpoint, ("the spool's disk is full, and a save needs room",)):
@@ -242,5 +241,5 @@ class SpoolSpace:
 
         A daemon that has just started has observed no tier yet.
         """
-        inventory = self._inventory()
+        inventory = self._live.inventory()
         return any(not inventory.is_on_a_tier(copy) for copy in inventory.spool.checkpoints.values())
