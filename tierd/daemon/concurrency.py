@@ -23,6 +23,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PAGE = 1000  # items that `for_each_limited` collects at a time: a page of a listing
+_PARTS = 8  # of a timeout; one that ends late counts as one, so a stop costs an eighth of the time at most
+TRANSFER_BYTES = 160 << 20  # for fetches, repairs and scrubs
+FLUSH_BYTES = 128 << 20  # for encoded chunks in transfer to tiers, all tiers together
+# For chunks that are being encoded. With all three, interpreter and libraries included, the process stays below 512
+# MiB.
+ENCODING_BYTES = 64 << 20
+MAX_IDLE_BYTES = 48 << 20  # bytes
+# A buffer is reused for at least four fifths of its size, because the user's budget counts only the bytes used.
+_LOOSE = 1.25
+_GRAIN = 1 << 20  # bytes; sizes are rounded up to it, so that buffers fit more often
 
 
 async def gather_limited(limit: int, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -91,9 +101,6 @@ async def wait_for_end(work: asyncio.Future[T]) -> bool:
     return is_cancelled
 
 
-_PARTS = 8  # of a timeout; one that ends late counts as one, so a stop costs an eighth of the time at most
-
-
 @contextlib.asynccontextmanager
 async def suspend_aware_timeout(seconds: float) -> AsyncIterator[Callable[[], None]]:
     """Raise TimeoutError in the block after `seconds` in which the loop ran.
@@ -123,13 +130,6 @@ async def suspend_aware_timeout(seconds: float) -> AsyncIterator[Callable[[], No
             yield begin_anew
         finally:
             timer.cancel()
-
-
-TRANSFER_BYTES = 160 << 20  # for fetches, repairs and scrubs
-FLUSH_BYTES = 128 << 20  # for encoded chunks in transfer to tiers, all tiers together
-# For chunks that are being encoded. With all three, interpreter and libraries included, the process stays below 512
-# MiB.
-ENCODING_BYTES = 64 << 20
 
 
 class MemoryBudget:
@@ -206,12 +206,6 @@ class BudgetHold:
         if size < self.size:
             self._budget.give_back(self.size - size)
             self.size = size
-
-
-MAX_IDLE_BYTES = 48 << 20  # bytes
-# A buffer is reused for at least four fifths of its size, because the user's budget counts only the bytes used.
-_LOOSE = 1.25
-_GRAIN = 1 << 20  # bytes; sizes are rounded up to it, so that buffers fit more often
 
 
 class Buffers:

@@ -44,6 +44,12 @@ from tierd.threads import limit_thread_memory
 if TYPE_CHECKING:
     from tierd.daemon.http.http_server import HttpServer
 
+log = logging.getLogger("tierd.daemon")
+
+_RELOADING = 15.0  # seconds that SIGTERM waits for a reload under way
+_STATUS_INTERVAL_S = 1.0  # seconds between two lines for systemd while the daemon drains
+_FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
+
 
 def make_http_server(http: HttpConfig | None) -> HttpServer | None:
     """Make the server of a `[http]` table, not yet listening; None without a table.
@@ -59,13 +65,6 @@ def make_http_server(http: HttpConfig | None) -> HttpServer | None:
     except ImportError as error:
         raise ConfigError(f"http: {error}") from error
     return HttpServer(http)
-
-
-log = logging.getLogger("tierd.daemon")
-
-_RELOADING = 15.0  # seconds that SIGTERM waits for a reload under way
-_STATUS_INTERVAL_S = 1.0  # seconds between two lines for systemd while the daemon drains
-_FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
 
 
 async def open_all(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> tuple[dict[str, Store], Notifier]:

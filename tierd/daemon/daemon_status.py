@@ -23,6 +23,8 @@ from tierd.events.alerts import ANSWER, READ
 from tierd.events.journal import AlertStatus, Journal, utc_timestamp
 from tierd.events.notifier import NotifyStatus
 
+_SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; local copies are deleted early
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -37,9 +39,6 @@ class Problem:
     severity: Literal["alert", "warning"]
     place: str
     why: str
-
-
-_SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; local copies are deleted early
 
 
 def status_problems(status: Status) -> tuple[Problem, ...]:

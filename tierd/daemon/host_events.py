@@ -28,7 +28,11 @@ from tierd.events.notifier import Notifier
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 
+log = logging.getLogger("tierd.daemon")
+
 _PATIENCE = 5.0  # seconds; without READY=1 systemd would end the daemon as one that did not start
+OpenAll = Callable[[Config, AsyncExitStack], Awaitable[tuple[Mapping[str, Store], Notifier]]]
+_OF_WATCHDOG = "watchdog.observers.inotify"  # its logger
 
 
 def notify(state: str) -> None:
@@ -63,11 +67,6 @@ async def feed_watchdog() -> None:
     while interval is not None:
         notify("WATCHDOG=1")
         await asyncio.sleep(interval)
-
-
-log = logging.getLogger("tierd.daemon")
-
-OpenAll = Callable[[Config, AsyncExitStack], Awaitable[tuple[Mapping[str, Store], Notifier]]]
 
 
 class ConfigReloader:
@@ -162,9 +161,6 @@ async def _leave(
             await asyncio.wait(working)
     finally:
         await opened.aclose()
-
-
-_OF_WATCHDOG = "watchdog.observers.inotify"  # its logger
 
 
 class _Waker(FileSystemEventHandler):

@@ -23,6 +23,7 @@ from tierd.daemon.reconciler import Reconciler
 from tierd.events.journal import utc_timestamp
 
 SENT_MINUTES = 30  # of which the bytes that were sent are shown
+_FRESH = 1.0  # seconds for which an answer is given again
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,6 @@ def _transfer_in_flight(
 ) -> InFlight:
     checkpoint = part.checkpoint
     return InFlight(checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, doing, tier, moved, total)
-
-
-_FRESH = 1.0  # seconds
 
 
 class SharedAnswer:

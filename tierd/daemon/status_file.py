@@ -26,6 +26,8 @@ log = logging.getLogger("tierd.daemon")
 LAST_STATUS = "status.json"  # in `.tierd/`
 _LARGEST = 64 << 20  # bytes
 _WRITE_INTERVAL_S = 60.0  # seconds, so that a killed daemon leaves a status that is not older
+MAX_LOG_BYTES = 8 << 20  # then some 100,000 lines are kept, at most twice that
+_OUT, _ERR = 1, 2  # descriptors, because libraries and a dying interpreter write to them as well
 
 
 async def keep_status(control: Path, status: Callable[[], Status]) -> None:
@@ -63,10 +65,6 @@ def read_status(control: Path) -> dict[str, Any] | None:
             return msgspec.json.decode(file.read(_LARGEST), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-MAX_LOG_BYTES = 8 << 20  # then some 100,000 lines are kept, at most twice that
-_OUT, _ERR = 1, 2  # descriptors, because libraries and a dying interpreter write to them as well
 
 
 @contextmanager

@@ -32,10 +32,21 @@ from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.runs_report import HttpAnswers
 from tierd.stores.encryption_keys import read_private_file
 
+log = logging.getLogger("tierd.daemon")
+
 _LONGEST = 1024  # bytes of a token
 _TOKEN = re.compile(rb"[\x21-\x7e]{16,1024}")
 _MAKE = "; openssl rand -hex 32 > FILE makes one"
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?", re.ASCII)
+# For aiohttp's own lines, which quote requests.
+_silent = logging.getLogger("tierd.daemon.http.requests")
+_silent.disabled = True
+_MOST = 32  # connections at a time; further ones wait in the kernel's queue
+_LINGER_S = 1.0  # for a body, which nobody reads
+_LONGEST_LINE = 2048  # bytes of a request line; a header line may have 8 KiB, because browsers send cookies
+_REBIND_S = 30.0  # seconds until a port that was taken is tried again
+_OPEN = ("/healthz", "/readyz")  # tell nothing of any run, and probes have no token
+_PATHS = ("/", "/metrics", "/status", "/runs", *_OPEN)
 
 
 class Access:
@@ -121,18 +132,6 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-
-
-log = logging.getLogger("tierd.daemon")
-# For aiohttp's own lines, which quote requests.
-_silent = logging.getLogger("tierd.daemon.http.requests")
-_silent.disabled = True
-
-_MOST = 32  # connections at a time; further ones wait in the kernel's queue
-_LINGER_S = 1.0  # for a body, which nobody reads
-_LONGEST_LINE = 2048  # bytes of a request line; a header line may have 8 KiB, because browsers send cookies
-_REBIND_S = 30.0  # seconds until a port that was taken is tried again
-_OPEN = ("/healthz", "/readyz")  # tell nothing of any run, and probes have no token
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -254,9 +253,6 @@ class HttpServer:
     def note_event(self, event: Event) -> None:
         """Add an event to the metrics."""
         self.tally.add(event)
-
-
-_PATHS = ("/", "/metrics", "/status", "/runs", *_OPEN)
 
 
 async def _await_connection_end(serving: dict[asyncio.Task[None], _Connection], grace_s: float) -> None:

@@ -25,6 +25,27 @@ from tierd.core.planning.place import SPOOL
 from tierd.daemon.daemon_status import Status
 from tierd.daemon.reconciler import Reconciler
 
+_RUN, _TIER, _RUN_AND_TIER = ("run",), ("tier",), ("run", "tier")
+Labels = tuple[str, ...]
+_SENT = ("tierd_flush_raw_bytes_total", "tierd_flush_sent_bytes_total")
+_COUNTED = {
+    "persisted": "tierd_saves_total",
+    "persist failed": "tierd_save_failures_total",
+    "restored": "tierd_restores_total",
+    "fell back": "tierd_restore_fallbacks_total",
+    "corrupt": "tierd_corrupt_copies_total",
+    "quarantined": "tierd_quarantined_copies_total",
+    "pruned": "tierd_pruned_copies_total",
+}
+_TIMED = {
+    "flushed": "tierd_flush_seconds",
+    "persisted": "tierd_save_durable_seconds",
+    "durable": "tierd_save_durable_seconds",
+}
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_MOST_RUNS = 100
+Samples = dict[Labels, float]
+
 
 class MetricFamily(NamedTuple):
     """One metric."""
@@ -33,8 +54,6 @@ class MetricFamily(NamedTuple):
     labels: tuple[str, ...]  # the names of its labels, in order. `tier` is `local` for the spool.
     means: str
 
-
-_RUN, _TIER, _RUN_AND_TIER = ("run",), ("tier",), ("run", "tier")
 
 FAMILIES: dict[str, MetricFamily] = {
     "tierd_build_info": MetricFamily("gauge", ("version", "protocol"), "always 1"),
@@ -113,24 +132,6 @@ def sample_names(name: str) -> tuple[str, ...]:
     return (f"{name}_count", f"{name}_sum") if FAMILIES[name].kind == "summary" else (name,)
 
 
-Labels = tuple[str, ...]
-_SENT = ("tierd_flush_raw_bytes_total", "tierd_flush_sent_bytes_total")
-_COUNTED = {
-    "persisted": "tierd_saves_total",
-    "persist failed": "tierd_save_failures_total",
-    "restored": "tierd_restores_total",
-    "fell back": "tierd_restore_fallbacks_total",
-    "corrupt": "tierd_corrupt_copies_total",
-    "quarantined": "tierd_quarantined_copies_total",
-    "pruned": "tierd_pruned_copies_total",
-}
-_TIMED = {
-    "flushed": "tierd_flush_seconds",
-    "persisted": "tierd_save_durable_seconds",
-    "durable": "tierd_save_durable_seconds",
-}
-
-
 class EventCounters:
     """Sums of events since the daemon's start."""
 
@@ -184,12 +185,6 @@ class EventCounters:
 def _labels(name: str, event: Event) -> Labels:
     label_values = {"run": event.run or "", "tier": event.place}
     return tuple(label_values[label] for label in FAMILIES[name].labels)
-
-
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-_MOST_RUNS = 100
-
-Samples = dict[Labels, float]
 
 
 class Exposition:

@@ -25,6 +25,11 @@ from tierd.core.storage_faults import lacks_inodes
 if TYPE_CHECKING:
     from tierd.daemon.reconciling.reconciler_context import LiveInventory
 
+log = logging.getLogger("tierd.daemon")
+
+_MARGIN = 256 << 10  # bytes for manifest and directories, in addition to a sixteenth of the save's size
+_PAUSE_S = 0.5  # seconds between two observations while no copy can be deleted
+
 
 class TrainerActivity:
     """The attached trainers, by run. `None` stands for a trainer that does not name its run, which may be any."""
@@ -148,12 +153,6 @@ class ClientRequests:
         """Forget runs that are not in the spool (`in_spool`) and for which nobody asked for `after_s` seconds."""
         unheld = dict.fromkeys(self.requested_runs.difference(in_spool) - self._asking.keys())
         self.requested_runs -= self.trainer_activity.quiet_runs(unheld, self.writers(), after_s)
-
-
-log = logging.getLogger("tierd.daemon")
-
-_MARGIN = 256 << 10  # bytes for manifest and directories, in addition to a sixteenth of the save's size
-_PAUSE_S = 0.5  # seconds between two observations while no copy can be deleted
 
 
 @dataclass(frozen=True, slots=True)

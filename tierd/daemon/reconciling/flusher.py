@@ -45,6 +45,10 @@ from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.spool.run_records import record_head
 
+log = logging.getLogger("tierd.daemon")
+
+S = TypeVar("S")
+
 
 class Backlog:
     """What is left to flush and to prune under one configuration, as last observed."""
@@ -132,9 +136,6 @@ class Backlog:
         return {part: inventory.size_bytes(part) for part in parts}
 
 
-log = logging.getLogger("tierd.daemon")
-
-
 class RunRecords:
     """Write the records of runs. A daemon that drains records no policies."""
 
@@ -180,9 +181,6 @@ class RunRecords:
                     log.warning("local: %s: where its launches came from is not remembered yet: %s", head.run, error)
                     return
                 live.place = live.place.with_heads(head.run, (head,))
-
-
-S = TypeVar("S")
 
 
 class Flusher:

@@ -26,8 +26,11 @@ from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_pauses import SaveCadence, TierPause
 from tierd.spool.spool import Spool
 
+log = logging.getLogger("tierd.daemon")
+
 _HURRY = 60.0  # seconds after `hurry` for which no flush pauses
 _ENDING = 600.0  # seconds after `node_ends` for which the newest checkpoints are sent first
+_RECENT = 600.0  # seconds for which a run counts as attended after its trainer left, because a crashed one restarts
 
 
 class RunMode:
@@ -64,11 +67,6 @@ class RunMode:
     def is_hurried(self) -> bool:
         """Whether flushes make no pauses."""
         return self.is_ending or time.monotonic() - self._hurried < _HURRY
-
-
-log = logging.getLogger("tierd.daemon")
-
-_RECENT = 600.0  # seconds for which a run counts as attended after its trainer left, because a crashed one restarts
 
 
 class LiveInventory:

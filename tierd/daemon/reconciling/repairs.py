@@ -27,6 +27,7 @@ from tierd.stores.base import Store
 log = logging.getLogger("tierd.daemon")
 
 REFUSED_S = 3600.0  # until a quarantine is tried again on a tier that refuses deletions, or is full
+_VERIFYING_S = 10.0  # for which copies are read in a row, because flushes to their tier wait meanwhile
 
 
 class Repairs:
@@ -111,9 +112,6 @@ class Repairs:
         """End a `hold`."""
         self._live.requests.held_checkpoints -= Counter([part.checkpoint])
         self._repairer.release(part)
-
-
-_VERIFYING_S = 10.0  # for which copies are read in a row, because flushes to their tier wait meanwhile
 
 
 class QuarantineReview:

@@ -29,6 +29,10 @@ from tierd.daemon.transfer.tier_flushes import TierFlushes
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 
+log = logging.getLogger("tierd.daemon")
+
+WORKER = "worker"  # names a tier worker as the subject of alerts
+
 
 class NextAction:
     """Choose each worker's next action, and when it observes its place again."""
@@ -172,11 +176,6 @@ class NextAction:
             return False
         settled = time.monotonic() - live.changed_at >= ARRIVAL_TIMEOUT_S
         return settled or not is_arriving(live.place, place)
-
-
-log = logging.getLogger("tierd.daemon")
-
-WORKER = "worker"  # names a tier worker as the subject of alerts
 
 
 class WorkerLoop:

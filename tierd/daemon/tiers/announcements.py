@@ -24,11 +24,17 @@ from tierd.core.ids import CheckpointId, flushing_prefix
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.stores.base import Store
 
+log = logging.getLogger("tierd.daemon")
+
 STALE_MS = 86_400_000  # until the objects of any node expire; long, because clocks differ. A node's own objects expire
 # sooner for it: see `DaemonTimings.own_stale_ms`.
 STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
 
 _ahead: dict[str, float] = {}  # own stamps ahead of this clock -> monotonic seconds when first seen
+_SENDING = "sending"
+_standing: set[str] = set()  # announcements of flushes that run in this process
+_ANSWER_S = 20.0  # seconds for which a unit waits for the tier's answer
+_FAILURES = (StoreUnavailable, StoreRefused, TimeoutError)
 
 
 def make_stamp(who: str, timings: DaemonTimings) -> str:
@@ -60,10 +66,6 @@ async def delete_stamped(store: Store, keys: list[str]) -> None:
         await store.delete(keys)
     except TierdError:
         pass  # harmless: it expires within a day, and until then only keeps too much
-
-
-_SENDING = "sending"
-_standing: set[str] = set()  # announcements of flushes that run in this process
 
 
 @asynccontextmanager
@@ -122,12 +124,6 @@ async def find_senders(
 def is_standing(key: str) -> bool:
     """Whether this is an announcement of this process that was not withdrawn."""
     return key in _standing
-
-
-log = logging.getLogger("tierd.daemon")
-
-_ANSWER_S = 20.0  # seconds for which a unit waits for the tier's answer
-_FAILURES = (StoreUnavailable, StoreRefused, TimeoutError)
 
 
 class IngestClaim:

@@ -33,6 +33,11 @@ from tierd.stores.base import Store, delete_if_permitted
 log = logging.getLogger("tierd.daemon")
 
 _Key = tuple[str, str, str]  # tier, run, origin of the policy
+_MAX_REQUESTS = 16  # notes put or read concurrently
+_STALE_MS = 86_400_000  # milliseconds after its last mark when a launch has ended, even if clocks differ
+_HELLO, _FIRST = "hello.", "hello.0"  # the first note of each rank, and of rank 0
+_LAST = "welcome"  # the note that the last rank removes when it leaves
+_SINCE = re.compile(r"since\.([0-9a-f]{12})-[0-9a-f]{8}")
 
 
 class NodeIdentity:
@@ -126,13 +131,6 @@ class NodeIdentity:
         self._on_shared(why)
         self._records_to_renew = {key: replace(record, by=self.id) for key, record in self._own_records.items()}
         self._own_records, self._held_until, self._observed = {}, {}, set()
-
-
-_MAX_REQUESTS = 16  # notes put or read concurrently
-_STALE_MS = 86_400_000  # milliseconds after its last mark when a launch has ended, even if clocks differ
-_HELLO, _FIRST = "hello.", "hello.0"  # the first note of each rank, and of rank 0
-_LAST = "welcome"  # the note that the last rank removes when it leaves
-_SINCE = re.compile(r"since\.([0-9a-f]{12})-[0-9a-f]{8}")
 
 
 class RankNotes:

@@ -38,6 +38,8 @@ from tierd.stores.base import ObjectInfo, Store
 
 _BATCH = 1000  # keys that one call deletes
 _PASSES = 3  # passes, because objects may be put meanwhile
+# Manifests are deleted first.
+_SORTS = (manifests_prefix, quarantine_prefix, flushing_prefix, pins_prefix, pruning_prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +160,6 @@ def _is_of(stage: str, run: str) -> bool:
     # A stage is named <run>.<step:012>.<attempt>.<part>[.<token>], and a run's name may contain dots too.
     suffix = stage.removeprefix(f"{run}.")
     return suffix != stage and suffix[:12].isdigit() and suffix[12:13] == "."
-
-
-# Manifests are deleted first.
-_SORTS = (manifests_prefix, quarantine_prefix, flushing_prefix, pins_prefix, pruning_prefix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from tierd.core.ids import CheckpointId, chunk_owner
 from tierd.core.manifest import Manifest
 
 MAX_TABLE_BYTES = 32 << 20  # for each tier; beyond it, a prune that needs a manifest's chunks reads the manifest again
+_Name: TypeAlias = tuple[frozenset[CheckpointId], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -31,7 +32,6 @@ class SharedChunks:
 
 
 NO_SHARED_CHUNKS = SharedChunks(frozenset(), {})
-_Name: TypeAlias = tuple[frozenset[CheckpointId], tuple[int, ...] | None]
 
 
 def key_digest(key: str) -> int:

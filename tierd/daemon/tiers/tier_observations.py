@@ -27,12 +27,15 @@ from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.stores.base import Store
 
+log = logging.getLogger("tierd.daemon")
+
 Change: TypeAlias = Callable[[Place], Place]
 
 _GAP = 600.0  # seconds; more than the longest backoff and `answers_s` together
 _MAX_SHARE_WAIT_S = 5.0  # seconds at most that an observation waits for callers to share it
 # An observation that took longer than `_QUICK` seconds is valid for `_PATIENT` times its duration.
 _QUICK, _PATIENT = 1.0, 10.0
+_AGAIN_S = 86_400.0  # seconds between two listings of all runs, because a listing asks a request or more for each run
 
 
 class Observations:
@@ -173,11 +176,6 @@ def _retrieve_exception(observation: asyncio.Task[None]) -> None:
     """Retrieve the exception of an observation, because its callers may be gone before it fails."""
     if not observation.cancelled():
         observation.exception()
-
-
-log = logging.getLogger("tierd.daemon")
-
-_AGAIN_S = 86_400.0  # seconds between two listings of all runs, because a listing asks a request or more for each run
 
 
 class Backfill:

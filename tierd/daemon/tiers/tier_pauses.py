@@ -30,9 +30,8 @@ log = logging.getLogger("tierd.daemon")
 
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
 _LONG = 64  # bytes of the file that are read
-
-
 Pause: TypeAlias = Callable[[], Awaitable[None]]  # awaited before each chunk
+_SLICE_S = 0.25  # seconds after which a paced flush asks again whether it must hurry
 
 
 async def no_pause() -> None:
@@ -128,9 +127,6 @@ class TierPause:
         with spool_errors(self._doing):
             self._path.unlink(missing_ok=True)
             sync_directory(self._path.parent)
-
-
-_SLICE_S = 0.25
 
 
 class SaveCadence:

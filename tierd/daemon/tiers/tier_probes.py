@@ -44,6 +44,7 @@ from tierd.stores.base import Store, delete_if_permitted, list_children, octets
 # Nodes that start together try out one key together, so one may delete or replace it before another reads it back.
 _TRIES, _APART_S = 5, 0.2  # seconds at most between two of them
 _UNREADABLE = (CorruptChunk, ManifestError, FormatTooNew)
+_NEXT = 0.5  # seconds after which the next tier is asked, too: most tiers answer sooner, and need no second request
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +148,6 @@ async def _read(store: Store, key: str) -> bytes | None:
         return bytes(await store.get(key))
     except (ObjectNotFound, *_UNREADABLE):
         return None
-
-
-_NEXT = 0.5  # seconds after which the next tier is asked, too: most tiers answer sooner, and need no second request
 
 
 async def find_missing_parts(

@@ -38,6 +38,8 @@ from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import chunk_buffer_size, read_recent_chunk
 from tierd.stores.base import Buffer, Store
 
+_SAMPLE, _SAMPLES = 16 << 10, 16  # bytes of a sampled piece of a chunk, and about how many
+
 
 @dataclass(slots=True)
 class FlushProgress:
@@ -66,9 +68,6 @@ class TierUploadContext:
     def throughput(self) -> Throughput:
         """The measured throughput, which decides whether compression pays."""
         return self.encoding.throughput
-
-
-_SAMPLE, _SAMPLES = 16 << 10, 16  # bytes of a sampled piece of a chunk, and about how many
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store, delete_if_permitted
 
 log = logging.getLogger("tierd.daemon")
+_CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
 
 
 class ChunkUpload:
@@ -121,9 +122,6 @@ class ChunkUpload:
             await read_until_certain(read)
         except (CorruptChunk, ObjectNotFound) as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
-
-
-_CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
 
 
 @dataclass(frozen=True, slots=True)

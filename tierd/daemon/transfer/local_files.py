@@ -18,6 +18,8 @@ from tierd.spool.direct_io import write_pages
 from tierd.spool.file_io import remove, sync_directory
 from tierd.spool.stage import try_lock_stage
 
+log = logging.getLogger("tierd.daemon")
+
 
 @dataclass(slots=True)
 class TargetFile:
@@ -107,9 +109,6 @@ def remove_other_files(home: Path, files: set[str]) -> None:
 def sync_directories(home: Path) -> None:
     for directory, _, _ in os.walk(home, topdown=False):
         sync_directory(Path(directory))
-
-
-log = logging.getLogger("tierd.daemon")
 
 
 def check_restore_target(target: Path) -> Path:

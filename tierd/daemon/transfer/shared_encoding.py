@@ -36,6 +36,7 @@ _FADE = 60.0  # seconds of work
 _MIN_MEASURED_BYTES = 64 << 20  # bytes; fewer measure the latency rather than the rate
 _FADE_BYTES = 4 << 30  # bytes that were compressed; older ones fade, because ratios change as training goes on
 _TRY = 64  # one chunk in so many is compressed even if that does not pay, as a measurement
+ReadInto: TypeAlias = Callable[[memoryview], Buffer]
 
 
 class ThroughputMeter:
@@ -120,9 +121,6 @@ class Throughput:
         self._raw = self._raw * fade + chunk.size
         self._stored = self._stored * fade + encoded.stored.size
         return encoded
-
-
-ReadInto: TypeAlias = Callable[[memoryview], Buffer]
 
 
 @dataclass(eq=False, slots=True)
