@@ -81,11 +81,8 @@ def has_control_room(connections: Iterable[ControlConnection]) -> bool:
     counted = [connection for connection in connections if not connection.ending]
     if len(counted) < MAX_CONTROL_CONNECTIONS:
         return True
-    idle = [
-        connection
-        for connection in counted
-        if connection.was_idle_for(CONTROL_IDLE_S) and not (connection.held_parts or connection.attached)
-    ]
+    unattached = [connection for connection in counted if not (connection.held_parts or connection.attached)]
+    idle = [connection for connection in unattached if connection.was_idle_for(CONTROL_IDLE_S)]
     if idle:
         min(idle, key=lambda connection: connection.answered_at).give_way()
     return bool(idle)

@@ -55,13 +55,10 @@ def status_problems(status: Status) -> tuple[Problem, ...]:
         if tier.name not in alerted and (tier.failures or not tier.reached or tier.unanswered):
             why = tier.unanswered or tier.last_error or "it has not answered a listing yet"
             warnings.append(Problem("warning", tier.name, why))
-    warnings += [
-        Problem(
-            "warning", policy.tier, f"the policies of run {policy.run} disagree, or one cannot be read: {policy.key}"
-        )
-        for policy in status.policies
-        if policy.disagrees
-    ]
+    for policy in status.policies:
+        if policy.disagrees:
+            why = f"the policies of run {policy.run} disagree, or one cannot be read: {policy.key}"
+            warnings.append(Problem("warning", policy.tier, why))
     if status.paused:
         warnings.append(Problem("warning", SPOOL, f"paused: {status.paused}"))
     if status.scrub.due:

@@ -20,6 +20,7 @@ import msgspec
 
 from tierd.daemon.daemon_status import Status
 from tierd.ipc.messages import DAEMON_LOG
+from tierd.spool.file_io import private_opener
 
 log = logging.getLogger("tierd.daemon")
 
@@ -41,8 +42,7 @@ def write_status(control: Path, status: Status) -> None:
     """Write a status to a spool's `.tierd/`, as the last one of a daemon that may end at any time."""
     fresh = control / f"{LAST_STATUS}.new"
     try:
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
+        with open(fresh, "wb", opener=private_opener) as file:
             file.write(msgspec.json.encode(replace(status, running=False)))
         fresh.replace(control / LAST_STATUS)
     except OSError as error:  # for example a full disk
@@ -60,8 +60,7 @@ def status_recorded_at(control: Path) -> float:
 def read_status(control: Path) -> dict[str, Any] | None:
     """Return the last status that a daemon recorded in a spool's `.tierd/`; None if none can be read."""
     try:
-        fd = os.open(control / LAST_STATUS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
+        with open(control / LAST_STATUS, "rb", opener=private_opener) as file:
             return msgspec.json.decode(file.read(_LARGEST), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
@@ -98,8 +97,7 @@ class _Bound(logging.Handler):
 
     def _rotate(self) -> None:
         fresh = self._path.with_name(f"{DAEMON_LOG}.new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        opened = os.open(fresh, flags, 0o600)
+        opened = private_opener(str(fresh), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         try:
             current_log = os.fstat(_ERR)
             with suppress(FileNotFoundError):  # somebody deleted it

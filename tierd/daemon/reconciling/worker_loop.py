@@ -230,13 +230,8 @@ class WorkerLoop:
                 self._moved.notify_all()
             if not self._live.run_mode.halted.is_set() and (action is None or worker.last_error):
                 cost = self._tiers.requests(worker.name) - before
-                await worker.wait(
-                    min(
-                        self._agenda.rescan_s(worker, cost),
-                        worker.deferred_s,
-                        self._live.run_mode.pause.remaining_s or math.inf,
-                    )
-                )
+                pause_s = self._live.run_mode.pause.remaining_s or math.inf
+                await worker.wait(min(self._agenda.rescan_s(worker, cost), worker.deferred_s, pause_s))
                 if worker.name == SPOOL and not self._live.run_mode.draining:
                     await asyncio.sleep(worker.pause_s)  # plan once for related events such as a save and its flush
 

@@ -104,13 +104,8 @@ class Repairer:
             self.journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
         if fetched.chunks:
             self.journal.counters["healed_chunks"] += fetched.chunks
-            self.journal.record(
-                "repaired",
-                SPOOL,
-                part,
-                f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}",
-                chunks=fetched.chunks,
-            )
+            why = f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}"
+            self.journal.record("repaired", SPOOL, part, why, chunks=fetched.chunks)
         return fetched.tiers
 
     async def _is_pruned(self, part: PartId) -> bool:

@@ -7,7 +7,6 @@ at most one period later. It has no other effect.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +36,7 @@ class ScrubHistory(dict[ScrubbedCopy, float]):
     def load(self) -> None:
         """Read the file, if it exists. Entries that are in memory already take precedence."""
         try:
-            # O_NONBLOCK, because opening a FIFO in the file's place would block.
-            plain = os.O_NOFOLLOW | os.O_NONBLOCK
-            with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | plain)) as file:
+            with open(self._path, "rb", opener=private_opener) as file:
                 data = file.read(_LARGEST + 1)
             recorded = msgspec.json.decode(data, type=dict[str, dict[str, float]])
         except FileNotFoundError:

@@ -21,7 +21,7 @@ from tierd.core.planning.place import Place
 from tierd.core.retention.policy import StoredRetention
 from tierd.core.timeline.launch_chain import Head
 from tierd.daemon.concurrency import for_each_limited
-from tierd.daemon.spool_observer import SpoolObserver as SpoolEye
+from tierd.daemon.spool_observer import SpoolObserver
 from tierd.daemon.tiers.manifest_index import ManifestIndex
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.tiers.tier_run_records import HeadReader, RunPolicyReader
@@ -48,7 +48,7 @@ async def observe_places(
     Args:
         chunks: also find the names under which chunks are stored, for callers that delete by the result.
     """
-    place = SpoolEye(spool).observe() if spool else Place()
+    place = SpoolObserver(spool).observe() if spool else Place()
     own_ranks = place.ranks
     tiers: dict[str, Place | None] = {}
     for name, store in stores.items():
@@ -157,11 +157,8 @@ class TierObserver:
         owners: set[CheckpointId] = set()
 
         async def observe(run: str) -> None:
-            checkpoints.update(
-                await self.manifests.observe(
-                    run, (own_ranks or {}).get(run, ()), spare_reads=spare_reads, on_answer=on_answer
-                )
-            )
+            ranks = (own_ranks or {}).get(run, ())
+            checkpoints.update(await self.manifests.observe(run, ranks, spare_reads=spare_reads, on_answer=on_answer))
             infos = await self._beside_manifests(run)
             on_answer()
             quarantined.update(await self._read_quarantined(run, infos))

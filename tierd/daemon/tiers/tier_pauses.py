@@ -28,7 +28,6 @@ from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
-_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
 _LONG = 64  # bytes of the file that are read
 Pause: TypeAlias = Callable[[], Awaitable[None]]  # awaited before each chunk
 _SLICE_S = 0.25  # seconds after which a paced flush asks again whether it must hurry
@@ -50,8 +49,7 @@ class TierPause:
         self._end = 0.0  # monotonic seconds
         with spool_errors(self._doing):
             try:
-                # O_NONBLOCK, because opening a FIFO in its place would block.
-                with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | _PLAIN)) as file:
+                with open(self._path, "rb", opener=private_opener) as file:
                     self._load(file.read(_LONG).decode(errors="replace").strip(), os.fstat(file.fileno()).st_mtime)
             except FileNotFoundError:
                 pass

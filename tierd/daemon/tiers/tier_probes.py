@@ -102,11 +102,9 @@ async def _why_kinds_are_kept(store: Store) -> str:
         except DeleteRefused as error:
             kinds_kept.append(kind)
             why = str(error)
-    return (
-        f"nothing is pruned, because of {run}/ some kinds of objects stay, {', '.join(kinds_kept)}: {why}"
-        if kinds_kept
-        else ""
-    )
+    if not kinds_kept:
+        return ""
+    return f"nothing is pruned, because of {run}/ some kinds of objects stay, {', '.join(kinds_kept)}: {why}"
 
 
 async def _try(store: Store, key: str, why_kept: str) -> TierAccess:

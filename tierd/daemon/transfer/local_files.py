@@ -15,7 +15,7 @@ from pathlib import Path
 from tierd.core.errors import ConfigError
 from tierd.core.manifest import File
 from tierd.spool.direct_io import write_pages
-from tierd.spool.file_io import remove, sync_directory
+from tierd.spool.file_io import private_opener, remove, sync_directory
 from tierd.spool.stage import try_lock_stage
 
 log = logging.getLogger("tierd.daemon")
@@ -38,7 +38,7 @@ class TargetFile:
 
     def open(self, flags: int = os.O_WRONLY) -> None:
         if self.fd < 0:
-            self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self.fd = private_opener(str(self.path), flags)
 
     def sync(self) -> None:
         self.open(os.O_RDONLY)  # read-only, because a file without writes may not be writable
@@ -62,7 +62,7 @@ def chunks_to_write(targets: list[TargetFile]) -> Iterator[tuple[TargetFile, int
 
 def is_hole(path: Path, offset: int, size: int) -> bool:
     """Whether the file system reports that a range of a file was never written."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = private_opener(str(path), os.O_RDONLY)
     try:
         return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
     except OSError as error:
@@ -73,7 +73,7 @@ def is_hole(path: Path, offset: int, size: int) -> bool:
 
 def write_at(path: Path, data: memoryview, offset: int) -> None:
     """Write at a file's offset. Each call opens its own descriptor, because O_DIRECT belongs to the descriptor."""
-    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = private_opener(str(path), os.O_WRONLY)
     try:
         write_pages(fd, data, offset)
     finally:

@@ -240,13 +240,9 @@ class _Copy:
         self, checkpoints: Sequence[CheckpointId], pins: Collection[CheckpointId]
     ) -> dict[CheckpointId, CopiedCheckpoint | str | None]:
         """Copy these checkpoints, each after its pin if it is one of `pins`; return each one's `outcome`."""
-        self.progress.begin(
-            sum(
-                _size(self.source_place, part)
-                for checkpoint in checkpoints
-                for part in _complete_parts(self.source_place, checkpoint)
-            )
-        )
+        place = self.source_place
+        parts = (part for checkpoint in checkpoints for part in _complete_parts(place, checkpoint))
+        self.progress.begin(sum(_size(place, part) for part in parts))
         results = {}
         for checkpoint in checkpoints:
             if checkpoint in pins:
