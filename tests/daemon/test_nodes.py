@@ -36,7 +36,7 @@ async def test_node_sends_parts_of_the_checkpoint_that_another_node_is_sending(h
     """The newest there is by then is of no use while nobody sends its other parts."""
 
     async def next_of(node: Node) -> int:
-        action = await node.daemon._loop._agenda.next_action(node.daemon.workers[TIER])
+        action = await node.daemon._loop.agenda.next_action(node.daemon.workers[TIER])
         assert isinstance(action, Flush)
         return action.part.checkpoint.step
 

@@ -30,10 +30,10 @@ async def test_no_copy_is_deleted_because_of_a_checkpoint_that_was_removed_since
     daemon = reconciler(spool, stores, keep=9, keep_local=1)
     for name in ("tier", SPOOL):
         await daemon.observe(name)
-    action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
+    action = await daemon._loop.agenda.next_action(daemon.workers[SPOOL])
     assert isinstance(action, Prune) and action.checkpoint == part(1).checkpoint
     shutil.rmtree(spool.path(part(2)))
-    action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
+    action = await daemon._loop.agenda.next_action(daemon.workers[SPOOL])
     assert not isinstance(action, Prune)
 
 
@@ -45,7 +45,7 @@ def test_a_new_part_is_sent_after_a_sparing_look_alone(spool, monkeypatch):
         await daemon.observe("tier")
         commit(spool, part(3))
         monkeypatch.setattr(spool, "stamp", lambda path: asked.append(path) or stamp(path))
-        assert await daemon._loop._agenda.next_action(daemon.workers["tier"]) == Flush(part(3), "tier")
+        assert await daemon._loop.agenda.next_action(daemon.workers["tier"]) == Flush(part(3), "tier")
 
     asked, stamp = [], spool.stamp
     asyncio.run(work())

@@ -29,7 +29,7 @@ from tierd.daemon.reconciling.client_requests import ClientRequests, SpoolSpace
 from tierd.daemon.reconciling.flusher import Backlog, Flusher, RunRecords
 from tierd.daemon.reconciling.pruner import Pruner
 from tierd.daemon.reconciling.reconciler_context import LiveInventory, RunMode
-from tierd.daemon.reconciling.repairs import Repairs
+from tierd.daemon.reconciling.repairs import QuarantineReview, Repairs
 from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.reconciling.worker_loop import WORKER, NextAction, WorkerLoop
 from tierd.daemon.scrub.repairer import Repairer
@@ -135,11 +135,12 @@ class Reconciler:
         self._flusher = Flusher(
             live, tiers, flushes, workers, scrubber, journal, save_events, backlog, records, repairs
         )
-        self._pruner = Pruner(live, tiers, stores, workers, scrubber, journal, self.observe, wake)
-        agenda = NextAction(live, tiers, flushes, workers, journal, backlog, records, self._pruner, self.observe)
-        acts = self._flusher, self._pruner, repairs
+        review = QuarantineReview(tiers, stores, workers, journal)
+        self._pruner = pruner = Pruner(live, tiers, stores, workers, scrubber, journal, self.observe, wake, review)
+        agenda = NextAction(live, tiers, flushes, workers, journal, backlog, records, pruner, self.observe)
+        acts = self._flusher, pruner, repairs
         self._loop = WorkerLoop(
-            live, tiers, workers, journal, save_events, agenda, backlog, acts, wake, self._moved, self._random
+            live, tiers, workers, journal, save_events, agenda, backlog, *acts, wake, self._moved, self._random
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------

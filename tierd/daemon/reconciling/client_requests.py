@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tierd.core.errors import TierdError
@@ -163,25 +163,16 @@ class FreedSpace:
     enough: bool
 
 
+@dataclass(eq=False)
 class SpoolSpace:
-    """Free disk space, for one save after the other.
+    """Free disk space, for one save after the other."""
 
-    Args:
-        release: deletes the spool's copy of a checkpoint if a tier still holds it; returns whether it did.
-        wake: makes flushes proceed at once.
-        patience_s: how long `make` may take; flushes under way may verify more copies meanwhile.
-    """
-
-    def __init__(
-        self,
-        live: LiveInventory,
-        release: Callable[[CheckpointId, tuple[str, ...]], Awaitable[bool]],
-        wake: Callable[[], None],
-        patience_s: float,
-    ) -> None:
-        self._live, self._spool, self._release = live, live.spool, release
-        self._wake, self._patience_s = wake, patience_s
-        self._lock = asyncio.Lock()
+    live: LiveInventory
+    # Deletes the spool's copy of a checkpoint if a tier still holds it; returns whether it did.
+    release: Callable[[CheckpointId, tuple[str, ...]], Awaitable[bool]]
+    wake: Callable[[], None]  # makes flushes proceed at once
+    patience_s: float  # how long `make` may take; flushes under way may verify more copies meanwhile
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make(self, run: str, size_bytes: int, *, quota: bool = False) -> FreedSpace:
         """Delete verified local copies until `size_bytes` and a margin are free, or no more can be deleted.
@@ -193,23 +184,23 @@ class SpoolSpace:
         """
         target_bytes, freed = size_bytes + size_bytes // 16 + _MARGIN, 0
         # A copy of that size has about as many files as the save needs.
-        counts_deleted = quota or lacks_inodes(os.statvfs(self._spool.root))
+        counts_deleted = quota or lacks_inodes(os.statvfs(self.live.spool.root))
 
         def is_freed() -> bool:
-            return (freed if counts_deleted else self._spool.free()[0]) >= target_bytes
+            return (freed if counts_deleted else self.live.spool.free()[0]) >= target_bytes
 
         try:
-            async with asyncio.timeout(self._patience_s), self._lock:
+            async with asyncio.timeout(self.patience_s), self._lock:
                 if not is_freed():
-                    await asyncio.to_thread(self._spool.drop_recycled, ())
+                    await asyncio.to_thread(self.live.spool.drop_recycled, ())
                 while not is_freed():
-                    await self._live.observe()
+                    await self.live.observe()
                     size = await self._release_next(run, is_freed)
                     freed += size
                     if not size and not self._has_unverified_copies():
                         break
                     if not size:
-                        self._wake()
+                        self.wake()
                         await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             pass
@@ -222,12 +213,12 @@ class SpoolSpace:
 
     async def _release_next(self, run: str, is_freed: Callable[[], bool]) -> int:
         """Delete the next copy that may be deleted; return its size in bytes, 0 if there is none."""
-        inventory = self._live.inventory()
+        inventory = self.live.inventory()
         inventory = replace(inventory, trainerless=inventory.trainerless - {run})
-        for checkpoint in evictable_copies(inventory, self._live.config):
+        for checkpoint in evictable_copies(inventory, self.live.config):
             size = sum(facts.size for facts in inventory.spool.checkpoints[checkpoint].facts.values())
             try:
-                if await self._release(checkpoint, ("the spool's disk is full, and a save needs room",)):
+                if await self.release(checkpoint, ("the spool's disk is full, and a save needs room",)):
                     return max(size, 1)
             except (TierdError, OSError) as error:  # its tier or its directory failed; the next copy has others
                 log.warning("%s stays in the spool: %s", checkpoint, error)
@@ -240,5 +231,5 @@ class SpoolSpace:
 
         A daemon that has just started has observed no tier yet.
         """
-        inventory = self._live.inventory()
+        inventory = self.live.inventory()
         return any(not inventory.is_on_a_tier(copy) for copy in inventory.spool.checkpoints.values())

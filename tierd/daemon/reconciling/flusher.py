@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tierd.core.errors import (
@@ -183,26 +183,21 @@ class RunRecords:
                 live.place = live.place.with_heads(head.run, (head,))
 
 
+@dataclass(eq=False)
 class Flusher:
     """Carry out flushes."""
 
-    def __init__(
-        self,
-        live: LiveInventory,
-        tiers: TierOperations,
-        flushes: TierFlushes,
-        workers: Mapping[str, TierWorker],
-        scrubber: Scrubber,
-        journal: Journal,
-        save_events: SaveEvents,
-        backlog: Backlog,
-        records: RunRecords,
-        repairs: Repairs,
-    ) -> None:
-        self._live, self._tiers, self._flushes, self._workers = live, tiers, flushes, workers
-        self._scrubber, self._journal, self._save_events = scrubber, journal, save_events
-        self._backlog, self._records, self._repairs = backlog, records, repairs
-        self._sending: dict[str, tuple[PartId, asyncio.Future[Any]]] = {}  # by tier
+    live: LiveInventory
+    tiers: TierOperations
+    flushes: TierFlushes
+    workers: Mapping[str, TierWorker]
+    scrubber: Scrubber
+    journal: Journal
+    save_events: SaveEvents
+    backlog: Backlog
+    records: RunRecords
+    repairs: Repairs
+    _sending: dict[str, tuple[PartId, asyncio.Future[Any]]] = field(default_factory=dict)  # by tier
 
     async def flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
         """Send a part to a tier; a part that cannot be sent is put off, repaired or left to the next plan.
@@ -210,23 +205,23 @@ class Flusher:
         Raises:
             OSError, StoreUnavailable, StoreRefused: the spool's disk or the tier failed.
         """
-        live, tiers, journal = self._live, self._tiers, self._journal
+        live, tiers, journal = self.live, self.tiers, self.journal
         live.busy[part] += 1
         started_s, place = time.monotonic(), tiers.observed.places[tier]
         aloud = is_contended(live.inventory(), tier, part)
-        flushes = self._flushes
+        flushes = self.flushes
         send = flushes.relay if relayed else flushes.flush_announced if aloud else flushes.flush
         # Before the flush, because newer checkpoints appear while the part is sent.
         leading = place is None or is_newest_of_run(part.checkpoint, live.place, place)
         if relayed:
-            self._save_events.expect_relay(tier, part)
+            self.save_events.expect_relay(tier, part)
         try:
             flushed = await self._send(tier, part, send(part, tier, self._spread(part, tier)))
             if flushed is None:
                 return
         except ObjectNotFound:
             if relayed:
-                self._workers[tier].defer(part)  # until the other tiers were observed again
+                self.workers[tier].defer(part)  # until the other tiers were observed again
             else:  # removed from the spool since the observation, perhaps by hand, which a sparing one does not see
                 live.invalidate(part.checkpoint)
             return
@@ -236,14 +231,14 @@ class Flusher:
                 return
             journal.counters["corruptions"] += 1
             journal.record("corrupt", SPOOL, part, str(error))
-            await self._repairs.repair(part, SPOOL, counted=True)
+            await self.repairs.repair(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk fails or the tier refuses it: send others first
-            self._workers[tier].defer_stuck(part)
+            self.workers[tier].defer_stuck(part)
             raise
         finally:
             live.busy -= Counter([part])
-        self._scrubber.note_verified(tier, part)
+        self.scrubber.note_verified(tier, part)
         journal.counters["flushed"] += 1
         journal.counters["flushed_raw_bytes"] += flushed.raw
         journal.counters["flushed_sent_bytes"] += flushed.sent
@@ -255,8 +250,8 @@ class Flusher:
         sizes = {"raw_bytes": flushed.raw, "stored_bytes": flushed.stored, "sent_bytes": flushed.sent}
         fields: dict[str, Any] = {**sizes, "metrics": metrics_of(flushed.facts.metrics)}
         journal.record("flushed", tier, part, why, **fields, seconds=round(time.monotonic() - started_s, 3))
-        self._save_events.report_durable(tier, live.place, tiers.observed.places)
-        await self._records.write_heads(tier, [part.checkpoint.run])
+        self.save_events.report_durable(tier, live.place, tiers.observed.places)
+        await self.records.write_heads(tier, [part.checkpoint.run])
 
     async def _send(self, tier: str, part: PartId, sending: Coroutine[Any, Any, S]) -> S | None:
         """Return the result of `sending`; None if it gave way. The next try does not send again what is on the tier."""
@@ -275,18 +270,18 @@ class Flusher:
 
     def yield_to_newer(self) -> None:
         """If the newest are sent first: end each flush of a checkpoint older than its run's newest in the spool."""
-        if not self._live.run_mode.newest_first:
+        if not self.live.run_mode.newest_first:
             return
         for tier, (part, task) in self._sending.items():
             run = part.checkpoint.run
-            newest, tier_place = self._live.place.run(run).newest, self._tiers.observed.places[tier]
+            newest, tier_place = self.live.place.run(run).newest, self.tiers.observed.places[tier]
             waits = newest is not None and (tier_place is None or newest not in tier_place.run(run).usable)
             if newest is not None and waits and part.checkpoint < newest:
                 task.cancel()
 
     def _spread(self, part: PartId, tier: str) -> FlushSpread:
         """Return the pauses of a flush: none if the tier lacks other parts too, because the tier would fall behind."""
-        live, requests = self._live, self._live.requests
+        live, requests = self.live, self.live.requests
 
         def hurries() -> bool:
             newer = any(copy.id > part.checkpoint for copy in live.place.copies(part.checkpoint.run))
@@ -294,11 +289,11 @@ class Flusher:
             ends = live.run_mode.is_hurried or not requests.attended()
             return newer or bool(awaited) or ends or live.is_disk_low
 
-        lacking = sum(name == tier for _, name in self._backlog.flushes(live.inventory()))
+        lacking = sum(name == tier for _, name in self.backlog.flushes(live.inventory()))
         return FlushSpread(live.cadence.spread_s(part.checkpoint.run) if lacking <= 1 else 0.0, hurries)
 
     def _note_sent(self, tier: str, checkpoint: CheckpointId, *, leads: bool) -> None:
-        live = self._live
+        live = self.live
         live.full_tiers.discard(tier)
         last = live.sent.get(tier)
         if last is None or last.last != checkpoint:
@@ -309,8 +304,8 @@ class Flusher:
 
         The scrub finds out which copies are corrupt, and repairs them.
         """
-        self._workers[tier].defer(part)
+        self.workers[tier].defer(part)
         log.warning("%s: %s cannot be copied from another tier yet: %s", tier, part, error)
-        for name in self._tiers.observed.places:
-            if name != tier and self._tiers.observed.has(part, name):
-                self._scrubber.suspect(name, part)
+        for name in self.tiers.observed.places:
+            if name != tier and self.tiers.observed.has(part, name):
+                self.scrubber.suspect(name, part)

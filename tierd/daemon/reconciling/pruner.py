@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound, StoreFull, TierdError
@@ -36,38 +37,34 @@ log = logging.getLogger("tierd.daemon")
 _ASKING_S = 10.0  # after which no other tier is asked for a further checkpoint of a batch
 
 
+@dataclass(eq=False)
 class Pruner:
     """Carry out prunes."""
 
-    def __init__(
-        self,
-        live: LiveInventory,
-        tiers: TierOperations,
-        stores: Mapping[str, Store],
-        workers: Mapping[str, TierWorker],
-        scrubber: Scrubber,
-        journal: Journal,
-        observe: Callable[[str], Awaitable[None]],
-        wake: Callable[[], None],
-    ) -> None:
-        self._live, self._tiers, self._stores, self._workers = live, tiers, stores, workers
-        self._scrubber, self._journal, self._observe, self._wake = scrubber, journal, observe, wake
-        # Checkpoint whose prune waits -> the copy to verify first.
-        self._copy_to_verify: dict[CheckpointId, PartId] = {}
-        self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
-        self._refused = set[tuple[str, PartId]]()  # tiers and parts whose quarantine was refused, which was reported
-        self._releases = QuarantineReview(tiers, stores, workers, journal)
+    live: LiveInventory
+    tiers: TierOperations
+    stores: Mapping[str, Store]
+    workers: Mapping[str, TierWorker]
+    scrubber: Scrubber
+    journal: Journal
+    observe: Callable[[str], Awaitable[None]]
+    wake: Callable[[], None]
+    review: QuarantineReview
+    # Checkpoint whose prune waits -> the copy to verify first.
+    _copy_to_verify: dict[CheckpointId, PartId] = field(default_factory=dict)
+    _rest_until: dict[str, float] = field(default_factory=dict)  # silent tier -> when to ask it again, monotonic
+    _refused: set[tuple[str, PartId]] = field(default_factory=set)  # whose quarantine was refused, which was reported
 
     async def prune(self, action: Prune) -> None:
         """Delete a checkpoint from a tier, or its copy from the spool; what cannot be deleted yet is put off."""
         if action.tier != SPOOL:
             await self._prune_together(action)
             return
-        checkpoint, worker = action.checkpoint, self._workers[SPOOL]
+        checkpoint, worker = action.checkpoint, self.workers[SPOOL]
         self._copy_to_verify.pop(checkpoint, None)
         try:
             # On a full disk, free space matters more than fast writes into recycled blocks.
-            if await self.release(checkpoint, action.reasons, reuse=not self._live.is_disk_low):
+            if await self.release(checkpoint, action.reasons, reuse=not self.live.is_disk_low):
                 return
         except (DeleteRefused, StoreFull):  # a tier's copy is corrupt, and cannot be quarantined
             worker.defer(checkpoint, REFUSED_S)
@@ -75,23 +72,23 @@ class Pruner:
         except (TierdError, OSError):  # other copies go first
             worker.defer_stuck(checkpoint)
             raise
-        worker.defer(checkpoint, self._tiers.timings.prune_again_s)
-        self._wake()
+        worker.defer(checkpoint, self.tiers.timings.prune_again_s)
+        self.wake()
 
     def waits_for_copy(self, action: Prune) -> bool:
         """Whether a prune in the spool waits for a copy that the scrub cannot read for now."""
         on = self._copy_to_verify.get(action.checkpoint) if action.tier == SPOOL else None
-        return on is not None and self._scrubber.postponed_s(on) > 0
+        return on is not None and self.scrubber.postponed_s(on) > 0
 
     async def _prune_together(self, first: Prune) -> None:
         """Delete a checkpoint from a tier in one pass with others of its run that retention gives up there."""
-        live = self._live
-        worker, place = self._workers[first.tier], self._tiers.observed.places[first.tier]
+        live = self.live
+        worker, place = self.workers[first.tier], self.tiers.observed.places[first.tier]
         before, run = live.inventory(), first.checkpoint.run
         # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
         retired = live.retired(first.tier)
         other_prunes = [prune for prune in retired if not worker.is_deferred(prune.checkpoint)]
-        prunes = await self._releases.proven_corrupt(prune_batch(first, other_prunes, place), place)
+        prunes = await self.review.proven_corrupt(prune_batch(first, other_prunes, place), place)
         prunes = await self._held_elsewhere(prunes, self._demand(run))
 
         async def confirm(listed: Collection[CheckpointId]) -> frozenset[CheckpointId]:
@@ -115,7 +112,7 @@ class Pruner:
                 live.full_tiers.discard(first.tier)
 
         try:
-            deleted = await self._tiers.prune([prune.checkpoint for prune in prunes], first.tier, confirm, record)
+            deleted = await self.tiers.prune([prune.checkpoint for prune in prunes], first.tier, confirm, record)
         except DeleteRefused:  # reported once by `SaveEvents.report_append_only`; later plans omit these prunes
             deleted = set()
         record(deleted)  # also those of which only chunks were left
@@ -131,9 +128,9 @@ class Pruner:
         wait as well, so no answer is awaited for long.
         """
         going, lacking_tiers, ends_s = [], set[str](), time.monotonic() + _ASKING_S
-        limit_s, rest_s = self._tiers.timings.holds_s, self._tiers.timings.stuck_s / 2
+        limit_s, rest_s = self.tiers.timings.holds_s, self.tiers.timings.stuck_s / 2
         for prune in prunes:
-            worker, relied = self._workers[prune.tier], dict(relied_copies(demand, prune.tier, prune.checkpoint))
+            worker, relied = self.workers[prune.tier], dict(relied_copies(demand, prune.tier, prune.checkpoint))
             if any(time.monotonic() < self._rest_until.get(name, 0.0) for name in relied):
                 worker.defer(prune.checkpoint, rest_s)  # due before the one without an answer, which may never get any
                 continue
@@ -157,18 +154,18 @@ class Pruner:
                     worker.defer(prune.checkpoint)
                 else:
                     going.append(prune)
-            if time.monotonic() > ends_s or self._live.run_mode.is_ending:  # the others are left to the next batch
+            if time.monotonic() > ends_s or self.live.run_mode.is_ending:  # the others are left to the next batch
                 break
         for name in lacking_tiers:
             with suppress(TierdError, OSError):  # then it is unknown; an observation that takes longer goes on
                 async with asyncio.timeout(limit_s):
-                    await self._observe(name)
+                    await self.observe(name)
         return going
 
     async def _holds(self, tier: str, copy: CheckpointCopy) -> bool:
         """Whether a tier still holds a checkpoint. A part proven corrupt there is quarantined, so that it is sent
         again."""
-        corrupt = await self._tiers.find_corrupt_parts(tier, list(copy.parts()))
+        corrupt = await self.tiers.find_corrupt_parts(tier, list(copy.parts()))
         for part, judged in (corrupt or {}).items():
             await self._quarantine(tier, part, judged, "it cannot be read")
         return corrupt == {}
@@ -179,9 +176,9 @@ class Pruner:
         Args:
             judged: the manifest of the copy that is proven corrupt. Another one is left, because a node put it there.
         """
-        record = partial(self._journal.record, "corrupt", tier, part)
+        record = partial(self.journal.record, "corrupt", tier, part)
         try:
-            if await quarantine(self._stores[tier], part, judged):
+            if await quarantine(self.stores[tier], part, judged):
                 record(f"{why}; it will be flushed again")
         except (DeleteRefused, StoreFull) as error:
             if (tier, part) not in self._refused:
@@ -195,7 +192,7 @@ class Pruner:
         Args:
             reuse: keep the blocks of the copy's largest file for the next write.
         """
-        spool, live, requests = self._live.spool, self._live, self._live.requests
+        spool, live, requests = self.live.spool, self.live, self.live.requests
         before = live.inventory()
         parts = await self._deletable_parts(checkpoint)
         if (
@@ -221,7 +218,7 @@ class Pruner:
         Args:
             before: the inventory on which the deletion was decided.
         """
-        journal, live = self._journal, self._live
+        journal, live = self.journal, self.live
         journal.counters["pruned"] += 1
         journal.record("pruned", tier, checkpoint, "; ".join(reasons))
         copy = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
@@ -237,7 +234,7 @@ class Pruner:
         These are the parts for which the tiers were asked, if one tier holds them all or no tier wants them any more;
         otherwise None. Parts that another rank commits meanwhile are not among them.
         """
-        live, tiers = self._live, self._tiers
+        live, tiers = self.live, self.tiers
         copy = live.place.checkpoints.get(checkpoint)
         parts = tuple(copy.parts()) if copy else ()
         lacking = await tiers.find_missing_parts(
@@ -254,7 +251,7 @@ class Pruner:
 
     async def _is_given_up(self, checkpoint: CheckpointId) -> bool:
         """Whether no tier wants a copy that only the spool has, and the newer ones are right to which it yields."""
-        live, tiers = self._live, self._tiers
+        live, tiers = self.live, self.tiers
         if self._are_aged():
             return False
         demand = self._demand(checkpoint.run)
@@ -278,12 +275,12 @@ class Pruner:
         return not (is_protected or self._are_aged())
 
     def _demand(self, run: str) -> Demand:
-        return self._live.planner.demand(self._live.inventory(), self._live.config, run)
+        return self.live.planner.demand(self.live.inventory(), self.live.config, run)
 
     def _are_aged(self) -> bool:
         """Whether a tier's observation is too old to delete an only copy by it. If so, it is made anew."""
-        observed = self._tiers.observed
-        aged = [name for name in observed.places if self._tiers.timings.aged_s < observed.age_s(name) < math.inf]
+        observed = self.tiers.observed
+        aged = [name for name in observed.places if self.tiers.timings.aged_s < observed.age_s(name) < math.inf]
         for name in aged:
             observed.invalidate(name)
         return bool(aged)
@@ -291,13 +288,13 @@ class Pruner:
     async def _verify_spool_copies(self, checkpoint: CheckpointId, parts: Iterable[PartId]) -> bool:
         """Whether the spool's copies of `parts`, the reason for which `checkpoint` may be deleted, are intact."""
         for part in parts:
-            if not await self._scrubber.is_right(part):
+            if not await self.scrubber.is_right(part):
                 self._copy_to_verify[checkpoint] = part
                 return False
         return True
 
     def _read_local_manifest(self, part: PartId) -> Manifest | None:
         try:
-            return self._live.spool.manifest(part)
+            return self.live.spool.manifest(part)
         except (ObjectNotFound, ManifestError):
             return None

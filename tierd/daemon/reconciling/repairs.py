@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
@@ -30,19 +31,15 @@ REFUSED_S = 3600.0  # until a quarantine is tried again on a tier that refuses d
 _VERIFYING_S = 10.0  # for which copies are read in a row, because flushes to their tier wait meanwhile
 
 
+@dataclass(eq=False)
 class Repairs:
     """Carry out repairs and fetches."""
 
-    def __init__(
-        self,
-        live: LiveInventory,
-        workers: Mapping[str, TierWorker],
-        repairer: Repairer,
-        save_events: SaveEvents,
-        wake: Callable[[], None],
-    ) -> None:
-        self._live, self._workers, self._repairer = live, workers, repairer
-        self._save_events, self._wake = save_events, wake
+    live: LiveInventory
+    workers: Mapping[str, TierWorker]
+    repairer: Repairer
+    save_events: SaveEvents
+    wake: Callable[[], None]
 
     async def repair(self, part: PartId, tier: str, *, counted: bool = False) -> None:
         """Repair a part's copy in a place; a copy that cannot be repaired yet is put off.
@@ -57,15 +54,15 @@ class Repairs:
             if tier == SPOOL:
                 await self.fetch(part, counted=counted)
             else:
-                await self._repairer.rebuild(tier, part, "its manifest is corrupt")
+                await self.repairer.rebuild(tier, part, "its manifest is corrupt")
         except (CorruptChunk, ObjectNotFound):
             pass  # reported and quarantined by `fetch`; or deleted meanwhile
         except TierdError as error:
             # Put the part off so that the worker acts on others first.
             if isinstance(error, DeleteRefused):
-                self._workers[tier].defer(part, REFUSED_S)
+                self.workers[tier].defer(part, REFUSED_S)
             else:
-                self._workers[tier].defer_stuck(part)
+                self.workers[tier].defer_stuck(part)
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be repaired yet: %s", tier, part, error)  # the other tier's worker backs off
@@ -81,51 +78,48 @@ class Repairs:
         """
         room, *pieces = name.split("/")
         part = PartId.parse(*pieces) if room == "quarantine" and len(pieces) == 3 else None
-        if part is None or not await thread_uncancelled(self._live.spool.unquarantine, part):
+        if part is None or not await thread_uncancelled(self.live.spool.unquarantine, part):
             return False
-        self._repairer.journal.record_release(SPOOL, part)
-        self._live.invalidate(part.checkpoint)
+        self.repairer.journal.record_release(SPOOL, part)
+        self.live.invalidate(part.checkpoint)
         return True
 
     async def fetch(
         self, part: PartId, *, counted: bool = False, chunk_runs: ChunkRuns | None = None
     ) -> tuple[str, ...]:
         """Repair the spool's copy of `part`, or fetch some of it, by `Repairer`; then observe the spool."""
-        self._save_events.expect_fetch(part)
+        self.save_events.expect_fetch(part)
         try:
-            return await self._repairer.repair_spool(part, counted=counted, chunk_runs=chunk_runs)
+            return await self.repairer.repair_spool(part, counted=counted, chunk_runs=chunk_runs)
         finally:
-            self._live.invalidate(part.checkpoint)  # its manifest may have been replaced
-            self._wake()
+            self.live.invalidate(part.checkpoint)  # its manifest may have been replaced
+            self.wake()
 
     @property
     def running_fetches(self) -> Mapping[PartId, Progress]:
         """By part, the progress of repairs and fetches that run now."""
-        return self._repairer.running_fetches
+        return self.repairer.running_fetches
 
     def hold(self, part: PartId) -> None:
         """Keep all parts of the part's checkpoint in the spool until `release`, for a restore from the part."""
-        self._live.requests.held_checkpoints[part.checkpoint] += 1
-        self._repairer.hold(part)
+        self.live.requests.held_checkpoints[part.checkpoint] += 1
+        self.repairer.hold(part)
 
     def release(self, part: PartId) -> None:
         """End a `hold`."""
-        self._live.requests.held_checkpoints -= Counter([part.checkpoint])
-        self._repairer.release(part)
+        self.live.requests.held_checkpoints -= Counter([part.checkpoint])
+        self.repairer.release(part)
 
 
+@dataclass(eq=False)
 class QuarantineReview:
     """The quarantined copies on tiers that are being verified once more."""
 
-    def __init__(
-        self,
-        tiers: TierOperations,
-        stores: Mapping[str, Store],
-        workers: Mapping[str, TierWorker],
-        journal: Journal,
-    ) -> None:
-        self._tiers, self._stores, self._workers, self._journal = tiers, stores, workers, journal
-        self._copies: dict[tuple[str, PartId], QuarantinedCopy] = {}
+    tiers: TierOperations
+    stores: Mapping[str, Store]
+    workers: Mapping[str, TierWorker]
+    journal: Journal
+    _copies: dict[tuple[str, PartId], QuarantinedCopy] = field(default_factory=dict)
 
     async def proven_corrupt(self, prunes: Sequence[Prune], place: Place | None) -> list[Prune]:
         """Return the prunes of a tier that delete no quarantined copy, or only such as were proven corrupt once more.
@@ -155,9 +149,9 @@ class QuarantineReview:
     async def _verify_quarantined(self, prune: Prune, parts: Iterable[PartId], ends_s: float) -> bool | None:
         """Verify a checkpoint's quarantined parts. Returns whether one is used again; None if that is not known yet."""
         tier = prune.tier
-        worker, released = self._workers[tier], False
+        worker, released = self.workers[tier], False
         for part in parts:
-            store, who, timings = self._stores[tier], self._tiers.who, self._tiers.timings
+            store, who, timings = self.stores[tier], self.tiers.who, self.tiers.timings
             copy = self._copies.setdefault((tier, part), QuarantinedCopy(store, part, who, timings))
             try:
                 verdict = await copy.release(ends_s)
@@ -171,7 +165,7 @@ class QuarantineReview:
             if verdict is None:
                 return released or None
             if verdict:
-                self._journal.record_release(tier, part)
-                self._tiers.observed.invalidate(tier)
+                self.journal.record_release(tier, part)
+                self.tiers.observed.invalidate(tier)
                 released = True
         return released

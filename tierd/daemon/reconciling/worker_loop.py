@@ -11,7 +11,9 @@ import logging
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from tierd.core.errors import StoreFull, StoreRefused, TierdError, is_exhausted
 from tierd.core.planning.background_schedule import ARRIVAL_TIMEOUT_S, is_arriving, listing_pause_s
@@ -34,25 +36,20 @@ log = logging.getLogger("tierd.daemon")
 WORKER = "worker"  # names a tier worker as the subject of alerts
 
 
+@dataclass(eq=False)
 class NextAction:
     """Choose each worker's next action, and when it observes its place again."""
 
-    def __init__(
-        self,
-        live: LiveInventory,
-        tiers: TierOperations,
-        flushes: TierFlushes,
-        workers: Mapping[str, TierWorker],
-        journal: Journal,
-        backlog: Backlog,
-        records: RunRecords,
-        pruner: Pruner,
-        observe: Callable[[str], Awaitable[None]],
-    ) -> None:
-        self._live, self._tiers, self._flushes, self._workers = live, tiers, flushes, workers
-        self._journal, self._backlog, self._records = journal, backlog, records
-        self._pruner, self._observe = pruner, observe
-        self._prunes_left = {name: PruneBacklog() for name in tiers.observed.places}
+    live: LiveInventory
+    tiers: TierOperations
+    flushes: TierFlushes
+    workers: Mapping[str, TierWorker]
+    journal: Journal
+    backlog: Backlog
+    records: RunRecords
+    pruner: Pruner
+    observe: Callable[[str], Awaitable[None]]
+    _prunes_left: dict[str, PruneBacklog] = field(default_factory=lambda: defaultdict(PruneBacklog))  # by tier
 
     async def next_action(self, worker: TierWorker) -> Action | None:
         """Observe, and return the worker's next action.
@@ -61,8 +58,8 @@ class NextAction:
         is that a checkpoint is useful only when all its parts are on the tier.
         """
         action = await self._observe_and_plan(worker)
-        if isinstance(action, Flush) and is_contended(self._live.inventory(), worker.name, action.part):
-            await self._flushes.observe_announcements(worker.name, action.part.checkpoint.run)
+        if isinstance(action, Flush) and is_contended(self.live.inventory(), worker.name, action.part):
+            await self.flushes.observe_announcements(worker.name, action.part.checkpoint.run)
             return self._next(worker)
         return action
 
@@ -72,15 +69,15 @@ class NextAction:
         Where an observation takes long, an earlier one suffices to send parts; every other action needs a fresh one.
         A sparing observation of the spool suffices to send parts, too, and to find that there is nothing to do.
         """
-        tiers = self._tiers
+        tiers = self.tiers
         if worker.name != SPOOL:
             slow, after_flush = tiers.observed.send_validity_s(worker.name), worker.has_flushed
             worker.has_flushed = False
             # After a failure observe afresh, because the object may have arrived there or may be a known defect by now.
             age_s = tiers.observed.age_s(worker.name)
-            recent = worker.last_error is None and age_s < parse_duration(self._live.config.rescan)
+            recent = worker.last_error is None and age_s < parse_duration(self.live.config.rescan)
             if slow or recent:
-                await self._live.observe(sparing=True)
+                await self.live.observe(sparing=True)
                 action = self._next(worker)
                 suffices = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
                 if isinstance(action, Flush) and (suffices or self._is_safe_to_send(action, worker.name)):
@@ -88,17 +85,17 @@ class NextAction:
                 if action is None and (slow or after_flush):
                     return None
         elif worker.last_error is None:
-            await self._live.observe(sparing=True)
+            await self.live.observe(sparing=True)
             if self._next(worker) is None:
                 return None
-        await self._observe(worker.name)
+        await self.observe(worker.name)
         if worker.name != SPOOL:
-            await self._records.bring_up_to_date(worker.name)
+            await self.records.bring_up_to_date(worker.name)
         return self._next(worker)
 
     def _was_observed_for(self, flush: Flush, tier: str) -> bool:
         """Whether a relay's run was observed on the tier, where another node may have the run in its care."""
-        return not flush.relayed or self._tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
+        return not flush.relayed or self.tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
 
     def _is_safe_to_send(self, flush: Flush, tier: str) -> bool:
         """Whether an observation younger than `rescan` suffices to send a part.
@@ -106,27 +103,25 @@ class NextAction:
         It does if this node has all parts of the checkpoint, so that no other node sends any, and if the observation
         covered the run.
         """
-        copy = self._live.place.checkpoints.get(flush.part.checkpoint)
+        copy = self.live.place.checkpoints.get(flush.part.checkpoint)
         return (
-            copy is not None
-            and copy.complete
-            and self._tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
+            copy is not None and copy.complete and self.tiers.observed.has_observed_run(tier, flush.part.checkpoint.run)
         )
 
     def _next(self, worker: TierWorker) -> Action | None:
-        live, phase = self._live, self._live.run_mode
+        live, phase = self.live, self.live.run_mode
         if phase.halted.is_set() or (phase.pause.paused and worker.name != SPOOL):
             return None
         planned = worker.planned()
-        if planned and live.place.has(planned.part) and not self._tiers.observed.has(planned.part, worker.name):
+        if planned and live.place.has(planned.part) and not self.tiers.observed.has(planned.part, worker.name):
             return planned
         began = time.thread_time()
-        backoff = {name: tier_worker.retry_at for name, tier_worker in self._workers.items()}
+        backoff = {name: tier_worker.retry_at for name, tier_worker in self.workers.items()}
         actions = live.planner.plan(live.inventory(), live.config, backoff, worker.now(), worker.name)
         if worker.name != SPOOL:
             waiting = len(live.retired(worker.name))
             grows = self._prunes_left[worker.name].record(waiting, worker.now())
-            self._journal.record_backlog(worker.name, waiting, grows)
+            self.journal.record_backlog(worker.name, waiting, grows)
         candidates = [
             action
             for action in actions
@@ -145,7 +140,7 @@ class NextAction:
     def _is_deferred(self, worker: TierWorker, action: Action) -> bool:
         """Whether an action is deferred: its subject was put off, or a copy that it needs cannot be read for now."""
         return worker.is_deferred(action_subject(action)) or (
-            isinstance(action, Prune) and self._pruner.waits_for_copy(action)
+            isinstance(action, Prune) and self.pruner.waits_for_copy(action)
         )
 
     def rescan_s(self, worker: TierWorker, cost: int) -> float:
@@ -154,22 +149,22 @@ class NextAction:
         The interval grows with the duration of an observation and, while the daemon is at rest, with the number of
         requests that it cost.
         """
-        rescan = parse_duration(self._live.config.rescan)
+        rescan = parse_duration(self.live.config.rescan)
         if worker.name == SPOOL:
             return rescan
-        rescan = max(rescan, self._tiers.observed.send_validity_s(worker.name))
-        return listing_pause_s(rescan, cost, len(self._tiers.observed.places)) if self._is_idle(worker) else rescan
+        rescan = max(rescan, self.tiers.observed.send_validity_s(worker.name))
+        return listing_pause_s(rescan, cost, len(self.tiers.observed.places)) if self._is_idle(worker) else rescan
 
     def _is_idle(self, worker: TierWorker) -> bool:
         """Whether nobody trains or restores here, and nothing is left to do or expected to arrive."""
-        live, tiers, requests = self._live, self._tiers, self._live.requests
+        live, tiers, requests = self.live, self.tiers, self.live.requests
         place = tiers.observed.places[worker.name]
         if (
             requests.attended()
             or requests.held_checkpoints
             or requests.needed_checkpoints
             or place is None
-            or self._backlog.parts()
+            or self.backlog.parts()
         ):
             return False
         if tiers.has_leftovers(worker.name):  # they become old enough for removal soon
@@ -178,102 +173,97 @@ class NextAction:
         return settled or not is_arriving(live.place, place)
 
 
+@dataclass(eq=False)
 class WorkerLoop:
     """Runs the tier workers of one configuration."""
 
-    def __init__(
-        self,
-        live: LiveInventory,
-        tiers: TierOperations,
-        workers: Mapping[str, TierWorker],
-        journal: Journal,
-        save_events: SaveEvents,
-        agenda: NextAction,
-        backlog: Backlog,
-        acts: tuple[Flusher, Pruner, Repairs],
-        wake: Callable[[], None],
-        moved: asyncio.Condition,
-        jitter: random.Random,
-    ) -> None:
-        self._live, self._tiers, self._workers = live, tiers, workers
-        self._journal, self._save_events = journal, save_events
-        self._agenda, self._backlog = agenda, backlog
-        self._flusher, self._pruner, self._repairs = acts
-        self._wake, self._moved, self._random = wake, moved, jitter
+    live: LiveInventory
+    tiers: TierOperations
+    workers: Mapping[str, TierWorker]
+    journal: Journal
+    save_events: SaveEvents
+    agenda: NextAction
+    backlog: Backlog
+    flusher: Flusher
+    pruner: Pruner
+    repairs: Repairs
+    wake: Callable[[], None]
+    moved: asyncio.Condition
+    jitter: random.Random
 
     async def run(self, worker: TierWorker) -> None:
         """Work on one place until the reconciler is halted."""
-        while not self._live.run_mode.halted.is_set():
+        while not self.live.run_mode.halted.is_set():
             worker.wake.clear()
             action = None
-            before = self._tiers.requests(worker.name)
+            before = self.tiers.requests(worker.name)
             try:
-                action = await self._agenda.next_action(worker)
+                action = await self.agenda.next_action(worker)
                 if action is not None:
                     worker.doing = describe_action(action)
                     worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush
                     await self.act(action)
-                    self._wake()
+                    self.wake()
                     worker.has_flushed = worker.sent
-                elif self._live.backfill.runs:
-                    inventory = self._live.inventory()
-                    flushes = {part.checkpoint.run for part, _ in self._backlog.flushes(inventory)}
-                    self._live.backfill.forget_filled(flushes, inventory)
+                elif self.live.backfill.runs:
+                    inventory = self.live.inventory()
+                    flushes = {part.checkpoint.run for part, _ in self.backlog.flushes(inventory)}
+                    self.live.backfill.forget_filled(flushes, inventory)
                 worker.note_success(action_subject(action))
                 self._report_success(worker, action)
             except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
                 self._failed(worker, action, error)
             finally:
                 worker.doing = None
-                self._save_events.report_append_only(worker.name, self._tiers.refusal(worker.name))
-            async with self._moved:
-                self._moved.notify_all()
-            if not self._live.run_mode.halted.is_set() and (action is None or worker.last_error):
-                cost = self._tiers.requests(worker.name) - before
-                pause_s = self._live.run_mode.pause.remaining_s or math.inf
-                await worker.wait(min(self._agenda.rescan_s(worker, cost), worker.deferred_s, pause_s))
-                if worker.name == SPOOL and not self._live.run_mode.draining:
+                self.save_events.report_append_only(worker.name, self.tiers.refusal(worker.name))
+            async with self.moved:
+                self.moved.notify_all()
+            if not self.live.run_mode.halted.is_set() and (action is None or worker.last_error):
+                cost = self.tiers.requests(worker.name) - before
+                pause_s = self.live.run_mode.pause.remaining_s or math.inf
+                await worker.wait(min(self.agenda.rescan_s(worker, cost), worker.deferred_s, pause_s))
+                if worker.name == SPOOL and not self.live.run_mode.draining:
                     await asyncio.sleep(worker.pause_s)  # plan once for related events such as a save and its flush
 
     def _failed(self, worker: TierWorker, action: Action | None, error: Exception) -> None:
-        self._journal.counters["errors"] += 1
+        self.journal.counters["errors"] += 1
         if worker.name != SPOOL:
-            self._tiers.note_failure(worker.name)
+            self.tiers.note_failure(worker.name)
         if isinstance(error, StoreFull):
-            self._live.full_tiers.add(worker.name)
+            self.live.full_tiers.add(worker.name)
         delay = worker.note_failure(
-            error, self._random, long=isinstance(error, StoreRefused), subject=action_subject(action)
+            error, self.jitter, long=isinstance(error, StoreRefused), subject=action_subject(action)
         )
         doing = describe_action(action) if action else "observing"
         is_expected = isinstance(error, TierdError | OSError) or is_exhausted(error)
         log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not is_expected)
-        self._journal.record_failure(
+        self.journal.record_failure(
             (WORKER, worker.name), action_verb(action), worker.name, action_subject(action), str(error)
         )
 
     def _report_success(self, worker: TierWorker, action: Action | None) -> None:
         topic = (WORKER, worker.name)
-        self._journal.record_success(topic, action_subject(None), clears_siblings=False)
+        self.journal.record_success(topic, action_subject(None), clears_siblings=False)
         if action is not None:
-            self._journal.record_success(topic, action_subject(action))
-        elif not (self._live.run_mode.pause.paused or self._live.run_mode.draining or worker.retries_later):
-            self._journal.record_success(topic)  # no failed action is left to retry
+            self.journal.record_success(topic, action_subject(action))
+        elif not (self.live.run_mode.pause.paused or self.live.run_mode.draining or worker.retries_later):
+            self.journal.record_success(topic)  # no failed action is left to retry
 
     async def act(self, action: Action) -> None:
         """Carry out one action."""
         match action:
             case Flush(part, tier, relayed):
-                await self._flusher.flush(part, tier, relayed=relayed)
+                await self.flusher.flush(part, tier, relayed=relayed)
             case Prune():
-                await self._pruner.prune(action)
+                await self.pruner.prune(action)
             case RepairCopy(part, tier):
-                await self._repairs.repair(part, tier)
+                await self.repairs.repair(part, tier)
             case Discard(name):
                 try:
-                    if await self._repairs.unquarantine(name):
+                    if await self.repairs.unquarantine(name):
                         return
-                    await asyncio.to_thread(self._live.spool.discard, name)
+                    await asyncio.to_thread(self.live.spool.discard, name)
                 except (OSError, TierdError):  # what can be deleted goes first
-                    self._workers[SPOOL].defer_stuck(name)
+                    self.workers[SPOOL].defer_stuck(name)
                     raise
                 log.info("local: discarded %s", name)
