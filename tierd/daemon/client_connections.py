@@ -152,8 +152,6 @@ def unknown_request(error: UnknownRequest) -> RequestUnknown:
 
 
 class PeerLog:
-    """The clients of one socket."""
-
     def __init__(self, where: str) -> None:
         self._where = where
         self._logged: set[tuple[int, Peer]] = set()

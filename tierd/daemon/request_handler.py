@@ -49,8 +49,6 @@ _FLUSHES = 600.0  # seconds that a removal waits for flushes under way
 
 
 class RequestHandler:
-    """Handles the requests of clients."""
-
     def __init__(self, reconciler: Reconciler, handoff: HandoffServer, status: Callable[[], Status]) -> None:
         self._reconciler, self._handoff, self._status = reconciler, handoff, status
         self._rank_notes = RankNotes(reconciler.tiers.who, reconciler.timings.marked_s)

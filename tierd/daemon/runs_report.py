@@ -130,8 +130,6 @@ class SharedAnswer:
 
 
 class HttpAnswers:
-    """The answers."""
-
     def __init__(self, reconciler: Reconciler, status: Callable[[], Status], render: Callable[[Status], bytes]) -> None:
         async def status_json() -> bytes:
             return msgspec.json.encode(status())

@@ -38,8 +38,6 @@ from tierd.spool.spool_access import spool_error
 
 @dataclass(slots=True)
 class _RunDirectory:
-    """A run's directory."""
-
     stamp_ns: int  # its modification time; 0 if it must be read again
     names: dict[str, CheckpointId | None]  # the names of directories in it, each with the checkpoint that it names
     observed: list[_CheckpointDirectory]  # the directories of checkpoints, oldest first
@@ -50,8 +48,6 @@ class _RunDirectory:
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointDirectory:
-    """A checkpoint's directory."""
-
     id: CheckpointId
     path: str
     stamp_ns: int = 0  # its modification time; 0 if it must be read again

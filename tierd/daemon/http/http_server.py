@@ -268,8 +268,6 @@ async def _await_connection_end(serving: dict[asyncio.Task[None], _Connection], 
 
 
 class _Connection(web.RequestHandler):
-    """One connection."""
-
     def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, lifetime_s: float) -> None:
         super().__init__(
             manager,

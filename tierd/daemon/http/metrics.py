@@ -48,8 +48,6 @@ Samples = dict[Labels, float]
 
 
 class MetricFamily(NamedTuple):
-    """One metric."""
-
     kind: Literal["gauge", "counter", "summary"]
     labels: tuple[str, ...]  # the names of its labels, in order. `tier` is `local` for the spool.
     means: str
@@ -188,8 +186,6 @@ def _labels(name: str, event: Event) -> Labels:
 
 
 class Exposition:
-    """Renders metrics."""
-
     def __init__(self, reconciler: Reconciler, tally: EventCounters) -> None:
         self._reconciler, self._tally = reconciler, tally
         self._processes = CollectorRegistry()

@@ -45,7 +45,6 @@ class TrainerActivity:
         self._started_at = time.monotonic()
 
     def trainer_attached(self, run: str | None) -> None:
-        """Note that a trainer has attached."""
         self._attached[run] += 1
 
     def trainer_detached(self, run: str | None) -> None:

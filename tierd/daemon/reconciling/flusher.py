@@ -185,8 +185,6 @@ class RunRecords:
 
 @dataclass(eq=False)
 class Flusher:
-    """Carry out flushes."""
-
     live: LiveInventory
     tiers: TierOperations
     flushes: TierFlushes

@@ -39,8 +39,6 @@ _ASKING_S = 10.0  # after which no other tier is asked for a further checkpoint 
 
 @dataclass(eq=False)
 class Pruner:
-    """Carry out prunes."""
-
     live: LiveInventory
     tiers: TierOperations
     stores: Mapping[str, Store]

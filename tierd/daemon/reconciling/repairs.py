@@ -33,8 +33,6 @@ _VERIFYING_S = 10.0  # for which copies are read in a row, because flushes to th
 
 @dataclass(eq=False)
 class Repairs:
-    """Carry out repairs and fetches."""
-
     live: LiveInventory
     workers: Mapping[str, TierWorker]
     repairer: Repairer

@@ -67,8 +67,6 @@ class RunOverview:
 
 @dataclass(frozen=True, slots=True)
 class RunOnTier:
-    """One run on one tier."""
-
     checkpoints: tuple[CheckpointId, ...]  # every checkpoint that has a name there, newest first
     # The newest one that is complete and whose manifests are usable, with those that were read.
     verified: tuple[CheckpointId, tuple[Manifest, ...]] | None
@@ -223,13 +221,11 @@ class Usage:
 
 
 def usage_in_spool(spool: Spool, run: str) -> Usage:
-    """Return the size of a run in the spool."""
     holding = measure_in_spool(spool, SPOOL, run)
     return Usage(SPOOL, run, holding.checkpoints, holding.stored_bytes, 0, 0)
 
 
 async def usage_on_tier(store: Store, name: str, run: str) -> Usage:
-    """Return the size of a run on a tier."""
     holding = await measure_on_tier(store, name, run)
     naming = _Naming(store)
     await for_each_limited(MAX_MANIFEST_READS, naming.read, [info async for info in store.scan(manifests_prefix(run))])

@@ -129,7 +129,6 @@ class Observations:
         return math.inf if self.places[tier] is None else time.monotonic() - self._since[tier]
 
     def has_observed_run(self, tier: str, run: str) -> bool:
-        """Whether the last observation of a tier covered a run."""
         return run in self._observed_runs[tier]
 
     def note_flushed(self, tier: str, part: PartId, facts: ManifestFacts) -> None:

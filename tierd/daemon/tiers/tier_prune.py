@@ -34,8 +34,6 @@ _PAGE = 999  # chunks of other checkpoints after which a new listing is cheaper 
 
 
 class PruneResult(NamedTuple):
-    """The result of one prune."""
-
     # The checkpoints of which anything was deleted. Not among them: checkpoints of which another node is just putting a
     # manifest, and those of which only shared chunks are left.
     deleted: set[CheckpointId]

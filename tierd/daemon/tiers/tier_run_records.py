@@ -232,7 +232,6 @@ def _without_tiers(tiers: tuple[str, ...], earlier: tuple[str, ...]) -> tuple[st
 
 
 async def put_policy(store: Store, tier: str, policy: StoredRetention) -> None:
-    """Put a policy of this node on a tier."""
     await store.put(retention_key(policy.run, policy.by, policy.given), encode_policy(policy))
     if policy.given == "default":
         log.warning(

@@ -126,8 +126,6 @@ class ChunkUpload:
 
 @dataclass(frozen=True, slots=True)
 class FlushResult:
-    """The result of one flush."""
-
     raw: int  # size of the part's files in bytes, before encoding
     stored: int  # size in bytes of all chunks that the part's manifest names, as they are stored on the tier
     sent: int  # bytes of chunks that this flush put; less than `stored` if some chunks were on the tier already

@@ -37,8 +37,6 @@ _SPARE_SHARE = 32  # on a small disk, this fraction (1/32) of it is left free
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The result of a fetch."""
-
     tiers: tuple[str, ...]
     defects: Mapping[str, str]  # by tier, why its copy was found to be bad
     chunks: int  # the number of chunks that were written
