@@ -99,3 +99,37 @@ def test_index_that_is_older_than_its_named_files_is_of_another_save() -> None:
     assert due(SettlingTracker(10.0), checkpoint(tensors=5, metadata=6), 0)
     assert due(SettlingTracker(10.0), checkpoint(tensors=6.9, metadata=6), 0)  # clocks of two nodes
     assert not due(SettlingTracker(10.0), checkpoint(tensors=7.1, metadata=6), 0)
+
+
+def megatron(points_to: int, pointer_s: int = 9, step: int = 20, **mtimes_s: int) -> Listing:
+    """Megatron's checkpoint of these ranks, and the pointer beside it."""
+    pointer, unit = "latest_checkpointed_iteration.txt", f"iter_{step:07}"
+    ranks = {f"{unit}/mp_rank_{rank}/model_optim_rng.pt": s * 10**9 for rank, s in mtimes_s.items()}
+    entries = {path: ListedEntry("file", 5, mtime, (1, len(path))) for path, mtime in ranks.items()}
+    directories = {path.rpartition("/")[0] for path in ranks} | {unit}
+    entries |= {path: ListedEntry("directory") for path in directories}
+    entries[pointer] = ListedEntry("file", 2, pointer_s * 10**9, (1, 1))
+    return Listing(entries, {pointer: str(points_to)})
+
+
+def ranks(first_s: int, second_s: int) -> dict[str, int]:
+    return {"00": first_s, "01": second_s}
+
+
+def test_rewrite_in_place_is_due_while_its_pointer_names_a_later_checkpoint() -> None:
+    settling = SettlingTracker(10.0)
+    assert due(settling, megatron(30, **ranks(1, 1)), 0)
+    assert not due(settling, megatron(30, **ranks(5, 1)), 20), "a rank's file is that of the former save"
+    assert due(settling, megatron(30, **ranks(5, 6)), 40)
+    assert not due(settling, megatron(30, **{"00": 7}), 60), "within a deletion"
+    settling = SettlingTracker(10.0)
+    assert due(settling, megatron(20, **ranks(1, 1)), 0)
+    assert not due(settling, megatron(20, **ranks(5, 6)), 20), "its program writes the pointer again"
+    assert due(settling, megatron(20, pointer_s=10, **ranks(5, 6)), 40)
+
+
+def test_units_of_two_saves_are_named_after_an_hour() -> None:
+    settling, mixed = SettlingTracker(10.0), megatron(30, **ranks(5, 1))
+    assert due(settling, megatron(30, **ranks(1, 1)), 0) and not due(settling, mixed, 20)
+    settling.observe(mixed, 3700)
+    assert settling.mixed_units(3700, 3600) == ["iter_0000020"] and settling.mixed_units(3500, 3600) == []

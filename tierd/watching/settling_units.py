@@ -8,9 +8,10 @@ change, which is many ticks, so the last write precedes the read. A unit counts 
 after the last byte was read still shows it unchanged.
 
 A program may die while it rewrites or deletes a unit file by file, and the remainder can seem whole. Once a unit was
-due, it is therefore due again only after each of its markers changed as well, or if files were only added. A file may
-also be newer than the index that names it, by more than the clocks of nodes may differ. It then belongs to a save whose
-index is still to come.
+due, it is therefore due again only after each of its markers changed as well, or if files were only added. A pointer
+beside it that names a later checkpoint is no marker of a rewrite in place, because nobody may write that pointer again.
+Then all files of the unit have to change. A file may also be newer than the index that names it, by more than the
+clocks of nodes may differ. It then belongs to a save whose index is still to come.
 
 No listing shows a rank that has not begun yet, if the layout does not record the number of ranks. Such ranks have to
 begin within `settle_s` of each other; a file that arrives later makes the unit due again. A watcher that starts, or
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from tierd.watching.series_comparison import UNCERTAIN_LAYOUTS
+from tierd.watching.step_in_name import step_in
 from tierd.watching.unit import WITHOUT_STEP, ListedEntry, Listing, Unit
 from tierd.watching.unit_detection import units
 
@@ -43,7 +45,7 @@ _LAST_FILES = tuple(
         (r"(.+)\.index", r"(.+)\.data-\d+-of-\d+"),
     )
 )
-_MIXED_REASON = "some of its files are those of the save before, and the others are not, or are gone"
+MIXED_REASON = "some of its files are those of the save before, and the others are not, or are gone"
 _MAX_DOUBLINGS = 6  # of the wait for a unit that changes each time while it is taken
 
 
@@ -112,7 +114,7 @@ class SettlingTracker:
             if state.judged or now_s - state.since_s < self._wait_s(state):
                 continue
             state.rested = True
-            state.left = unit.missing_reason is not None or not _is_one_save(unit, listing.entries, state.former)
+            state.left = unit.missing_reason is not None or not _is_one_save(unit, listing, state.former)
             if state.left and self._is_taken(unit, shape):
                 state.left, state.judged = False, True
             elif not state.left:
@@ -137,13 +139,22 @@ class SettlingTracker:
     def incomplete(self) -> dict[str, str]:
         """The units at rest that no program's file identifies and that seem incomplete, by path, and why."""
         stalled = (unit for path, unit in self.units.items() if self._seen[path].left and not unit.is_unfinished)
-        return {unit.path: unit.missing_reason or _MIXED_REASON for unit in stalled if unit.layout in UNCERTAIN_LAYOUTS}
+        return {unit.path: unit.missing_reason or MIXED_REASON for unit in stalled if unit.layout in UNCERTAIN_LAYOUTS}
 
     @property
     def incomplete_reasons(self) -> dict[str, str]:
         """The units at rest that are incomplete or mixed from two saves, by path, and why."""
         mixed = "its files seem to be of two saves"
         return {path: self.units[path].missing_reason or mixed for path, state in self._seen.items() if state.left}
+
+    def mixed_units(self, now_s: float, for_s: float) -> list[str]:
+        """The units of known programs that have rested for so many seconds, and seem to be of two saves."""
+        resting = (path for path, state in self._seen.items() if state.left and now_s - state.since_s >= for_s)
+        return [
+            path
+            for path in resting
+            if self.units[path].missing_reason is None and self.units[path].layout not in UNCERTAIN_LAYOUTS
+        ]
 
     def restless_units(self, now_s: float, for_s: float) -> list[str]:
         """The units of the last listing that have kept changing for so many seconds, without a rest of `settle_s`."""
@@ -191,7 +202,7 @@ def is_unchanged(due_unit: DueUnit, after: Listing) -> bool:
     )
 
 
-def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping[str, ListedEntry]) -> bool:
+def _is_one_save(unit: Unit, listing: Listing, former: Mapping[str, ListedEntry]) -> bool:
     """Return whether all files can come from one save, and not partly from an unfinished save or deletion.
 
     Args:
@@ -199,11 +210,22 @@ def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping
     """
     if unit.path.rpartition("/")[2] == WITHOUT_STEP:  # each file is rewritten, added and deleted by itself
         return True
+    entries = listing.entries
     if any(_is_older(unit, entries, last, before) for last, before in _LAST_FILES):
         return False
     if all(entries.get(path) == entry for path, entry in former.items() if path not in unit.markers):
         return all(path in entries for path in former)  # only its markers changed, or files were added
-    return all(entries[path] != former.get(path) for path in unit.markers)
+    markers = [path for path in unit.markers if not _names_later(path, unit, listing)]
+    if not markers:
+        files = {*former, *unit.files} - {*unit.markers}
+        return all(path in entries and entries[path] != former.get(path) for path in files)
+    return all(entries[path] != former.get(path) for path in markers)
+
+
+def _names_later(pointer: str, unit: Unit, listing: Listing) -> bool:
+    """Whether a marker is a pointer beside the unit that names a later checkpoint."""
+    step = step_in(listing.texts.get(pointer, "").strip())
+    return pointer not in unit.files and step is not None and unit.step is not None and step > unit.step
 
 
 def _is_older(unit: Unit, entries: Mapping[str, ListedEntry], last: re.Pattern[str], before: re.Pattern[str]) -> bool:

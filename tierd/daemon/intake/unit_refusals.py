@@ -20,14 +20,14 @@ from tierd.watching.series_comparison import (
     missing_counterpart,
     shares_a_file_form,
 )
-from tierd.watching.settling_units import DueUnit, SettlingTracker
+from tierd.watching.settling_units import MIXED_REASON, DueUnit, SettlingTracker
 from tierd.watching.unit import WITHOUT_STEP, Listing, Unit
 
 log = logging.getLogger("tierd.daemon")
 
 _AGAIN_S = 60.0  # seconds until a unit that could not be read or written is tried again
 _OPEN_S = 5.0  # seconds until a unit that a process has open for writing is tried again
-_RESTLESS_S = 3600.0  # seconds for which a unit may change without a rest, until that is reported
+_RESTLESS_S = 3600.0  # seconds for which a unit may change, or be of two saves, until that is reported
 _BAD_NAME = "its name is not UTF-8; rename it"
 
 
@@ -52,6 +52,7 @@ class Refusals:
         self.unnamed: frozenset[str] = frozenset()
         self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
         self._incomplete: frozenset[str] = frozenset()  # units that were reported because they lack a file
+        self._mixed: frozenset[str] = frozenset()  # units that were reported because they are of two saves
         self._unstored: set[str] = set()  # units that the spool did not take when they were last tried
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
         self._open: dict[str, float] = {}  # by unit, since when a process has it open for writing
@@ -70,6 +71,7 @@ class Refusals:
         self.unnamed = frozenset(unnamed)
         self._refuse_restless()
         self._refuse_incomplete()
+        self._refuse_mixed()
 
     def is_postponed(self, path: str) -> bool:
         """Whether a unit is not to be tried yet."""
@@ -138,6 +140,12 @@ class Refusals:
         for path, why in incomplete.items():
             self._refuse_all([path], self._incomplete, why)
         self._incomplete = frozenset(incomplete)
+
+    def _refuse_mixed(self) -> None:
+        """Report the units of known programs that have been of two saves for so long that their program is dead."""
+        paths = self._settling.mixed_units(self._now_s, _RESTLESS_S)
+        self._refuse_all(paths, self._mixed, MIXED_REASON)
+        self._mixed = frozenset(paths)
 
     def _refuse_all(self, paths: Collection[str], before: Collection[str], why: str) -> None:
         """Refuse these paths in this listing, and report those that the listing before did not refuse for that."""
