@@ -18,6 +18,7 @@ from support.watched_run import observed
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import UNIT_NAME
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.intake.unit_watch import UnitWatch, WatchReports
 from tierd.daemon.tiers.announcements import IngestClaim
@@ -25,7 +26,6 @@ from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.stores.memory_store import MemoryStore
 from tierd.watching.checkpoint_names import KnownCheckpoints
-from tierd.watching.unit_file import UNIT_NAME
 
 RUN = "watched"
 _TIMINGS = DaemonTimings(renew_s=6.0, silent_s=60.0, wall_ns=Ticking())

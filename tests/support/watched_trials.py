@@ -20,13 +20,13 @@ from support.watched_run import observed
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import UNIT_NAME
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.watching.directory_tree import DirectoryTree
 from tierd.watching.unit import DEEPSPEED, MEGATRON
 from tierd.watching.unit_detection import units
-from tierd.watching.unit_file import UNIT_NAME
 
 LAYOUTS = tuple(one.__name__ for one in WRITERS)
 _CALM = 200  # looks after the writer has ended: ten minutes, so that the longest wait of a settling unit is over

@@ -18,12 +18,12 @@ from support.layouts import WRITERS
 from support.watched_run import RUN, Home, files, flush, take
 
 from tierd.cli import run
+from tierd.core.manifest import UNIT_NAME
 from tierd.core.manifest_codec import decode, seal
 from tierd.daemon.intake import directory_changes, in_place_restore
 from tierd.formats.byte_source import PIECE_SIZE
 from tierd.spool.foreign_files import describe_file
 from tierd.watching import directory_tree as watching_files
-from tierd.watching.unit_file import UNIT_NAME
 
 
 def flip(path: Path, keep_time: bool = True) -> None:

@@ -22,6 +22,7 @@ PATCH = "patch"  # how the codec of a chunk begins that is stored as its differe
 MAX_PATCHES = 16  # the most patches in a row that are read, from a chunk to the whole chunk at which its bases end
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
 TENSORS = "tensors.safetensors"  # the file in which `save` stores every tensor
+UNIT_NAME = "unit.json"  # in a checkpoint of another program, the file in which tierd describes it
 TREE = "state.json"  # the file in which `save` stores all other values, with references to the tensors
 DRAFT_NAME = f"{MANIFEST_NAME}.new"  # a manifest's name while the manifest is repaired or the part is fetched
 _RESERVED = (MANIFEST_NAME, DRAFT_NAME)
@@ -180,6 +181,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def created_at(self) -> datetime:
         return datetime.fromisoformat(self.created)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether another program wrote the files, so that their times are in `created`."""
+        return any(file.path == UNIT_NAME for file in self.files)
 
     @property
     def numbers(self) -> dict[str, float]:

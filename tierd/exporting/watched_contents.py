@@ -16,6 +16,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from tierd.client.restoring.ranged_reader import PartRanges
 from tierd.core.errors import StateMismatch, StateRefused, printable
 from tierd.core.ids import PartId
+from tierd.core.manifest import UNIT_NAME
 from tierd.dcp import metadata as dcp_metadata
 from tierd.exporting.contents import (
     ARCHIVE_ERRORS,
@@ -37,7 +38,6 @@ from tierd.formats.weight_files import check_safetensors, looks_like_safetensors
 from tierd.formats.zip_archives import ZIP_MAGIC as ZIP
 from tierd.state.state_tree import instances, members, replace_values
 from tierd.watching.step_in_name import is_weights
-from tierd.watching.unit_file import UNIT_NAME
 
 _COPIES = "`tierd restore` copies it"
 _SAVED_MODEL = (

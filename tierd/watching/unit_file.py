@@ -155,7 +155,6 @@ def _whole_word(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])")
 
 
-UNIT_NAME = "unit.json"
 MAX_UNIT_FILE_SIZE = 64 << 20  # bytes
 _Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 
 import pytest
 
@@ -74,3 +75,53 @@ def test_ages_never_grow_when_checkpoints_are_deleted():
         after = Ages((order, created) for order, created, _ in left)
         for order, created, _ in left:
             assert after.age_s(order, created) <= before.age_s(order, created) + 1e-3, f"seed {seed}"
+
+
+def ages_by_files(made: list[tuple[Order, datetime, float]]) -> list[tuple[float, float]]:
+    """The age that counts of a watched run's checkpoint, and the true age of each."""
+    ages = Ages(((order, created) for order, created, _ in made), by_files=True)
+    return [(ages.age_s(order, created), made[-1][2] - true) for order, created, true in made]
+
+
+def watched_history(rng: random.Random, wrong_s: dict[int, float]) -> list[tuple[Order, datetime, float]]:
+    """The checkpoints of one attempt, whose times are wrong by these seconds."""
+    made, true = [], 0.0
+    for step in range(max(wrong_s, default=0) + 1 + rng.randint(0, 4)):
+        true += 600.0 * rng.uniform(0.5, 2.0)
+        made.append((("run", "000", step), BEGIN + timedelta(seconds=true + wrong_s.get(step, 0.0)), true))
+    return made
+
+
+def test_age_in_watched_run_never_exceeds_the_true_age_beside_one_wrong_time() -> None:
+    for seed in range(3000):
+        rng = random.Random(seed)
+        made = watched_history(rng, {rng.randint(0, 9): rng.uniform(-1, 1) * rng.choice([60.0, DAY, YEAR])})
+        for age_s, true_s in ages_by_files(made):
+            assert 0.0 <= age_s <= true_s + 1e-3, f"seed {seed}: {age_s} s of {true_s} s"
+
+
+def test_age_in_watched_run_never_exceeds_the_true_age_after_its_clock_was_set() -> None:
+    for seed in range(3000):
+        rng = random.Random(seed)
+        first, by_s = rng.randint(0, 9), rng.uniform(-1, 1) * rng.choice([60.0, DAY, YEAR])
+        made = watched_history(rng, dict.fromkeys(range(first, 12), by_s))
+        for age_s, true_s in ages_by_files(made):
+            assert 0.0 <= age_s <= true_s + 1e-3, f"seed {seed}: {age_s} s of {true_s} s"
+
+
+def test_age_in_watched_run_never_exceeds_the_true_age_of_wrong_times_apart_from_each_other() -> None:
+    """A node whose clock is ahead writes every third checkpoint."""
+    for seed in range(500):
+        rng = random.Random(seed)
+        made = watched_history(rng, dict.fromkeys(range(rng.randint(0, 2), 12, 3), rng.uniform(0, 2 * DAY)))
+        for age_s, true_s in ages_by_files(made):
+            assert 0.0 <= age_s <= true_s + 1e-3, f"seed {seed}: {age_s} s of {true_s} s"
+
+
+def test_right_times_of_watched_run_count_but_for_the_longest_step() -> None:
+    for seed in range(500):
+        made = watched_history(random.Random(seed), {9: 0.0})
+        true_times = [true for *_, true in made]
+        for index, (age_s, true_s) in enumerate(ages_by_files(made)):
+            steps = [after - before for before, after in pairwise(true_times[index:])]
+            assert age_s == pytest.approx(true_s - max(steps, default=0.0)), f"seed {seed}"

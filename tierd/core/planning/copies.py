@@ -29,6 +29,7 @@ class ManifestFacts:
     size: int
     stored_size: int
     bases: frozenset[CheckpointId]  # other checkpoints whose chunks this manifest names
+    is_watched: bool = False  # whether it is of a watched program's checkpoint, so that `created` is that of a file
 
     @staticmethod
     def of(manifest: Manifest) -> ManifestFacts:
@@ -39,6 +40,7 @@ class ManifestFacts:
             manifest.size,
             manifest.stored_size,
             manifest.owners - {manifest.part.checkpoint},
+            manifest.is_watched,
         )
 
 

@@ -196,10 +196,11 @@ class Demand:
     @cached_property
     def ages(self) -> Ages:
         """The ages of all checkpoints, complete or not, whose manifest was read."""
+        facts = {checkpoint: copy.metadata_facts for checkpoint, copy in self.merged.items() if copy.metadata_facts}
         dated = (
-            (checkpoint, copy.metadata_facts.created) for checkpoint, copy in self.merged.items() if copy.metadata_facts
+            ((checkpoint.run, checkpoint.attempt, checkpoint.step), facts[checkpoint].created) for checkpoint in facts
         )
-        return Ages(((checkpoint.run, checkpoint.attempt, checkpoint.step), created) for checkpoint, created in dated)
+        return Ages(dated, by_files=any(read.is_watched for read in facts.values()))
 
     @cached_property
     def incomplete_ids(self) -> tuple[CheckpointId, ...]:
@@ -306,6 +307,7 @@ def _info_of(copy: CheckpointCopy, *, complete: bool, verified: bool) -> Checkpo
         created=facts.created if facts else None,
         metrics=facts.metrics if facts else None,
         origin=facts.origin if facts else None,
+        is_watched=facts is not None and facts.is_watched,
     )
 
 

@@ -7,6 +7,9 @@ exist. No wall clock decides, because ages are differences between checkpoints' 
 Two clocks that are wrong, each by any time and in any direction, make no checkpoint older than it is, except that
 within a launch its own clock counts. The time that passed within launches always counts, and of the pauses between them
 only as much as is left whichever two launches are ignored. So an age is too small rather than too large.
+
+A checkpoint of a watched run has the time of its files, which any program may set. So within an attempt of such a run
+neither the longest step from one checkpoint to the next counts, nor the time of any single checkpoint.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ class Ages:
 
     Args:
         dated: the checkpoints, each with the time at which its trainer's clock says that it was made.
+        by_files: whether the times are those of a watched run's files.
     """
 
-    def __init__(self, dated: Iterable[tuple[Order, datetime]]) -> None:
+    def __init__(self, dated: Iterable[tuple[Order, datetime]], *, by_files: bool = False) -> None:
+        self._by_files = by_files
         ordered = sorted(dated)
         self._orders = [order for order, _ in ordered]
         self._times = [created.timestamp() for _, created in ordered]
@@ -98,15 +103,35 @@ class Ages:
         return extremes[::-1]
 
     def _passed_s(self, at: float, following: int, last: int) -> float:
-        """The seconds from a checkpoint to a later one of its launch, or to itself if `following` is after `last`.
+        """The seconds from a checkpoint to the last one of its launch, or to itself if `following` is after `last`.
 
         Args:
             at: when it was made.
             following: the index of the next checkpoint.
-            last: the index of the later one.
+            last: the index of the launch's last one.
         """
         if following > last:
             return 0.0
+        return self._confirmed_s(at, following, last) if self._by_files else self._elapsed_s(at, following, last)
+
+    def _confirmed_s(self, at: float, following: int, last: int) -> float:
+        """The same if a clock was set forward once, or one of the times is wrong: at least this time passed."""
+        if following == last:
+            return 0.0  # nothing confirms a single step
+        to_next_s = self._times[following] - at
+        longest_s = max(to_next_s, self._longest[following])
+        return max(
+            0.0,
+            min(
+                self._elapsed_s(at, following, last),
+                self._elapsed_s(at, following, last - 1),
+                self._elapsed_s(self._times[following], following + 1, last),
+                max(to_next_s, 0.0) + self._forward[last] - self._forward[following] - longest_s,
+            ),
+        )
+
+    def _elapsed_s(self, at: float, following: int, last: int) -> float:
+        """The seconds from a checkpoint to a later one of its launch, whose time may be wrong."""
         if self._times[last] >= at:
             return self._times[last] - at
         # A checkpoint is not made after a later one, so the clock was set back: only the steps forward count.
@@ -115,6 +140,15 @@ class Ages:
     @cached_property
     def _forward(self) -> list[float]:
         return list(accumulate((max(after - before, 0.0) for before, after in pairwise(self._times)), initial=0.0))
+
+    @cached_property
+    def _longest(self) -> list[float]:
+        """By checkpoint, the longest step from one to the next of those from it to the end of its launch."""
+        longest = [0.0] * len(self._orders)
+        for index in range(len(longest) - 2, -1, -1):
+            if self._orders[index][1] == self._orders[index + 1][1]:
+                longest[index] = max(longest[index + 1], self._times[index + 1] - self._times[index])
+        return longest
 
 
 T = TypeVar("T", bound=tuple[Any, ...])
@@ -133,6 +167,7 @@ class CheckpointInfo:
         verified: whether the bytes are verified.
         pinned: whether any place shows a pin.
         created: when it was made; None if no manifest can be read.
+        is_watched: whether it is a watched run's, so that `created` is the time of its files.
         metrics: by name, the metrics that were passed to `save`.
         origin: the checkpoint from which its attempt resumed.
         quarantined: whether it was proven corrupt and quarantined.
@@ -146,6 +181,7 @@ class CheckpointInfo:
     metrics: Mapping[str, float] | None = None
     origin: CheckpointId | None = None
     quarantined: bool = False
+    is_watched: bool = False
 
     @cached_property
     def order(self) -> Order:
@@ -298,7 +334,9 @@ class Ranking:
 
     @cached_property
     def _ages(self) -> Ages:
-        return Ages((_order(info), info.created) for info in self._counted if info.created)
+        dated = [info for info in self._counted if info.created]
+        is_watched = any(info.is_watched for info in dated)
+        return Ages(((_order(info), info.created) for info in dated if info.created), by_files=is_watched)
 
     def _is_within(self, info: CheckpointInfo, within: Duration) -> bool:
         return info.created is not None and self._ages.age_s(_order(info), info.created) <= parse_duration(within)

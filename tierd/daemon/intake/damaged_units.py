@@ -16,7 +16,7 @@ import msgspec
 
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.directory_changes import QUARANTINE_NAME, quarantine_files
 from tierd.daemon.intake.in_place_restore import KeptPaths, NotWatched, PlaceTaken, restore_unit
@@ -38,7 +38,7 @@ from tierd.watching.series_comparison import (
 )
 from tierd.watching.step_in_name import is_best
 from tierd.watching.unit import DIRECTORY_LAYOUT, WITHOUT_STEP, Listing, Unit
-from tierd.watching.unit_file import UNIT_NAME, pointer_candidates, points_to
+from tierd.watching.unit_file import pointer_candidates, points_to
 from tierd.watching.unit_inspection import ChangedFile
 
 _LOOKED_AT = 8  # of so many newest checkpoints, one is of the unit; each is a read of a tier

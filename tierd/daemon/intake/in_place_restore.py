@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tierd.core.errors import ConfigError, ManifestError
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.core.save_policy import MetricGoal
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.directory_changes import (
@@ -30,7 +30,7 @@ from tierd.spool.file_io import remove
 from tierd.stores.base import Store
 from tierd.watching.step_in_name import directory_step
 from tierd.watching.unit import SHARDED_LAYOUT, WITHOUT_STEP, join_path
-from tierd.watching.unit_file import MAX_UNIT_FILE_SIZE, UNIT_NAME, UnitFile, decode_unit
+from tierd.watching.unit_file import MAX_UNIT_FILE_SIZE, UnitFile, decode_unit
 
 RESTORE_STAGING = ".tierd-restored"  # where a restore assembles a checkpoint, in the program's directory
 PointerPolicy: TypeAlias = Literal["always", "if lost", "never"]

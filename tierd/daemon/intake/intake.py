@@ -23,6 +23,7 @@ from msgspec import structs
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, pin_key
+from tierd.core.manifest import UNIT_NAME
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policy import parse_duration
 from tierd.daemon.component_status import nothing_taken
@@ -47,7 +48,6 @@ from tierd.stores.base import Store
 from tierd.stores.mounted_directories import check_no_overlap
 from tierd.threads import lower_priority
 from tierd.watching.checkpoint_names import known_checkpoints, stepless_run
-from tierd.watching.unit_file import UNIT_NAME
 
 log = logging.getLogger("tierd.daemon")
 

@@ -19,7 +19,7 @@ import msgspec
 from tierd.core.config import WatchConfig
 from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.core.save_policy import MetricGoal
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.concurrency import thread_uncancelled
@@ -35,7 +35,7 @@ from tierd.stores.base import Store
 from tierd.watching.checkpoint_names import BEFORE_ALL, KnownCheckpoints, known_checkpoints, series_of, stepless_run
 from tierd.watching.loose_units import UserLayout
 from tierd.watching.unit import USER_LAYOUT
-from tierd.watching.unit_file import MAX_UNIT_FILE_SIZE, UNIT_NAME, UnitFile, decode_unit
+from tierd.watching.unit_file import MAX_UNIT_FILE_SIZE, UnitFile, decode_unit
 
 SeriesFilter: TypeAlias = Callable[[CheckpointId, str, Set[str]], bool]
 

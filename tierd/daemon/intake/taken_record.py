@@ -15,13 +15,12 @@ import xxhash
 
 from tierd import __version__
 from tierd.core.errors import CorruptChunk
-from tierd.core.manifest import Chunk, File, Manifest
+from tierd.core.manifest import UNIT_NAME, Chunk, File, Manifest
 from tierd.core.storage_faults import read_until_proven
 from tierd.spool.file_io import digest
 from tierd.watching.checkpoint_names import checkpoint_time
 from tierd.watching.directory_tree import DirectoryTree, OpenFile
 from tierd.watching.unit import ListedEntry, Listing
-from tierd.watching.unit_file import UNIT_NAME
 
 _NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
 _MOST_SERIES = 100  # series of which the newest are kept

@@ -24,7 +24,7 @@ import xxhash
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.manifest import File
+from tierd.core.manifest import UNIT_NAME, File
 from tierd.daemon.intake.taken_record import (
     Sizes,
     TakenRecord,
@@ -42,7 +42,6 @@ from tierd.spool.spool import Spool
 from tierd.watching.checkpoint_names import checkpoint_time, series_of
 from tierd.watching.series_comparison import shares_a_file_form
 from tierd.watching.settling_units import UnitShape
-from tierd.watching.unit_file import UNIT_NAME
 
 _WATCHED = "watched"
 _MAX_REFUSED_SAVES = 16  # refused saves that are remembered

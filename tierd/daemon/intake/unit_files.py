@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 from msgspec import UNSET
 
 from tierd.core.errors import ManifestError
-from tierd.core.manifest import File, check_path
+from tierd.core.manifest import UNIT_NAME, File, check_path
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.formats.byte_source import ByteSource
 from tierd.spool.file_io import make_private, write_file
@@ -28,7 +28,7 @@ from tierd.watching.directory_tree import DirectoryTree
 from tierd.watching.named_directory import FollowingTree, NamedPath, resolve_named_path
 from tierd.watching.unit import ListedEntry, Listing, Unit
 from tierd.watching.unit_detection import units
-from tierd.watching.unit_file import UNIT_NAME, Pointer, UnitFile
+from tierd.watching.unit_file import Pointer, UnitFile
 from tierd.watching.unit_inspection import ChangedFile, UnitStatus
 
 ListedEntries = Mapping[str, ListedEntry]

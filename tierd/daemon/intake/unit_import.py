@@ -21,7 +21,7 @@ import xxhash
 from tierd import __version__
 from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId, next_attempt
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.core.planning.place import Place
 from tierd.core.timeline.candidates import describe_steps
 from tierd.daemon.concurrency import thread_uncancelled
@@ -41,7 +41,6 @@ from tierd.watching.named_directory import listing_without, units_without_twins
 from tierd.watching.unit import ListedEntry, Listing, Unit
 from tierd.watching.unit_description import UnitDescription, describe_unit
 from tierd.watching.unit_detection import units, units_of
-from tierd.watching.unit_file import UNIT_NAME
 from tierd.watching.unit_inspection import ChangedFile, inspect_unit
 
 log = logging.getLogger("tierd.daemon")

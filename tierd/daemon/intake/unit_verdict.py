@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Literal, TypeAlias
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.daemon.intake.series_restore import read_unit_file
 from tierd.daemon.intake.taken_record import differences, is_saved_again
 from tierd.daemon.tiers.tier_objects import first_manifest
@@ -21,7 +21,6 @@ from tierd.watching.checkpoint_names import BEFORE_ALL, KnownCheckpoints, checkp
 from tierd.watching.directory_tree import DirectoryTree
 from tierd.watching.unit import Listing, Unit
 from tierd.watching.unit_description import describe_unit
-from tierd.watching.unit_file import UNIT_NAME
 from tierd.watching.unit_inspection import ChangedFile, InspectedUnit, inspect_unit
 
 CHANGING_REASON = "a program still writes to it"
