@@ -5,11 +5,13 @@ Judged by the words of docs/explanation/deletion.md.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from support.by_hand import parts_on
-from support.watched_run import RUN
+from support.waiting import wait_until
+from support.watched_run import RUN, watching
 from support.whole_layouts import pt, write
 
 from tierd.cli import run
@@ -44,3 +46,19 @@ def test_file_of_the_future_makes_no_other_checkpoint_old(root: Path, tier: Path
 def test_keep_within_deletes_checkpoints_of_watched_run(root: Path, tier: Path) -> None:
     """Of checkpoints 10 h apart: the longest step is not counted, so that 3 and 4 are 20 h and 10 h old."""
     assert keep(root, tier, 1, 2, 3, 4, 5, 6, minutes=600) == [3, 4, 5, 6]
+
+
+@pytest.mark.usefixtures("quick")
+def test_old_file_counts_as_verified_when_it_is_taken(root: Path, tier: Path) -> None:
+    write(root, {"step_1/w.pt": pt(1)}, _BEGIN_S)
+    began = datetime.now(UTC).replace(microsecond=0)
+    with watching(root.parent, "spool", scrub="7d") as daemon:
+        scrubber = daemon.reconciler.scrubber
+
+        def oldest() -> str | None:
+            daemon.call(scrubber.next("local"))
+            return scrubber.status().oldest
+
+        wait_until(oldest)
+        status = scrubber.status()
+    assert status.oldest is not None and datetime.fromisoformat(status.oldest) >= began and status.due == 0

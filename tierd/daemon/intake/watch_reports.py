@@ -23,7 +23,12 @@ class ReconcilerReports:
         self._loop = asyncio.get_running_loop()
 
     def report_taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._reconciler.note_commit, part, outcome)
+        def report() -> None:
+            if not isinstance(outcome, Exception):
+                self._reconciler.scrubber.note_taken(part)
+            self._reconciler.note_commit(part, outcome)
+
+        self._loop.call_soon_threadsafe(report)
 
     def report_refused(self, path: str, why: str) -> None:
         def report() -> None:

@@ -217,6 +217,10 @@ class Scrubber:
         if place == SPOOL:
             self._verified_parts.add(part)
 
+    def note_taken(self, part: PartId) -> None:
+        """Record when a watched checkpoint was taken, because its manifest has the time of its files."""
+        self._remembered[ScrubbedCopy(SPOOL, part)] = self._timings.now_s()
+
     def suspect(self, place: str, part: PartId) -> None:
         """Schedule a copy that may be wrong to be read at once, even if scrubbing is disabled."""
         self._suspected.add(ScrubbedCopy(place, part))
