@@ -96,9 +96,11 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def watching(home: Path, name: str, directory: str = "out", **options: object) -> Iterator[Daemon]:
+def watching(
+    home: Path, name: str, directory: str = "out", *, series: int | None = None, **options: object
+) -> Iterator[Daemon]:
     """A daemon with the spool `home/name` that watches a directory of `home` and flushes to `home/tier`."""
-    watch = WatchConfig(directory=str(home / directory), run=RUN)
+    watch = WatchConfig(directory=str(home / directory), run=RUN, series=series)
     with Daemon(home / name, lambda: {"file": FileStore(home / "tier")}, watch=(watch,), **options) as daemon:
 
         async def begin() -> None:

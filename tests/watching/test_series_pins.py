@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.by_hand import parts_on
-from support.watched_run import RUN, files
+from support.waiting import wait_until
+from support.watched_run import RUN, files, watching
 from support.whole_layouts import pt, write
 
 from tierd.cli import run
@@ -19,8 +20,8 @@ from tierd.daemon.intake.unit_order import DOUBT_PIN_TEXT, NEWEST_PIN_TEXT
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def watched(root: Path, tier: Path) -> None:
-    command = ["watch", str(root), "--run", RUN, "--to", f"file://{tier}", "--keep-last", "1", "--until-idle"]
+def watched(root: Path, tier: Path, *more: str) -> None:
+    command = ["watch", str(root), "--run", RUN, "--to", f"file://{tier}", "--keep-last", "1", "--until-idle", *more]
     assert run(command) == 0
 
 
@@ -119,3 +120,37 @@ def test_pin_in_doubt_that_a_person_removed_is_not_put_again(root: Path, tier: P
     for _ in range(2):
         watched(root, tier)
     assert not pin.exists()
+
+
+LAUNCHES = [f"run-20260101_1200{number:02}-{letter * 8}" for number, letter in enumerate("abcdefghijklm")]
+
+
+def test_pins_of_series_that_were_not_saved_for_longest_are_removed(root: Path, tier: Path) -> None:
+    for step, launch in enumerate(LAUNCHES[:5], 1):
+        save(root, step, f"{launch}/files")
+        watched(root, tier, "--series", "2")
+    for _ in range(2):
+        watched(root, tier, "--series", "2")
+    assert sorted(one.step for one in checkpoints_on(tier)) == [4, 5]
+
+
+@pytest.mark.parametrize("series", [None, 50])
+def test_launches_that_are_each_a_series_are_warned_of(series: int | None, root: Path, tier: Path) -> None:
+    with watching(root.parent, "spool", series=series) as daemon:
+        warnings = daemon.reconciler.journal.warnings
+        for step, launch in enumerate(LAUNCHES, 1):
+            assert not warnings or step > 11
+            save(root, step, f"{launch}/files")
+            wait_until(lambda step=step: any(one.step == step for one in checkpoints_on(tier)))
+        if series is None:
+            wait_until(lambda: any("series = 3" in why for why in warnings.values()))
+        assert bool(warnings) == (series is None), "a person who gave a number knows"
+
+
+def test_series_that_are_saved_together_are_not_warned_of(root: Path, tier: Path) -> None:
+    """Of 13 agents, each is saved at each step."""
+    with watching(root.parent, "spool") as daemon:
+        for step in (1, 2):
+            save(root, step, *LAUNCHES)
+            wait_until(lambda step=step: sum(one.step == step for one in checkpoints_on(tier)) == len(LAUNCHES))
+        assert not any("series" in why for why in daemon.reconciler.journal.warnings.values())

@@ -135,6 +135,8 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             None: the number in its name.
         complete_when: with `unit`, a file within a checkpoint, or beside it, with `{name}` for the checkpoint's
             name: without it, the checkpoint is not complete; None: nothing says that.
+        series: of how many series, those that were saved last, the two newest checkpoints are pinned; None: of 100,
+            and the daemon warns when ten newer series have begun since the last save of one.
     """
 
     directory: Annotated[str, Meta(pattern=_DIRECTORY)]
@@ -142,6 +144,7 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     unit: tuple[str, ...] = ()
     step: str | None = None
     complete_when: str | None = None
+    series: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

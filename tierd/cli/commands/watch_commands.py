@@ -73,6 +73,12 @@ def watch(
     unit: UnitOption = None,
     step: StepOption = None,
     complete_when: CompleteOption = None,
+    series: Annotated[
+        int | None,
+        typer.Option(
+            "--series", metavar="N", min=1, help="Pin the newest of the N series that were saved last; not given: 100."
+        ),
+    ] = None,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when every complete checkpoint there is taken and flushed.")
     ] = False,
@@ -89,7 +95,12 @@ def watch(
     where = directory.absolute()
     _check_directory(directory)
     watched = WatchConfig(
-        directory=str(where), run=name or "", unit=tuple(unit or ()), step=step, complete_when=complete_when
+        directory=str(where),
+        run=name or "",
+        unit=tuple(unit or ()),
+        step=step,
+        complete_when=complete_when,
+        series=series,
     )
     check_user_layout(watched, "watch")
     if explain:

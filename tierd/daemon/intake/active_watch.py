@@ -140,6 +140,7 @@ class ActiveWatch:
         is_untaken: whether the last listing was made and nothing of the directory was ever taken.
         untaken_s: since when it has files and nothing of it was taken, by the monotonic clock; None: that is not so.
         untaken_reported: whether an event reported that.
+        series_reported: whether the log has said that the pins of many series last.
         directory_existed: whether the directory existed at an earlier try.
         awaited_s: since when the watch waits for the directory, or for a first unit in it after that, by the monotonic
             clock; None: it does not.
@@ -158,6 +159,7 @@ class ActiveWatch:
     is_untaken: bool = False
     untaken_s: float | None = None
     untaken_reported: bool = False
+    series_reported: bool = False
     directory_existed: bool = False
     awaited_s: float | None = None
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -345,6 +345,7 @@ class Intake:
             settle_s=self._reconciler.timings.settle_s,
             own=own_layout(active_watch.watch),
             stepless=active_watch.stepless,
+            most_series=active_watch.watch.series,
             room=self._find_room,
             going=active_watch.give_sign,
             writes=active_watch.allow_silence,

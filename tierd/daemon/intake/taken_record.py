@@ -23,7 +23,8 @@ from tierd.watching.directory_tree import DirectoryTree, OpenFile
 from tierd.watching.unit import ListedEntry, Listing
 
 _NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
-_MOST_SERIES = 100  # series of which the newest are kept
+MOST_SERIES = 100  # series of which the newest are kept, if nobody says of how many
+_SUPERSEDING = 10  # newer series that begin after the last save of one, until its launch is taken to be over
 Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
 
 
@@ -66,6 +67,9 @@ class TakenRecord(msgspec.Struct):
     doubted: list[UncertainOrder] = []  # those that are pinned because of that
     digests: dict[str, tuple[int, int, str]] = {}  # by file: its size, its time in ns, the digest of what was taken
     amended: dict[str, list[str]] = {}  # by unit: its files that were written again since it was saved
+    generations: dict[str, int] = {}  # by series: how many generations of series had begun at its last save
+    generation: int = 0  # how many there are; series that begin together are one generation
+    begun_after: tuple[str, int] | None = None  # the newest checkpoint before the newest generation appeared
 
 
 def rewritten_files(was: Sizes, now: Sizes) -> set[str]:
@@ -110,16 +114,34 @@ def _is_own_digest(digest: str) -> bool:
     return digest.startswith(f"{__version__} ")
 
 
-def add_to_series(record: TakenRecord, series: str, pair: tuple[str, int]) -> None:
-    """Add a checkpoint to its series, and release the pins of those that are no longer among the newest."""
+def add_to_series(record: TakenRecord, path: str, series: str, pair: tuple[str, int]) -> None:
+    """Add the checkpoint of a unit to its series, and release the pins of those that are no longer its newest."""
+    waiting = record.waiting.get(path)
+    after = waiting.after if waiting else None
+    if series not in record.series and after != record.begun_after:
+        record.begun_after, record.generation = after, record.generation + 1
+    record.generations[series] = record.generation
     newest = record.series.pop(series, [])
     record.series[series] = sorted({*newest, pair}, reverse=True)  # last in the dict, because it was saved last
-    oldest = [next(iter(record.series))] if len(record.series) > _MOST_SERIES else []
-    over = [*record.series[series][_NEWEST:], *(old_pair for name in oldest for old_pair in record.series.pop(name))]
-    if series in record.series:
-        del record.series[series][_NEWEST:]
     if record.has_several:
-        record.released += over
+        record.released += record.series[series][_NEWEST:]
+    del record.series[series][_NEWEST:]
+
+
+def release_series(record: TakenRecord, most: int) -> list[str]:
+    """Release the pins of all series but those that were saved last, which are `most`; return their names."""
+    names = [*record.series][:-most]
+    for name in names:
+        record.generations.pop(name, None)
+        over = record.series.pop(name)
+        if record.has_several:
+            record.released += over
+    return names
+
+
+def superseded_series(record: TakenRecord) -> list[str]:
+    """Return the series after whose last save so many newer ones began that their launches seem to be over."""
+    return [name for name in record.series if record.generation - record.generations.get(name, 0) >= _SUPERSEDING]
 
 
 def settle_doubts(record: TakenRecord, path: str, series: str, pair: tuple[str, int]) -> None:

@@ -13,6 +13,7 @@ for that time, or partly unreadable. If it came back as new, it would sort after
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -22,10 +23,11 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, printable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import UNIT_NAME, File
 from tierd.daemon.intake.taken_record import (
+    MOST_SERIES,
     Sizes,
     TakenRecord,
     UncertainOrder,
@@ -34,14 +36,18 @@ from tierd.daemon.intake.taken_record import (
     add_to_series,
     decayed_files,
     is_saved_again,
+    release_series,
     rewritten_files,
     settle_doubts,
+    superseded_series,
 )
 from tierd.spool.file_io import open_own, private_opener
 from tierd.spool.spool import Spool
 from tierd.watching.checkpoint_names import checkpoint_time, series_of
 from tierd.watching.series_comparison import shares_a_file_form
 from tierd.watching.settling_units import UnitShape
+
+log = logging.getLogger("tierd.daemon")
 
 _WATCHED = "watched"
 _MAX_REFUSED_SAVES = 16  # refused saves that are remembered
@@ -55,9 +61,11 @@ class TakenUnits:
     Args:
         spool: the spool.
         run: the watched run.
+        most_series: of how many series the newest checkpoints are pinned; None: of the usual number.
     """
 
-    def __init__(self, spool: Spool, run: str) -> None:
+    def __init__(self, spool: Spool, run: str, most_series: int | None = None) -> None:
+        self._most_series = most_series or MOST_SERIES
         self._run, self._path = run, spool.control / _WATCHED / f"{run}.json"
         self._record: TakenRecord | None = None  # None before the first listing of a directory
         with (
@@ -187,7 +195,8 @@ class TakenUnits:
                 record.amended[path] = sorted(rewritten)
             record.newest = max(_attempt_and_step(checkpoint), record.newest or ("", 0))
             series = series_of(name for name, _ in shape)
-            add_to_series(record, series, _attempt_and_step(checkpoint))
+            add_to_series(record, path, series, _attempt_and_step(checkpoint))
+            self._release_series(record)
             settle_doubts(record, path, series, _attempt_and_step(checkpoint))
         if saved is not None:
             record.saved[path] = saved
@@ -197,6 +206,22 @@ class TakenUnits:
         record.taken[path] = sizes_of(shape)
         record.waiting.pop(path, None)
         self._write(record)
+
+    def _release_series(self, record: TakenRecord) -> None:
+        """Release the pins of the series that were not saved for longest, if there are too many."""
+        if names := release_series(record, self._most_series):
+            log.warning(
+                "run %s: %d series were saved since %s%s: their newest checkpoints are not pinned any more",
+                self._run,
+                self._most_series,
+                printable(names[0]),
+                f" and {len(names) - 1} more" if names[1:] else "",
+            )
+
+    @property
+    def superseded_series(self) -> int:
+        """How many series, whose newest are pinned, seem to be of launches that are over."""
+        return len(superseded_series(self._record)) if self._record and self._record.has_several else 0
 
     def newest_of_series(self) -> tuple[Set[CheckpointId], Set[CheckpointId], Set[CheckpointId]]:
         """Return the newest checkpoints of each series, if there are several; those whose pins are to be removed; and
@@ -268,6 +293,8 @@ class TakenUnits:
         """
         if not shapes:
             return
+        if self._record is not None:
+            self._release_series(self._record)
         record, newest_pair = self._record or TakenRecord({}, {}), _attempt_and_step(newest) if newest else None
         # What appears now was not there in the listing before, so it is newer than what was taken until then.
         after = min(record.newest or newest_pair, newest_pair) if newest_pair and self._record else None
@@ -289,6 +316,7 @@ class TakenUnits:
             *(record.doubts, record.doubted),
             {name: digest for name, digest in record.digests.items() if name in files},
             {path: names for path, names in record.amended.items() if path in taken_sizes},
+            *(record.generations, record.generation, record.begun_after),
         )
         if fresh != self._record:
             self._write(fresh)

@@ -95,6 +95,7 @@ class UnitWatch:
         own: a person's own rules about which paths are checkpoints; None: the usual ones.
         stepless: take the units without a step in their names, and leave the others; otherwise the reverse. Without any
             step, all are taken.
+        most_series: of how many series the newest checkpoints are pinned; None: of the usual number.
         room: frees disk space when a commit finds the disk full.
         going: called before each name of a listing, each read and each chunk; if it raises `WatchStopped`, `observe`
             ends.
@@ -121,6 +122,7 @@ class UnitWatch:
         settle_s: float,
         own: UserLayout | None = None,
         stepless: bool = False,
+        most_series: int | None = None,
         room: SpaceMaker | None = None,
         going: Callable[[], None] = lambda: None,
         writes: Callable[[int], None] = lambda size: None,
@@ -129,7 +131,7 @@ class UnitWatch:
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes, self._reads = room, going, writes, reads
-        self._taken_units = TakenUnits(spool, run)
+        self._taken_units = TakenUnits(spool, run, most_series)
         self._settling = SettlingTracker(settle_s, self._choose, self._was_taken)
         self._layout, self._stepless, self.leaves_stepless = own, stepless, False
         self._ordering = UnitOrder(self._settling, self._taken_units)
@@ -169,6 +171,11 @@ class UnitWatch:
     def has_taken_any(self) -> bool:
         """Whether a unit was taken, also by an earlier daemon of the spool or by another node."""
         return self._taken_units.has_any or bool(self._history.created)
+
+    @property
+    def superseded_series(self) -> int:
+        """How many series, whose newest are pinned, seem to be of launches that are over."""
+        return self._taken_units.superseded_series
 
     @property
     def status(self) -> WatchStatus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from tierd.daemon.intake.active_watch import ActiveWatch
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.reconciler import Reconciler
 from tierd.spool.commit import CommittedPart
+
+log = logging.getLogger("tierd.daemon")
 
 
 class ReconcilerReports:
@@ -71,11 +74,25 @@ def show_watch(reconciler: Reconciler, active_watch: ActiveWatch, watch: UnitWat
         if not active_watch.untaken_reported:
             active_watch.untaken_reported = True
             reconciler.journal.record("nothing taken", SPOOL, directory, texts[0], run=active_watch.watch.run)
+    if active_watch.watch.series is None and (count := watch.superseded_series):
+        texts.append(_many_series(directory, count))
+        if not active_watch.series_reported:
+            active_watch.series_reported = True
+            log.warning("%s", texts[-1])
     if texts:
         suffix = f"; and {len(texts) - 1} more" if texts[1:] else ""
         reconciler.journal.warnings[subject] = f"{texts[0]}{suffix}"
     else:
         reconciler.journal.warnings.pop(subject, None)
+
+
+def _many_series(directory: str, count: int) -> str:
+    """Say that the pins of many series last, and what to do about it."""
+    return (
+        f"{directory}: {count} series of checkpoints were not saved since ten or more newer ones began. Their newest "
+        "checkpoints are pinned, on each tier and in the spool. If such series are launches that are over, give the "
+        "watch `series = 3` (`--series 3`), which pins those of the last 3 alone; otherwise the number that you need"
+    )
 
 
 def _is_untaken_for_long(
