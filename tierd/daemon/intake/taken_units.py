@@ -316,7 +316,9 @@ class TakenUnits:
             *(record.doubts, record.doubted),
             {name: digest for name, digest in record.digests.items() if name in files},
             {path: names for path, names in record.amended.items() if path in taken_sizes},
-            *(record.generations, record.generation, record.begun_after),
+            record.generations,
+            record.generation,
+            record.begun_after,
         )
         if fresh != self._record:
             self._write(fresh)
