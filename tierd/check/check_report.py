@@ -64,6 +64,8 @@ class Report(msgspec.Struct, frozen=True):
         leaks: samples that were read twice in an epoch, skipped, read on two ranks or taken from the validation split,
             beyond those of an uninterrupted run.
         kept: the directory in which records, output and spools were kept.
+        missing: the number of values outside of the state that were not compared, because the killed run does not have
+            them after the last step.
     """
 
     target: str
@@ -79,6 +81,7 @@ class Report(msgspec.Struct, frozen=True):
     leaks: tuple[Leak, ...]
     causes: tuple[Cause, ...]
     kept: str | None = None
+    missing: int = 0
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""
@@ -117,7 +120,10 @@ class Report(msgspec.Struct, frozen=True):
         return lines
 
     def _state_lines(self) -> list[str]:
-        return [f"  state: {line}" for line in difference_lines(self.states)]
+        lines = difference_lines(self.states)
+        if self.missing:
+            lines.append(f"{_plural(self.missing, 'value')} not compared: the killed run has none of these names")
+        return [f"  state: {line}" for line in lines]
 
     def _leak_lines(self) -> list[str]:
         return [f"  leakage: {leak_line(leak)}" for leak in self.leaks]

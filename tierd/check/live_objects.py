@@ -10,15 +10,25 @@ import gc
 import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
-from tierd.check.user_code import CreationSites, is_user_code, user_frames
-from tierd.check.user_values import is_keras_callback, is_keras_optimizer, is_user_class, objects_with_user_attributes
-from tierd.check.value_leaves import ValueLeaf, is_random_generator, leaf_of, leaves_by_path
+from tierd.check.user_code import CreationSites, is_user_code
+from tierd.check.user_values import (
+    MAX_ELEMENTS,
+    is_keras_callback,
+    is_keras_optimizer,
+    is_user_class,
+    objects_with_user_attributes,
+    user_attributes,
+    user_variables,
+)
+from tierd.check.value_leaves import ValueLeaf, is_random_generator, key_text, leaf_of, leaves_by_path
 
-_MAX_DEPTH = 30  # frames and containers
+_MAX_DEPTH = 30  # containers in each other
 
 
 def is_data_source(value: object) -> bool:
@@ -62,19 +72,20 @@ def unsaved_leaves(
     kinds: dict[str, str] = {}
     if torch is not None:
         for name, stateful in _name_objects(places, objects.stateful_objects, saved):
-            kinds[name] = kind_of_object(stateful)
+            kinds[name] = kind = kind_of_object(stateful)
+            if kind == "weights":
+                kinds |= {f'{name}["{path}"]': "buffers" for path, _ in stateful.named_buffers()}
             by_path |= (
                 _module_leaves(torch, stateful, name, saved)
                 if isinstance(stateful, torch.nn.Module)
                 else _state_dict_leaves(stateful, name, saved)
             )
-    for name, value in _local_values():
+    for name, value in _held_values(objects):
         if is_random_generator(value) and torch is not None and _is_data_generator(value):
             continue  # the samples show the generator of a loader or sampler
-        if not (torch is not None and isinstance(value, torch.Tensor) and saved.has(value)):
-            by_path |= leaves_by_path(
-                value, name, False if saved.is_captured and id(value) not in saved.object_ids else None
-            )
+        is_saved = saved.has(value)
+        if not is_saved or is_random_generator(value):
+            by_path |= leaves_by_path(value, name, is_saved and None)
     return by_path, kinds
 
 
@@ -164,9 +175,16 @@ class _SavedState:
             if torch is not None and isinstance(value, torch.nn.Module):
                 self.object_ids |= {id(module) for module in value.modules()}
                 self._add(value.state_dict(), depth + 1)
+            elif is_user_class(type(value)) and hasattr(value, "state_dict") and not is_data_source(value):
+                with suppress(Exception):  # the loop's next save reports the reason
+                    self._add(value.state_dict(), depth + 1)
 
-    def has(self, tensor: Any) -> bool | None:
-        return tensor.data_ptr() in self.tensor_addresses if self.is_captured else None
+    def has(self, value: Any) -> bool | None:
+        """Return whether the state has a tensor, or an array, in this memory; None if no state was captured."""
+        if not self.is_captured:
+            return None
+        address = getattr(value, "data_ptr", None)
+        return id(value) in self.object_ids if address is None else address() in self.tensor_addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,23 +321,22 @@ def _is_data_generator(generator: object) -> bool:
     return any(is_data_source(owner) and not isinstance(owner, GeneratorType) for owner in owners)
 
 
-def _local_values() -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and random number generators in local variables of the loop's own functions."""
-    for frame in user_frames(1 + _MAX_DEPTH):  # this call is one of them
-        code = frame.f_code
-        inside = code.co_name == "<module>"
-        for name, value in list(frame.f_locals.items()):
-            if not name.startswith("__"):
-                yield from _find_tensors(value, name if inside else f"{code.co_name}() {name}", 0)
+def _held_values(objects: LiveObjects) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, arrays and generators in the user's variables and in attributes of the user's objects."""
+    for path, value in chain(user_variables(objects.functions), user_attributes(objects.user_objects)):
+        yield from _find_values(value, path, 0)
 
 
-def _find_tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    torch = sys.modules.get("torch")
+def _find_values(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if depth < 4 and isinstance(value, Mapping) and len(value) < 10_000:
         for key, inner in list(value.items()):
-            yield from _find_tensors(inner, f"{path}[{key!r}]", depth + 1)
-    elif depth < 4 and isinstance(value, list | tuple) and len(value) < 1000:
-        for index, inner in enumerate(value):
-            yield from _find_tensors(inner, f"{path}[{index}]", depth + 1)
-    elif (torch is not None and isinstance(value, torch.Tensor)) or is_random_generator(value):
+            yield from _find_values(inner, f"{path}[{key_text(key)}]", depth + 1)
+    elif depth < 4 and isinstance(value, list | tuple | deque) and len(value) < 1000:
+        for index, inner in enumerate(list(value)):
+            yield from _find_values(inner, f"{path}[{index}]", depth + 1)
+    elif numpy is not None and isinstance(value, numpy.ndarray):
+        if value.size <= MAX_ELEMENTS:
+            yield path, value
+    elif (torch is not None and isinstance(value, torch.Tensor)) or (is_random_generator(value) and "() " in path):
         yield path, value

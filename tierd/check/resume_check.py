@@ -18,7 +18,13 @@ from tierd.check.launch_records import CheckedRun, KillPoint, RankRecord
 from tierd.check.loop_launcher import CheckedLoop, stop_daemons
 from tierd.check.observation_causes import find_missing_restore, find_restarted_rank, find_split_start
 from tierd.check.sample_comparison import ComparisonTerms, RankResult, compare_rank, find_leaks
-from tierd.check.state_comparison import StateDifference, count_compared_values, has_common_capture, state_differences
+from tierd.check.state_comparison import (
+    StateDifference,
+    count_compared_values,
+    count_missing_values,
+    has_common_capture,
+    state_differences,
+)
 from tierd.core.errors import ConfigError
 
 
@@ -146,6 +152,7 @@ def _run_check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Comparison
         leaks=tuple(leaked),
         causes=likely_causes,
         kept=directory,
+        missing=sum(count_missing_values(reference, killed, rank) for rank in range(loop.ranks)),
     )
 
 

@@ -180,6 +180,8 @@ def _only_logged(files: frozenset[str]) -> frozenset[str]:
 
 
 _MUTATORS = COLLECTING_METHODS | {"pop", "popleft", "insert", "remove"}
+# Methods of tensors that make the new value of the old one, as `+=` does; `copy_` and `zero_` do not.
+_ACCUMULATING_METHODS = frozenset({"add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "index_add_"})
 
 
 def loop_carried_names() -> list[str]:
@@ -260,7 +262,7 @@ class _AccessOrder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute) and (node.func.attr in _MUTATORS or node.func.attr[-1:] == "_"):
-            self._record_change(node.func.value)
+            self._record_change(node.func.value, also_sets=node.func.attr in _ACCUMULATING_METHODS)
         else:
             self.visit(node.func)
         self._visit_all([*node.args, *node.keywords])

@@ -133,6 +133,13 @@ def count_compared_values(reference: CheckedRun, killed: CheckedRun, rank: int) 
     return entries + len(a.unsaved.keys() & b.unsaved.keys())
 
 
+def count_missing_values(reference: CheckedRun, killed: CheckedRun, rank: int) -> int:
+    """Count the values outside of the state that the killed run does not have after the last step."""
+    uninterrupted, pieces = effective_captures(reference, rank), effective_captures(killed, rank)
+    last = _end_moment(uninterrupted, pieces)
+    return 0 if last is None else len(uninterrupted[last][1].unsaved.keys() - pieces[last][1].unsaved.keys())
+
+
 _Captures = dict[tuple[int, str], tuple[int, StateCapture]]
 
 

@@ -10,7 +10,6 @@ Invariant: this module reads attributes and calls nothing.
 from __future__ import annotations
 
 import dis
-import re
 import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.check.source_analysis import attributes_set_on_others, log_only_names
+from tierd.check.source_analysis import attributes_set_on_others, log_only_names, variable_of_path
 from tierd.check.user_code import is_user_code, user_frames, user_modules
 from tierd.check.value_leaves import ValueLeaf, leaves_by_path
 
@@ -64,14 +63,10 @@ def user_object_leaves(objects: Iterable[Any], is_captured: bool) -> dict[str, V
     Args:
         is_captured: whether the saved state was captured; it does not contain them.
     """
-    by_class: defaultdict[str, list[Any]] = defaultdict(list)
-    for instance in objects:
-        by_class[type(instance).__qualname__.split("<locals>.")[-1]].append(instance)
     pairs = (
         leaf
-        for name, instances in by_class.items()
-        if len(instances) <= _MAX_OF_CLASS
-        for leaf in _class_leaves(name, instances)
+        for path, value in user_attributes(objects)
+        for leaf in leaves_by_path(value, path, None, _MAX_ATTRIBUTE_LEAVES).items()
     )
     saved = False if is_captured else None
     return {path: msgspec.structs.replace(leaf, saved=saved) for path, leaf in islice(pairs, _MAX_LEAVES)}
@@ -126,13 +121,23 @@ def _is_read_with_modules(value: object) -> bool:
     return type(value) in (int, float) or isinstance(value, sys.modules["torch"].Tensor)
 
 
-def _class_leaves(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
+def user_attributes(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of `objects` by `Class.name`, but those that only a log has."""
+    by_class: defaultdict[str, list[Any]] = defaultdict(list)
+    for instance in objects:
+        by_class[type(instance).__qualname__.split("<locals>.")[-1]].append(instance)
+    for name, instances in by_class.items():
+        if len(instances) <= _MAX_OF_CLASS:
+            yield from _class_attributes(name, instances)
+
+
+def _class_attributes(name: str, objects: list[Any]) -> Iterator[tuple[str, Any]]:
     torch, logged = sys.modules["torch"], log_only_names()
     for number, instance in enumerate(objects, start=1):
         where = name if len(objects) == 1 else f"{name} ({number} of {len(objects)})"
         kind: Any = type(instance)
         if is_keras_optimizer(kind):
-            yield from leaves_by_path(_optimizer_variables(instance), where).items()
+            yield where, _optimizer_variables(instance)
             if not is_user_class(kind):
                 continue
         is_module = isinstance(instance, torch.nn.Module)
@@ -144,12 +149,12 @@ def _class_leaves(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLea
                 continue
             if is_module and (key.startswith("_") or key == "training" or _is_read_with_modules(value)):
                 continue
-            yield from leaves_by_path(value, f"{where}.{key}", None, _MAX_ATTRIBUTE_LEAVES).items()
+            yield f"{where}.{key}", value
 
 
 _MAX_VARIABLES_LEAVES = 4000  # leaves in one capture, at most
 _MAX_VARIABLE_LEAVES = 200  # leaves of one variable, at most
-_MAX_ELEMENTS = (
+MAX_ELEMENTS = (
     10_000_000  # elements of a tensor or an array; of a larger one, nothing is read, because it is a data set
 )
 
@@ -166,10 +171,10 @@ def variable_leaves(
     """
     saved: set[int] = set()
     _add_containers(state, saved)
-    excluded, logged = set(known_paths), log_only_names()
+    excluded = set(known_paths)
     by_path: dict[str, ValueLeaf] = {}
-    for path, value in _users_variables(functions):
-        if id(value) in saved or path in excluded or re.split(r"[ .]", path)[-1] in logged or not _is_small(value):
+    for path, value in user_variables(functions):
+        if id(value) in saved or path in excluded or not _is_small(value):
             continue
         is_saved = False if state is not None else None
         if isinstance(value, count):  # its text has its next number, and reading that draws none
@@ -180,7 +185,13 @@ def variable_leaves(
     return by_path
 
 
-def _users_variables(functions: Iterable[FunctionType]) -> Iterator[tuple[str, Any]]:
+def user_variables(functions: Iterable[FunctionType]) -> Iterator[tuple[str, Any]]:
+    """Yield the user's variables by the names of `variable_leaves`, but those that only a log has."""
+    logged = log_only_names()
+    return (pair for pair in _all_variables(functions) if variable_of_path(pair[0]) not in logged)
+
+
+def _all_variables(functions: Iterable[FunctionType]) -> Iterator[tuple[str, Any]]:
     frames = list(user_frames())
     for module in user_modules():
         yield from _module_variables(module)
@@ -230,8 +241,8 @@ def _cell_contents(cell: Any) -> list[Any]:
 def _is_small(value: object) -> bool:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
-        return bool(value.numel() <= _MAX_ELEMENTS)
-    return numpy is None or not isinstance(value, numpy.ndarray) or bool(value.size <= _MAX_ELEMENTS)
+        return bool(value.numel() <= MAX_ELEMENTS)
+    return numpy is None or not isinstance(value, numpy.ndarray) or bool(value.size <= MAX_ELEMENTS)
 
 
 def _add_containers(value: object, ids: set[int]) -> None:

@@ -133,7 +133,7 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, ValueLe
     elif isinstance(value, Mapping):
         yield path, ValueLeaf(_digest(str(len(value)).encode()), f"{len(value)} items", len(value))
         for key, inner in list(value.items()):
-            yield from _walk(inner, f"{path}[{_key_text(key)}]", above | {id(value)})
+            yield from _walk(inner, f"{path}[{key_text(key)}]", above | {id(value)})
     elif _is_sequence(value):
         if (run := sequence_leaf(value)) is not None:
             yield path, run
@@ -148,7 +148,8 @@ def _is_sequence(value: object) -> bool:
     return isinstance(value, list | tuple | deque | set | frozenset)
 
 
-def _key_text(key: object) -> str:
+def key_text(key: object) -> str:
+    """Return the key of a mapping as it is shown in paths."""
     text = repr(key) if not isinstance(key, str) else '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return _shorten(text)
 
