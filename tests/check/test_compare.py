@@ -127,6 +127,14 @@ def test_the_cause_of_other_samples(samples, kind, says):
     assert says in cause.says
 
 
+def test_samples_skipped_some_steps_after_the_resume_are_a_wrong_position():
+    """As a number of batches to skip in the resumed epoch, which the loop does not reset."""
+    killed = resumed_with(lambda step: batch(step if step < 7 else step + 1))
+    result, found = judged(killed)
+    [cause] = find_causes(WHOLE, killed, None, [result], ComparisonTerms(STEPS))
+    assert found == ["position"] and "(1 batch) at step 7, after right samples since the resume" in cause.says
+
+
 @pytest.mark.parametrize(
     ("losses", "generators", "kind"),
     [

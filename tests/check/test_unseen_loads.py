@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from support.own_loads import FORGOTTEN
 
-from tierd.check import check_resume
+from tierd.check.causes import find_causes
+from tierd.check.check_report import Report
 from tierd.check.launch_records import CheckedRun, Observation, RankRecord, StateCapture
 from tierd.check.resume_findings import launch_findings
+from tierd.check.sample_comparison import ComparisonTerms, compare_rank
 from tierd.check.source_analysis import loop_carried_names_in, variable_of_path
 from tierd.check.state_capture import PassHooks
 from tierd.check.value_leaves import ValueLeaf
 
+TESTS = Path(__file__).parents[1]
 KINDS = {"Net": "weights", 'Net["mean"]': "buffers", "Adam": "optimizer", "StepLR": "scheduler", "_Progress": "state"}
 LOADER = "DataLoader of Rows (40 items)"
 RATE = 'Adam["param_groups"][0]["lr"]'
 
 
 def leaf(value: object) -> ValueLeaf:
+    if isinstance(value, str) and value.startswith("generator"):
+        return ValueLeaf(value, value)
     if isinstance(value, str):  # stands for a tensor
         return ValueLeaf(value, "float32 (4, 6)", 24, (float(sum(map(ord, value))),))
     return ValueLeaf(str(value), str(value), len(value) if isinstance(value, list) else None)
@@ -62,19 +72,26 @@ def unseen(what: str, first: dict[str, object], whole: dict[str, object], killed
     return found(what, at(-1, "forward", **first, **more), both, at(-1, "forward", **killed, **more))
 
 
-@pytest.mark.parametrize(
-    ("loop", "kind", "path"),
-    [
-        ("right", "", ""),
-        ("without_weights", "weights", '["0.weight"]'),
-        ("without_moments", "optimizer", '["state"]'),
-        ("without_margin", "state", "right() margin"),
-    ],
-)
-def test_loops_that_load_by_hand_are_judged_before_their_first_forward_pass(loop: str, kind: str, path: str):
-    report = check_resume(f"support.own_loads:{loop}", steps=12, kill_at=(8,))
-    assert report.ok is not bool(kind), str(report)
-    assert {one.kind for one in report.causes} == ({kind} if kind else set())
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    command = [sys.executable, "-m", "support.own_loads"]
+    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {one.target: one for one in (msgspec.json.decode(line, type=Report) for line in done.stdout.splitlines())}
+
+
+@pytest.mark.timeout(400)
+def test_right_loop_that_loads_by_hand_and_logs_tensors_is_exact(reports: dict[str, Report]):
+    report = reports["support.own_loads:right"]
+    assert report.exact and not report.missing, str(report)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_loops_that_load_by_hand_are_judged_before_their_first_forward_pass(forgotten: str, reports: dict[str, Report]):
+    report, (kind, path) = reports[f"support.own_loads:without.{forgotten}"], FORGOTTEN[forgotten]
+    assert not report.ok and {one.kind for one in report.causes} == {kind}, str(report)
     assert path in " ".join(one.says for one in report.causes)
 
 
@@ -109,6 +126,34 @@ def test_schedule_of_other_arguments_is_named_after_an_unrecorded_load():
 def test_values_that_differ_in_correct_resumes_are_no_cause(path: str, then: object, now: object):
     for what in ("first loss", "later loss", "state"):
         assert unseen(what, {path: 0}, {path: then}, {path: now}) == []
+
+
+def named(before: dict[str, object], samples: tuple[int, ...] = (5,), loss: float = 1.0) -> list[str]:
+    """The kinds that are named of step 5, before which a launch with a load of its own has these values."""
+    values = {"main() margin": 0.6, "main() chance": "generator a", "carried": ["margin"]}
+    whole = [at(4, "step", **values), at(4, "forward", **values)]
+    whole.append(at(5, "step", **{**values, "main() chance": "generator d"}))
+
+    def rank(first: int, begun: StateCapture, captures: list[StateCapture]) -> RankRecord:
+        observations = {step: Observation(step, (step,), (1.0).hex()) for step in range(first, 9)}
+        return RankRecord(observations, captures=captures, start_capture=begun)
+
+    killed = rank(5, at(-1, "forward", **{**values, **before}), [])
+    killed.observations[5] = Observation(5, samples, loss.hex())
+    begun = at(-1, "forward", **{"main() margin": 0.2, "main() chance": "generator c"})
+    runs = CheckedRun([[rank(1, begun, whole)]]), CheckedRun([[rank(1, begun, [])], [killed]])
+    terms = ComparisonTerms(8)
+    return [one.kind for one in find_causes(*runs, runs[0], [compare_rank(*runs, 0, terms)], terms)]
+
+
+def test_small_loss_difference_is_no_summation_where_a_value_of_the_step_differs():
+    assert named({}, loss=1.0 + 1e-7) == ["summation"]
+    assert named({"main() margin": 0.5}, loss=1.0 + 1e-7) == ["unknown"]
+
+
+def test_order_of_samples_is_named_before_generators_after_an_unrecorded_load():
+    assert named({"main() chance": "generator b"}, loss=2.0) == ["generator"]
+    assert named({"main() chance": "generator b"}, samples=(77,)) == ["shuffle", "generator"]
 
 
 # -- values that begin anew --------------------------------------------------------------------------------------------
@@ -231,6 +276,8 @@ def test_batch_that_was_lost_is_no_second_cause():
         ("for step in x:\n    seen.append(step)\n    f(seen)", {"seen"}),
         ("for step in x:\n    memory[step] = step\n    f(memory)", {"memory"}),
         ("for step in x:\n    ema.mul_(0.9)\n    f(ema)", {"ema"}),
+        ("def update(self, x):\n    self.shadow[x].mul_(0.9).add_(x)", {"shadow"}),
+        ("for step in x:\n    buffer.copy_(step)", set()),
         ("def call(self, x):\n    x = x + self.last\n    self.last = x", {"last"}),
         ("def step():\n    global level\n    level = level + 1", {"level"}),
         ("for step in x:\n    loss = f(step)\n    loss.backward()", set()),
@@ -246,6 +293,17 @@ def test_names_that_carry_a_value_from_step_to_step(source: str, names: set[str]
 
 
 # -- when a launch begins ----------------------------------------------------------------------------------------------
+
+
+def test_passes_in_evaluation_mode_are_not_the_first_that_trains(watched: list[str]):
+    """A validation pass with gradients comes before the step, or a pass that trains in that mode by mistake."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 1)).eval(), torch.ones(1, 2)
+    for _ in range(2):
+        loss = model(x).sum()
+    assert watched == ["forward -1", "forward -1"]
+    loss.backward()
+    model.train()(x)
+    assert len(watched) == 2
 
 
 @pytest.fixture

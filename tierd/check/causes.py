@@ -11,7 +11,12 @@ from tierd.check.check_report import Cause
 from tierd.check.launch_records import GLOBAL_GENERATORS, CheckedRun, CountedObservation, ProcessSettings, RankRecord
 from tierd.check.observation_causes import causes_in_samples, count_reread_samples, rank_of_samples, reread_cause
 from tierd.check.resume_comparison import StateFinding
-from tierd.check.resume_findings import first_resume_findings, launch_findings, paths_overlap
+from tierd.check.resume_findings import (
+    differences_before,
+    first_resume_findings,
+    launch_findings,
+    paths_overlap,
+)
 from tierd.check.sample_comparison import ComparisonTerms, Divergence, RankResult, first_difference, relative_distance
 from tierd.check.state_comparison import StateDifference, nondeterministic_paths
 
@@ -38,8 +43,11 @@ def find_causes(
     assert worst.divergence is not None
     candidates = list(_nondeterminism_causes(reference, killed, rerun, worst, terms))
     state_causes = _causes_from_states(reference, killed, rerun if not candidates else None, worst)
-    sample_causes = list(_resume_causes(reference, killed, worst.rank, worst.divergence, terms))
-    candidates += [_add_place(state_causes[0], sample_causes), *state_causes[1:]] if state_causes else sample_causes
+    sample_causes = list(_resume_causes(reference, killed, rerun, worst.rank, worst.divergence, terms))
+    if _follow_from_samples(state_causes, killed, worst):
+        candidates += [*sample_causes, *state_causes]
+    else:
+        candidates += [_add_place(state_causes[0], sample_causes), *state_causes[1:]] if state_causes else sample_causes
     if worst.divergence.what == "loss" or not candidates:
         candidates += _setting_causes(reference, killed, worst.rank, worst.divergence)
     return tuple(candidates)
@@ -100,8 +108,8 @@ def _unexplained_cause(states: Sequence[StateDifference]) -> Cause:
         f"samples and losses are right, but not {state.path}: {state.expected} uninterrupted and {state.got} in launch "
         f"{state.launch} after step {state.step}"
         + ("; some steps later it is equal again" if state.passing else "")
-        + ". No value is seen to be lost by the load or set after it: it may follow from a generator or an order of "
-        "sums that was not seen",
+        + ". Its cause was not seen: the load may lose it, code may set it after the load, or it may follow from a "
+        "generator, or from sums in another order",
     )
 
 
@@ -110,6 +118,20 @@ def _add_place(cause: Cause, sample_causes: Sequence[Cause]) -> Cause:
     if cause.kind == "position" and sample_causes and sample_causes[0].kind in ("position", "prefetch"):
         return Cause(cause.kind, f"{sample_causes[0].says.split(': ')[0]}; {cause.says}")
     return cause
+
+
+def _follow_from_samples(causes: Sequence[Cause], killed: CheckedRun, worst: RankResult) -> bool:
+    """Return whether the causes are generators that may only have drawn other samples.
+
+    After a load that was not seen, nothing tells them from generators that were lost.
+    """
+    divergence = worst.divergence
+    if divergence is None or divergence.launch is None or divergence.what == "loss":
+        return False
+    is_load_seen = any(
+        capture.moment == "loaded" for capture in killed.launches[divergence.launch - 1][worst.rank].captures
+    )
+    return not is_load_seen and all(cause.kind == "generator" for cause in causes)
 
 
 def _causes_from_states(
@@ -180,7 +202,12 @@ def _nondeterminism_causes(
 
 
 def _resume_causes(
-    reference: CheckedRun, killed: CheckedRun, rank: int, divergence: Divergence, terms: ComparisonTerms
+    reference: CheckedRun,
+    killed: CheckedRun,
+    rerun: CheckedRun | None,
+    rank: int,
+    divergence: Divergence,
+    terms: ComparisonTerms,
 ) -> Iterator[Cause]:
     expected, actual = reference.effective_observations(rank), killed.effective_observations(rank)
     first_steps = killed.first_steps_of_resumes(rank, min(expected, default=0))
@@ -206,7 +233,8 @@ def _resume_causes(
         yield from causes_in_samples(reference, expected, actual, rank, divergence, terms)
     else:
         a, b = reference.launches[0][rank], killed.launches[0][rank]
-        yield _loss_cause(expected, actual, first_steps[launch], divergence, _seeded_generators(a, b))
+        differing = None if rerun is None else differences_before(rerun, killed, rank, launch)
+        yield _loss_cause(expected, actual, first_steps[launch], divergence, _seeded_generators(a, b), differing)
 
 
 def _seeded_generators(reference: RankRecord, first: RankRecord) -> set[str]:
@@ -224,11 +252,20 @@ def _loss_cause(
     first_step: int,
     divergence: Divergence,
     steady: Set[str],
+    before: Mapping[str, str] | None,
 ) -> Cause:
+    """Return the cause of a wrong loss of right samples that no state explains.
+
+    Args:
+        steady: the generators that two launches from the start agree on.
+        before: the values that differ before the launch's first forward pass; None if that was not captured.
+    """
     step, launch = divergence.step, divergence.launch
     a, b = expected[first_step].observation.generators, actual[first_step].observation.generators
     used = steady & _drawn_generators(expected, first_step, step)
-    differing = sorted(name for name in used & a.keys() & b.keys() if a[name] != b[name])
+    differing = sorted(
+        name for name in used & a.keys() & b.keys() if a[name] != b[name] and (before is None or name in before)
+    )
     if differing:
         return Cause(
             "generator",
@@ -237,6 +274,13 @@ def _loss_cause(
             'draw from them): put tierd.RngState() into the state, as "rng"',
         )
     distance = relative_distance(divergence.expected_loss, divergence.got_loss)
+    if before:
+        examples = "; ".join(list(before.values())[:_MAX_CAUSES])
+        return Cause(
+            "unknown",
+            f"same samples, other loss at step {step}; whether it follows from what differs in launch {launch} was not "
+            f"seen: {examples}" + (f"; and {len(before) - _MAX_CAUSES} more" if len(before) > _MAX_CAUSES else ""),
+        )
     if distance is not None and distance <= _SUMMATION_DISTANCE:
         return Cause(
             "summation",

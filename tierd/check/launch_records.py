@@ -130,6 +130,9 @@ class StateCapture(msgspec.Struct, frozen=True):
     carried_names: list[str] = []
 
 
+BEFORE_FIRST_STEP = -1  # in place of a step: before the launch's first one
+
+
 class RecordLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a record; exactly one member is set."""
 
@@ -166,6 +169,9 @@ class RankRecord:
         if line.saving_step is not None:
             self.saved_steps.append(line.saving_step)
         if line.capture is not None:
+            if line.capture.moment in ("forward", "backward"):  # an earlier pass was an evaluation, or before a load
+                key = line.capture.step, line.capture.moment
+                self.captures = [capture for capture in self.captures if (capture.step, capture.moment) != key]
             self.captures.append(line.capture)
 
     @property

@@ -63,12 +63,38 @@ def _holds_step(uninterrupted: RankRecord, saved: StateCapture, step: int) -> bo
     after_step, earlier = find_capture(uninterrupted, "step", step), find_capture(uninterrupted, "step", step - 1)
     if saved.after is None or saved.after < step or after_step is None or earlier is None:
         return False
-    weights = [path for path in saved.entries if kind_of_path(path, saved.kinds) == "weights"]
+    return _has_weights_of(saved, after_step, earlier)
+
+
+def _has_weights_of(capture: StateCapture, same: StateCapture, other: StateCapture) -> bool:
+    """Return whether a capture has the weights and buffers of `same`, and not those of `other`."""
+    leaves = capture.entries or capture.unsaved
+    weights = [path for path in leaves if kind_of_path(path, capture.kinds) in ("weights", "buffers")]
 
     def digests(capture: StateCapture) -> list[str | None]:
-        return [leaf.digest if (leaf := capture.entries.get(path)) else None for path in weights]
+        return [leaf.digest if (leaf := captured_values(capture).get(path)) else None for path in weights]
 
-    return digests(saved) == digests(after_step) != digests(earlier)
+    return digests(capture) == digests(same) != digests(other)
+
+
+def repeated_step(
+    uninterrupted: RankRecord, then: StateCapture, before: StateCapture, launch: int, first_step: int
+) -> StateFinding | None:
+    """Return a finding if a launch whose load was not seen begins with a step whose update its weights already have.
+
+    Args:
+        then: the uninterrupted run before the forward pass of `first_step`.
+        before: the launch at the same moment.
+    """
+    after_step = find_capture(uninterrupted, "step", first_step)
+    if after_step is None or before.moment != "forward" or not _has_weights_of(before, after_step, then):
+        return None
+    return StateFinding(
+        "steps",
+        "step",
+        f"launch {launch} begins with step {first_step}, and its weights are those that an uninterrupted run has after "
+        f"that step: it counts step {first_step} twice; go on with the step after the checkpoint's",
+    )
 
 
 _SETTING = re.compile(r'\["param_groups"\]\[\d+\]\["(?!params")\w+"\](\[\d+\])?|\["_last_lr"\]\[\d+\]')

@@ -116,12 +116,19 @@ def causes_in_samples(
     elif place is not None and place > before:
         ahead = place - before
         size = len(divergence.expected) or 1
-        batches = f" ({ahead // size} batches)" if ahead % size == 0 else ""
-        yield Cause(
-            "prefetch",
-            f"launch {launch} skipped exactly {ahead} samples{batches} at step {step}: the position that was saved "
-            "counts what was prefetched, not what was trained on",
-        )
+        batches = f" ({ahead // size} batch{'es' if ahead > size else ''})" if ahead % size == 0 else ""
+        skipped = f"launch {launch} skipped exactly {ahead} samples{batches} at step {step}"
+        if (launch, step - 1) in {(counted.launch, number) for number, counted in actual.items()}:
+            yield Cause(
+                "position",
+                f"{skipped}, after right samples since the resume: what was prefetched was restored and counted as "
+                "read, or what skips the first samples of the resumed epoch skips some of the next one as well",
+            )
+        else:
+            yield Cause(
+                "prefetch",
+                f"{skipped}: the position that was saved counts what was prefetched, not what was trained on",
+            )
     elif place is not None:
         yield Cause(
             "data",

@@ -251,9 +251,26 @@ class ResumeComparison:
         return path in self._own_paths or _is_outside(path, self._then.evidence)
 
     def _is_loaded(self, path: str, kind: str) -> bool:
-        """Return whether a value is one that a load sets, where the load was not seen, and no variable of a loop."""
+        """Return whether a value is one that a load sets, where the load was not seen.
+
+        A variable of a loop is none, but for a generator, which moves by its draws alone.
+        """
+        if kind in ("mode", "generator"):
+            return True
         is_entry = kind in _LOADED_KINDS or (kind == "buffers" and path.endswith('"]'))
         return is_entry and not self._is_weak(path)
+
+    def used_differences(self) -> dict[str, str]:
+        """Return the values that differ and that the step may use, with a text for each.
+
+        Of the values that the user's code keeps, these are the ones that it carries from step to step.
+        """
+        texts: dict[str, str] = {}
+        for path in sorted(self._differing_paths & self._expected.keys() & self._actual.keys()):
+            if not self._is_weak(path) or variable_of_path(path) in self._carried_names:
+                uninterrupted, killed = distinct_texts(self._expected[path], self._actual[path])
+                texts[path] = f"{path}: {killed} {self._moment}, {uninterrupted} uninterrupted"
+        return texts
 
     def _is_reset_to_start(self, path: str, kind: str) -> bool:
         """Return whether a value is again what it was before the very first step, where no save was seen.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from tierd.check.launch_records import (
+    BEFORE_FIRST_STEP,
     DATA_KINDS,
     CheckedRun,
     RankRecord,
@@ -21,7 +22,13 @@ from tierd.check.launch_records import (
     kind_of_path,
     position_of,
 )
-from tierd.check.loop_findings import loader_findings, refilled_buffer_findings, schedule_findings, wrong_next_step
+from tierd.check.loop_findings import (
+    loader_findings,
+    refilled_buffer_findings,
+    repeated_step,
+    schedule_findings,
+    wrong_next_step,
+)
 from tierd.check.resume_comparison import (
     ResumeComparison,
     StateFinding,
@@ -72,6 +79,8 @@ def launch_findings(rerun: CheckedRun, killed: CheckedRun, rank: int, launch: in
     if (captures := first_step_captures(uninterrupted, resumed, first_step)) is None:
         return []
     then, before = captures
+    if read is None and (repeated := repeated_step(uninterrupted, then, before, launch, first_step)) is not None:
+        return [repeated]
     shaky = nondeterministic_paths([rerun.launches[0][rank], killed.launches[0][rank]])
     comparison = ResumeComparison(
         saved,
@@ -171,6 +180,23 @@ def first_resume_findings(rerun: CheckedRun, killed: CheckedRun, rank: int) -> l
     return []
 
 
+def differences_before(rerun: CheckedRun, killed: CheckedRun, rank: int, launch: int) -> dict[str, str] | None:
+    """Return the values that a step may use, and that differ before the first forward pass of `launch`, with texts.
+
+    None if the two runs were not captured then.
+    """
+    resumed, uninterrupted = killed.launches[launch - 1][rank], rerun.launches[0][rank]
+    first_step = resumed.first_step
+    captures = None if first_step is None else first_step_captures(uninterrupted, resumed, first_step)
+    if first_step is None or captures is None or captures[1].moment != "forward":
+        return None
+    then, before = captures
+    comparison = ResumeComparison(None, None, False, None, then, before, first_step, uninterrupted.start_capture)
+    shaky = nondeterministic_paths([uninterrupted, killed.launches[0][rank]])
+    left_out = shaky | _order_generators(then, before) | _idle_generators(uninterrupted, first_step, "later loss")
+    return {path: text for path, text in comparison.used_differences().items() if path not in left_out}
+
+
 def paths_overlap(path: str, other_path: str) -> bool:
     """Return whether one of two paths is the other, or below it."""
     return is_path_within(path, {other_path}) or is_path_within(other_path, {path})
@@ -237,8 +263,10 @@ def _order_generators(*captures: StateCapture) -> set[str]:
 
 def _accumulated_gradients(uninterrupted: RankRecord, resumed: RankRecord, first_step: int) -> set[str]:
     """Return the gradients that differ when the first backward pass adds to them; most loops clear them before."""
-    then, before = find_capture(uninterrupted, "backward", first_step - 1), find_capture(resumed, "backward")
-    if then is None or before is None or find_capture(resumed, "loaded") is None:
+    loaded = find_capture(resumed, "loaded")
+    then = find_capture(uninterrupted, "backward", first_step - 1)
+    before = find_capture(resumed, "backward", loaded.step if loaded else BEFORE_FIRST_STEP)
+    if then is None or before is None:
         return set()
     paths = then.evidence.keys() | before.evidence.keys()
     return {path for path in paths if not is_same_value(then.evidence.get(path), before.evidence.get(path))}

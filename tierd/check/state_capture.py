@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
@@ -39,11 +40,15 @@ from tierd.check.user_code import CreationSites, call_on_import, depends_on_step
 from tierd.check.user_values import user_object_leaves, variable_leaves
 from tierd.check.value_leaves import ValueLeaf, leaves_by_path
 
+_MAX_EVALUATIONS = 16  # passes in evaluation mode that call back, because each capture takes time
+
 
 class PassHooks:
     """Waits for the passes after a step, and for loads of weights and optimizers.
 
     A load of weights alone counts until the first backward pass, because later it may be a step's: of a target network.
+    A forward pass in evaluation mode may be an evaluation, so that the passes after it call back as well, until one is
+    in training mode or a backward pass shows that the last one trained.
 
     Attributes:
         forward_after_step: the step after which the next forward pass calls back; None if none does.
@@ -58,6 +63,8 @@ class PassHooks:
         self._on_forward, self._on_backward, self._on_load = on_forward, on_backward, on_load
         self._pid = os.getpid()
         self._went_back = False
+        # The modules of passes in evaluation mode since a callback was due. A reference would keep them in captures.
+        self._evaluations: list[weakref.ref[Any]] = []
 
     def install(self) -> None:
         """Begin to watch torch's passes and loads as soon as it is imported."""
@@ -73,14 +80,27 @@ class PassHooks:
         self._watch_load(module.Module, False)
         module.register_module_forward_pre_hook(self._before_forward)
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, module: Any, *_: Any) -> None:
         torch: Any = sys.modules["torch"]
         # A forward pass without gradients is an evaluation, which may come before the step's batch is fetched.
         if torch.compiler.is_compiling() or self.forward_after_step is None or not torch.is_grad_enabled():
             return
-        if os.getpid() == self._pid and not torch.jit.is_tracing():
-            after, self.forward_after_step = self.forward_after_step, None
-            self._on_forward(after)
+        if os.getpid() != self._pid or torch.jit.is_tracing() or self._is_inside_evaluation(module):
+            return
+        after = self.forward_after_step
+        if module.training or len(self._evaluations) >= _MAX_EVALUATIONS:
+            self._end_wait()
+        else:
+            self._evaluations.append(weakref.ref(module))
+        self._on_forward(after)
+
+    def _is_inside_evaluation(self, module: Any) -> bool:
+        last = self._evaluations[-1]() if self._evaluations else None
+        return last is not None and last is not module and any(inner is module for inner in last.modules())
+
+    def _end_wait(self) -> None:
+        self.forward_after_step = None
+        self._evaluations.clear()
 
     def _watch_backward(self, module: Any) -> None:
         backward = module.backward
@@ -88,6 +108,8 @@ class PassHooks:
         @wraps(backward)
         def going_back(*args: Any, **kwargs: Any) -> Any:
             self._went_back = True
+            if self._evaluations and os.getpid() == self._pid:
+                self._end_wait()
             if self.backward_after_step is not None and os.getpid() == self._pid:
                 after, self.backward_after_step = self.backward_after_step, None
                 self._on_backward(after)

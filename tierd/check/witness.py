@@ -23,7 +23,14 @@ import msgspec
 
 from tierd import observing
 from tierd.check.data_pipeline import global_generators
-from tierd.check.launch_records import KillPoint, Observation, ProcessSettings, RecordLine, as_samples
+from tierd.check.launch_records import (
+    BEFORE_FIRST_STEP,
+    KillPoint,
+    Observation,
+    ProcessSettings,
+    RecordLine,
+    as_samples,
+)
 from tierd.check.state_capture import PassHooks, StateCapturer
 from tierd.check.user_code import call_on_import
 from tierd.client.saving.save_jobs import Save
@@ -37,7 +44,6 @@ from tierd.spool.stage import Stage
 
 _PR_SET_PDEATHSIG = 1
 _MAX_SAVES = 4  # the newest saves, some of which may not be durable yet, here or on another rank
-_BEFORE_FIRST_STEP = -1  # in place of a step: before the launch's first one
 _SETTLE_S = 30.0  # seconds that a kill after a step waits for saves that were begun before it
 
 
@@ -78,7 +84,7 @@ class Witness:
         self._states = StateCapturer()
         self._is_end_captured = self._is_after_restore = False
         self._passes = PassHooks(self._before_forward, self._before_backward, self._after_load)
-        self._passes.forward_after_step = _BEFORE_FIRST_STEP
+        self._passes.forward_after_step = self._passes.backward_after_step = BEFORE_FIRST_STEP
 
     def observe(
         self,
@@ -97,8 +103,10 @@ class Witness:
         is_first = self._last_step is None
         if is_first:
             self._write(RecordLine(setting=_process_setting()))
-            if self._passes.forward_after_step == _BEFORE_FIRST_STEP:
+            if self._passes.forward_after_step == BEFORE_FIRST_STEP:
                 self._passes.forward_after_step = None
+            if self._passes.backward_after_step == BEFORE_FIRST_STEP:
+                self._passes.backward_after_step = None
         self._last_step = number
         if (
             self._kill_point is not None
@@ -127,7 +135,7 @@ class Witness:
 
     def _capture(self, step: int, at: str) -> None:
         capture = msgspec.structs.replace(self._states.capture(step, at), after=self._last_step)
-        self._write(RecordLine(start_capture=capture) if step == _BEFORE_FIRST_STEP else RecordLine(capture=capture))
+        self._write(RecordLine(start_capture=capture) if step == BEFORE_FIRST_STEP else RecordLine(capture=capture))
 
     def _before_forward(self, after: int) -> None:
         self._capture(after, "forward")
@@ -138,7 +146,7 @@ class Witness:
     def _after_load(self) -> None:
         """Capture the state before the launch's first step again, because a loop may train something before a load."""
         if self._last_step is None and not self._is_after_restore:
-            self._passes.forward_after_step = _BEFORE_FIRST_STEP
+            self._passes.forward_after_step = self._passes.backward_after_step = BEFORE_FIRST_STEP
 
     def _schedule_kill(self, kill: KillPoint, step: int) -> None:
         """Kill the process, now or soon: `step` is the kill point's or a later one."""
