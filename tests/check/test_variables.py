@@ -193,6 +193,11 @@ def test_sums_that_only_a_log_has_are_left_out_and_those_that_training_uses_are_
         "for one in total: step(one)",
         "groups[total] = 1",
         "report(total)",
+        "groups[total].append(1)",
+        "find(total).append(1)",
+        "class A(Base):\n    def mean(self): return total\nprint(A().mean())",  # a library may call it
+        "class A:\n    def mean(self): return total\nmean = A().mean()\nstep(mean)",
+        "class A:\n    def state_dict(self): return total",
     ],
 )
 def test_a_name_counts_as_used_in_any_doubt(use, tmp_path, monkeypatch):
@@ -206,6 +211,36 @@ def test_a_name_counts_as_used_in_any_doubt(use, tmp_path, monkeypatch):
     finally:
         del sys.modules["users_use"]
 
+
+@pytest.mark.parametrize("read", ["meter.average", "meter.best()"])
+def test_tensor_that_only_a_log_has_through_a_property_or_a_method_is_left_out(read, tmp_path, monkeypatch):
+    (tmp_path / "users_meter.py").write_text(METER.replace("READ", read))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("users_meter")
+    try:
+        assert log_only_names() & {"total", "highest"} == {"total" if read == "meter.average" else "highest"}
+    finally:
+        del sys.modules["users_meter"]
+
+
+METER = """
+class Meter:
+    def see(self, loss):
+        self.total += loss
+        self.highest = max(self.highest, loss)
+    @property
+    def average(self):
+        return self.total / 3
+    def best(self):
+        return self.highest.item()
+    def reset(self):
+        self.total.zero_()
+
+def train(meter, losses):
+    for loss in losses:
+        meter.see(loss)
+        print(READ)
+"""
 
 HASHED = """
 import torch

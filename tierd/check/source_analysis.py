@@ -1,5 +1,7 @@
 """Read the source of the user's code: names that carry values between steps, and names that only logs use.
 
+The values that a method returns go to the names that read it, unless a library may call it.
+
 A variable is carried if the body of a loop reads it before it sets it; an attribute, or a variable of another scope, if
 a function does. What is set before each read follows from other values, and so is no state. Sums for a log are lost at
 many resumes, and change nothing, so that a capture leaves them out.
@@ -20,7 +22,7 @@ from tierd.check.user_code import read_source, user_files, user_modules
 
 _LOG_CALLS = frozenset({"print", "log", "log_dict", "log_metrics", "info", "debug", "warning", "write", "observe"})
 _MORE_LOG_CALLS = frozenset({"set_postfix", "set_description", "add_scalar", "add_scalars", "writerow"})
-COLLECTING_METHODS = frozenset({"append", "appendleft", "extend", "add", "update", "clear"})
+COLLECTING_METHODS = frozenset({"append", "appendleft", "extend", "add", "update", "clear", "zero_"})
 # Functions and methods that give a value made of their arguments, and do nothing else.
 _PURE_FUNCTIONS = frozenset(
     {"sum", "len", "min", "max", "float", "int", "str", "round", "abs", "sorted", "list", "tuple", "mean", "item"}
@@ -36,7 +38,10 @@ class _NameUses(ast.NodeVisitor):
         self.into: defaultdict[str, set[str]] = defaultdict(set)
         self.assigned: set[str] = set()
         self.set_elsewhere: set[str] = set()
+        self.returning: set[str] = set()  # methods into whose names the values go that they return
         self._targets: set[str] | None = None  # of the values that are visited; None: they are used
+        self._is_plain_class = False
+        self._method: str | None = None  # the method that is visited; None if a library may call it
 
     def _record_name(self, name: str) -> None:
         if self._targets is None:
@@ -64,7 +69,31 @@ class _NameUses(ast.NodeVisitor):
             for part in (*inside, *arguments):
                 self.visit(part)
         else:
-            self._visit_values([node.func, *arguments], None)
+            self._visit_values(arguments, None)
+            if isinstance(node.func, ast.Attribute):
+                self._record_name(node.func.attr)
+                self._visit_values([node.func.value], None)
+            else:
+                self._visit_values([node.func], None)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        before = self._is_plain_class
+        self._is_plain_class = not (node.bases or node.keywords or node.decorator_list)
+        self.generic_visit(node)
+        self._is_plain_class = before
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        before = self._method
+        is_read = self._is_plain_class and all(_target_name(one) == "property" for one in node.decorator_list)
+        self._method = node.name if is_read and not node.name.startswith("__") else None
+        self.generic_visit(node)
+        self._method = before
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 (ast names it)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        self.returning |= {self._method} if self._method else set()
+        self._visit_values(filter(None, [node.value]), {self._method} if self._method else None)
 
     def visit_If(self, node: ast.If) -> None:
         if all(map(_is_log, [*node.body, *node.orelse])):  # what decides when to log is in no more than a log
@@ -83,6 +112,7 @@ class _NameUses(ast.NodeVisitor):
             name = _target_name(call.func.value)
             self.assigned.add(name)
             self._visit_values([*call.args, *call.keywords], {name} if name else None)
+            self._visit_place(call.func.value)
         else:
             self._visit_values([call], None)
 
@@ -106,9 +136,15 @@ class _NameUses(ast.NodeVisitor):
         if value is not None:  # another object's attribute may be read by a library
             self._visit_values([value], names if all(map(_is_local_target, flat)) else None)
         for target in flat:
-            while isinstance(target, ast.Subscript | ast.Attribute):  # which item, and of which object
-                self._visit_values([target.slice] if isinstance(target, ast.Subscript) else [], None)
-                target = target.value
+            self._visit_place(target)
+
+    def _visit_place(self, target: ast.expr) -> None:
+        """Visit what decides which item is set, and of which object."""
+        while isinstance(target, ast.Subscript | ast.Attribute):
+            self._visit_values([target.slice] if isinstance(target, ast.Subscript) else [], None)
+            target = target.value
+        if not isinstance(target, ast.Name):
+            self._visit_values([target], None)
 
 
 def _is_log(node: ast.stmt) -> bool:
@@ -170,6 +206,7 @@ def _only_logged(files: frozenset[str]) -> frozenset[str]:
     for reads in all_reads:
         for name, targets in reads.into.items():
             into[name] |= targets - {name}
+    used |= {name for reads in all_reads for name in reads.returning} - into.keys()  # a library may call it
     rising = True
     while rising:
         added = {name for name, targets in into.items() if name not in used and targets & used}
