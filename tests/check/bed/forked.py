@@ -33,6 +33,8 @@ class _Process:
 
 
 class Forked(CheckedLoop):
+    __module__ = CheckedLoop.__module__  # its objects are alive in each launch, and are none of the user's
+
     def _start(self, name: str, spool: Path, rank: int, kill: KillPoint | None, port: int) -> LaunchedRank:
         files = self.home / f"{name.replace(' ', '-')}-rank-{rank}"
         record, output = files.with_suffix(".jsonl"), files.with_suffix(".out")
