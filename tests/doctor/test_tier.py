@@ -323,7 +323,7 @@ def test_a_directory_that_refuses_says_why_and_where(tmp_path: Path, monkeypatch
     def refuse(self, *_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for call in {"put": ("put", "delete"), "scan": ("list_page", "list")}[name]:
+    for call in {"put": ("put", "delete"), "scan": ("list_page", "list_keys")}[name]:
         monkeypatch.setattr(FileTree, call, refuse)
 
     async def work() -> dict[str, Finding]:

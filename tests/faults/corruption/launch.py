@@ -24,7 +24,7 @@ Read = Callable[[PartId], "Mapping[str, bytes] | None"]  # what the spool gives 
 class _Ranks:
     """One rank of several that are threads."""
 
-    talk = True
+    can_communicate = True
 
     def __init__(self, rank: int, said: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world = rank, len(said)

@@ -391,7 +391,7 @@ class _Ranks:
     rank: int
     world: int
     board: _Board
-    talk: bool = True
+    can_communicate: bool = True
 
     def gather(self, value: Any) -> list[Any]:
         return list(Caller.here.caller.ask(lambda: self.board.report(self.rank, value)))
