@@ -15,9 +15,7 @@ class ByteSource(Protocol):
     """A file, or a range of one, that is read by offset."""
 
     @property
-    def size(self) -> int:
-        """The size in bytes."""
-        ...
+    def size(self) -> int: ...
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly these bytes, all of which are below `size`."""
@@ -48,12 +46,7 @@ class CachedSource(Protocol):
 
 
 class DamagedFile(Exception):
-    """The bytes are proven wrong: no writer of the format that has finished leaves such bytes.
-
-    Attributes:
-        offset: the offset in the file at which the damage shows.
-        reason: the description, without file and offset.
-    """
+    """No writer of the format that has finished leaves such bytes. `reason` describes it without file and offset."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(f"byte {offset}: {reason}")
@@ -74,14 +67,7 @@ class UnknownFormat(UncheckedFile):
 
 @dataclass(frozen=True, slots=True)
 class SoundFile:
-    """The result of a check that found no fault.
-
-    Attributes:
-        kind: the format, for people.
-        uncovered: the content without a digest, as one reason for all of it; None if a digest covers every content
-            byte.
-        note: more about the format that its user should know, for people.
-    """
+    """The result of a check that found no fault; `uncovered` is one reason for all content without a digest."""
 
     kind: str
     uncovered: str | None = None
@@ -104,10 +90,7 @@ class MemorySource:
 
 @dataclass(frozen=True, slots=True)
 class SubSource:
-    """A range of another source, as a source itself.
-
-    Offsets in its errors count from the range's start: see `with_offset`.
-    """
+    """A range of another source. Offsets in errors count from the range's start: see `with_offset`."""
 
     parent: ByteSource
     offset: int
@@ -123,18 +106,13 @@ def with_offset(error: DamagedFile, offset: int, label: str) -> DamagedFile:
 
 
 def read_exactly(source: ByteSource, offset: int, length: int, label: str) -> bytes:
-    """Return these bytes.
-
-    Raises:
-        DamagedFile: the source ends before them; `label` names them in the message.
-    """
+    """Return these bytes; raise `DamagedFile`, which names them by `label`, if the source ends before."""
     if offset + length > source.size:
         raise DamagedFile(source.size, f"the file ends there, within {label} of {length} bytes at {offset}")
     return source.read(offset, length)
 
 
 def read_pieces(source: ByteSource, offset: int, length: int) -> Iterator[bytes]:
-    """Yield the bytes of a range within the source, in pieces of `PIECE_SIZE` bytes."""
     end = offset + length
     while offset < end:
         size = min(PIECE_SIZE, end - offset)

@@ -16,9 +16,10 @@ length in `_StorageInfo`. `finish` writes `.metadata.tmp`, fsyncs it and renames
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -33,26 +34,19 @@ from tierd.formats.byte_source import (
     UnknownFormat,
     with_offset,
 )
-from tierd.formats.tensorflow_files import TABLE_MAGIC as TABLE_END
-from tierd.formats.tensorflow_files import check_ocdbt_manifest, read_table
+from tierd.formats.tensorflow_files import TABLE_MAGIC, check_ocdbt_manifest, read_table
 from tierd.formats.torch_pickles import check_pickle, check_tar, is_legacy_save, is_tar, looks_like_pickle
-from tierd.formats.weight_files import HDF5_MAGIC as HDF5
-from tierd.formats.weight_files import check_hdf5, check_safetensors, looks_like_safetensors
-from tierd.formats.zip_archives import ZIP_MAGIC, check_zip
-from tierd.formats.zip_archives import ZIP_MAGIC as ZIP
+from tierd.formats.weight_files import HDF5_MAGIC, check_hdf5, check_safetensors, looks_like_safetensors
+from tierd.formats.zip_archives import ZIP_END_MAGIC, ZIP_MAGIC, check_zip
 
+_Check: TypeAlias = Callable[[ByteSource], SoundFile]
 _MAX_JSON = 64 << 20
 CUT_JSON = "JSON that ends early"
 EMPTY_JSON = "an empty file, and no JSON"
 
 
 def read_json(source: ByteSource) -> Any:
-    """Read the value in a file. NaN and infinities, which Python's `json` writes, become None.
-
-    Raises:
-        DamagedFile: the file is empty, truncated, or not JSON.
-        UncheckedFile: the file is too large or nested too deep.
-    """
+    """Read the value in a file. NaN and infinities, which Python's `json` writes, become None."""
     if source.size > _MAX_JSON:
         raise UncheckedFile(f"JSON of {source.size} bytes, more than {_MAX_JSON}")
     data = source.read(0, source.size)
@@ -61,9 +55,9 @@ def read_json(source: ByteSource) -> Any:
     except RecursionError:
         raise UncheckedFile("JSON that is nested too deep") from None
     except (msgspec.DecodeError, ValueError) as error:
+        text = data.strip()
         if b"NaN" in data or b"Infinity" in data:
             return _read_with_constants(data)
-        text = data.strip()
         if not text:
             raise DamagedFile(source.size, EMPTY_JSON) from None
         if text[:1] in (b"{", b"[") and text[-1:] not in (b"}", b"]"):
@@ -72,10 +66,8 @@ def read_json(source: ByteSource) -> Any:
 
 
 def _read_with_constants(data: bytes) -> Any:
-    import json  # only this decoder accepts NaN; used only for files that may hold it
-
     try:
-        return json.loads(data, parse_constant=lambda _: None)
+        return json.loads(data, parse_constant=lambda _: None)  # msgspec accepts no NaN
     except RecursionError:
         raise UncheckedFile("JSON that is nested too deep") from None
     except ValueError as error:
@@ -83,23 +75,20 @@ def _read_with_constants(data: bytes) -> Any:
 
 
 def check_json(source: ByteSource) -> SoundFile:
-    """Check a file; raises as `read_json`."""
     read_json(source)
     return SoundFile("JSON", "the format holds no digest")
 
 
 _MAX_METADATA = 128 << 20
-_ARCHIVE_END, _END_SIZE = b"PK\x05\x06", 22  # the end record of an archive without a comment, as torch writes it
+_TAIL = 22  # bytes of the end record of an archive without a comment, as torch writes it
+_HEAD = 40
 _LONGEST = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """A range of a file that holds one entry: bytes `offset` to `offset + length`.
-
-    Attributes:
-        tensor: whether it holds a tensor, which DCP always writes with `torch.save`.
-        transformed: whether an extension of DCP changed its bytes, so that they are no archive.
+    """A range of a file that holds one entry. `tensor`: DCP always writes it with `torch.save`. `transformed`: an
+    extension of DCP changed its bytes, so that they are no archive.
     """
 
     offset: int
@@ -109,12 +98,7 @@ class Extent:
 
 
 def read_extents(source: ByteSource) -> dict[str, list[Extent]]:
-    """Read the ranges that the metadata names, by the name of the file that holds them.
-
-    Raises:
-        DamagedFile: the file is not DCP's metadata.
-        UncheckedFile: the metadata is too large, or names classes that are not DCP's own.
-    """
+    """Read the ranges that the metadata names, by the name of the file that holds them."""
     if source.size > _MAX_METADATA:
         raise UncheckedFile(f"metadata of {source.size} bytes, more than {_MAX_METADATA}")
     try:
@@ -162,70 +146,62 @@ def _extent(index: Any, info: Any, tensors: set[str]) -> tuple[str, Extent]:
 
 
 def check_extents(source: ByteSource, extents: Iterable[Extent]) -> SoundFile:
-    """Check a file against the ranges that the metadata names in it.
-
-    Raises:
-        DamagedFile: the file ends before a range's end, two ranges overlap, or a range is not the expected archive.
-        UncheckedFile: a range without a tensor is no archive, because another planner wrote it or it was overwritten.
-    """
+    """Check a file against the ranges that the metadata names in it."""
     at = 0
-    strange: Extent | None = None
+    strange: str | None = None
     opaque = 0
     for extent in sorted(set(extents)):
         end = extent.offset + extent.length
         if end > source.size:
-            raise DamagedFile(
-                source.size, f"the file ends there, before an entry of {extent.length} bytes at {extent.offset}"
-            )
+            why = f"the file ends there, before an entry of {extent.length} bytes at {extent.offset}"
+            raise DamagedFile(source.size, why)
         if extent.offset < at:
             raise DamagedFile(extent.offset, f"two entries overlap: one ends at {at}, one begins at {extent.offset}")
         at = end
         part = SubSource(source, extent.offset, extent.length)
+        label = f"the entry of {extent.length} bytes at {extent.offset}"
         if extent.transformed:
             opaque += 1
-        elif extent.tensor or _is_archive(part):
+        elif extent.tensor or (part.size >= _TAIL and _is_archive(*_ends(part))):
             try:
                 check_zip(part)
             except DamagedFile as error:
-                raise with_offset(
-                    error, extent.offset, f"the entry of {extent.length} bytes at {extent.offset}"
-                ) from None
+                raise with_offset(error, extent.offset, label) from None
         else:
-            strange = strange or extent
+            strange = strange or label
     if strange is not None:
-        raise UncheckedFile(f"the entry of {strange.length} bytes at {strange.offset} is no archive of torch.save")
+        raise UncheckedFile(f"{strange} is no archive of torch.save")
     return SoundFile("DCP entries", f"{opaque} entries were written through an extension" if opaque else None)
 
 
-def _is_archive(part: ByteSource) -> bool:
-    """Return whether either end is an archive's, so that one damaged byte does not hide an archive."""
-    tail = max(0, part.size - _END_SIZE)
-    return part.size >= _END_SIZE and (part.read(0, 4) == ZIP_MAGIC or part.read(tail, 4) == _ARCHIVE_END)
+def _ends(source: ByteSource) -> tuple[bytes, bytes]:
+    tail_size = min(_TAIL, source.size)
+    return source.read(0, min(_HEAD, source.size)), source.read(source.size - tail_size, tail_size)
 
 
-_HEAD = 40
-_TAIL = 22  # bytes of a zip's end record
-_ZIP_END = b"PK\x05\x06"
+def _is_archive(head: bytes, tail: bytes) -> bool:
+    """Whether either end is an archive's, so that one damaged byte does not hide an archive."""
+    return head.startswith(ZIP_MAGIC) or tail.startswith(ZIP_END_MAGIC)
 
 
 def _check_archive_or_pickle(source: ByteSource) -> SoundFile:
-    """Check a file of torch.save: a zip archive or, before 1.6 or on request, pickles, or before 0.2 a tar archive.
-
-    Either end of an archive identifies it.
-    """
+    """Check a file of torch.save: a zip archive or, before 1.6 or on request, pickles, or before 0.2 a tar archive."""
     if not source.size:
         raise DamagedFile(0, "the file is empty")
-    head = source.read(0, min(_HEAD, source.size))
-    tail = source.read(max(0, source.size - _TAIL), min(_TAIL, source.size))
-    if head.startswith(ZIP) or tail.startswith(_ZIP_END):
+    head, tail = _ends(source)
+    if _is_archive(head, tail):
         return check_zip(source)
-    if looks_like_pickle(head) or is_legacy_save(head):
-        return check_pickle(source)
-    if is_tar(source):
-        return check_tar(source)
+    if (check := _pickle_check(source, head)) is not None:
+        return check(source)
     if not any(head) and not any(tail):
         raise DamagedFile(0, "zeros where an archive of torch.save begins and ends: it was never written")
     raise UncheckedFile("neither an archive of torch.save nor a pickle")
+
+
+def _pickle_check(source: ByteSource, head: bytes) -> _Check | None:
+    if looks_like_pickle(head) or is_legacy_save(head):
+        return check_pickle
+    return check_tar if is_tar(source) else None
 
 
 def _check_table(source: ByteSource) -> SoundFile:
@@ -234,7 +210,7 @@ def _check_table(source: ByteSource) -> SoundFile:
     return SoundFile("table")
 
 
-_BY_NAME: tuple[tuple[tuple[str, ...], Callable[[ByteSource], SoundFile]], ...] = (
+_BY_NAME: tuple[tuple[tuple[str, ...], _Check], ...] = (
     ((".safetensors",), check_safetensors),
     ((".keras", ".npz"), check_zip),
     ((".h5", ".hdf5"), check_hdf5),
@@ -245,14 +221,6 @@ _BY_NAME: tuple[tuple[tuple[str, ...], Callable[[ByteSource], SoundFile]], ...] 
 
 
 def check_file(name: str, source: ByteSource) -> SoundFile:
-    """Check one file by itself.
-
-    Raises:
-        DamagedFile: its bytes are proven wrong.
-        UnfinishedFile: it says that its writer has not finished.
-        UnknownFormat: its format is not known.
-        UncheckedFile: its format is known, but the check cannot decide.
-    """
     if name.startswith("._"):
         raise UnknownFormat("attributes of a file that macOS wrote on another file system")
     for endings, check in _BY_NAME:
@@ -260,17 +228,15 @@ def check_file(name: str, source: ByteSource) -> SoundFile:
             return check(source)
     if name.endswith(".distcp"):  # a sequence of archives; only `.metadata` says where each one begins
         raise UnknownFormat("no .metadata names its entries")
-    head = source.read(0, min(_HEAD, source.size))
-    if head.startswith(ZIP):
+    head, tail = _ends(source)
+    if head.startswith(ZIP_MAGIC):
         return check_zip(source)
-    if head.startswith(HDF5):
+    if head.startswith(HDF5_MAGIC):
         return check_hdf5(source)
-    if looks_like_pickle(head) or is_legacy_save(head):
-        return check_pickle(source)
-    if is_tar(source):
-        return check_tar(source)
+    if (pickle_check := _pickle_check(source, head)) is not None:
+        return pickle_check(source)
     if looks_like_safetensors(head, source.size):
         return check_safetensors(source)
-    if source.size >= _TAIL and source.read(source.size - _TAIL, _TAIL).endswith(TABLE_END):
+    if len(tail) == _TAIL and tail.endswith(TABLE_MAGIC):
         return _check_table(source)
     raise UnknownFormat("of no format whose structure can be checked")

@@ -24,26 +24,16 @@ from dataclasses import dataclass
 
 from tierd.formats.byte_source import ByteSource, DamagedFile, SoundFile, UncheckedFile, read_exactly, read_pieces
 
-_POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
-
-
-def _table() -> tuple[int, ...]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        table.append(value)
-    return tuple(table)
-
-
-_TABLE = _table()
+_TABLE = list(range(256))
+for _ in range(8):
+    _TABLE = [value >> 1 ^ (0x82F63B78 if value & 1 else 0) for value in _TABLE]  # Castagnoli's polynomial, reflected
 
 
 def slow_crc32c(data: bytes, before: int = 0) -> int:
     """Compute the CRC-32C of `data` as the continuation of bytes whose CRC-32C is `before`."""
-    table, value = _TABLE, before ^ 0xFFFFFFFF
+    value = before ^ 0xFFFFFFFF
     for byte in data:
-        value = table[(value ^ byte) & 0xFF] ^ value >> 8
+        value = _TABLE[(value ^ byte) & 0xFF] ^ value >> 8
     return value ^ 0xFFFFFFFF
 
 
@@ -69,12 +59,7 @@ _LONGEST_VARINT = 10
 
 
 def read_table(source: ByteSource) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of a table, in order. When the iterator ends, the whole table was checked.
-
-    Raises:
-        DamagedFile: the table is truncated, or a block's CRC does not match.
-        UncheckedFile: the table is too large, or compressed.
-    """
+    """Yield the keys and values of a table, in order. When the iterator ends, the whole table was checked."""
     if source.size > _MAX_TABLE:
         raise UncheckedFile(f"a table of {source.size} bytes, more than {_MAX_TABLE}")
     footer_at = source.size - _FOOTER
@@ -121,12 +106,10 @@ def read_varint(data: bytes, at: int, place: int) -> tuple[int, int]:
 
 def _block(source: ByteSource, offset: int, size: int) -> bytes:
     if offset + size + _TRAILER > source.size - _FOOTER:
-        raise DamagedFile(
-            min(offset, source.size), f"a block of the table, of {size} bytes at {offset}, reaches over its end"
-        )
+        why = f"a block of the table, of {size} bytes at {offset}, reaches over its end"
+        raise DamagedFile(min(offset, source.size), why)
     data = source.read(offset, size + _TRAILER)
-    crc: Callable[[bytes, int], int] = fast_crc32c() or slow_crc32c
-    if mask_crc(crc(data[:-4], 0)) != int.from_bytes(data[-4:], "little"):
+    if mask_crc((fast_crc32c() or slow_crc32c)(data[:-4], 0)) != int.from_bytes(data[-4:], "little"):
         raise DamagedFile(offset, f"the table's block of {size} bytes does not have its CRC-32C")
     if data[size]:
         raise UncheckedFile("a compressed table")
@@ -169,12 +152,7 @@ class BundleEntry:
 
 
 def read_bundle_index(source: ByteSource) -> dict[int, list[BundleEntry]]:
-    """Read the entries of each shard, by its number. The result names all shards.
-
-    Raises:
-        DamagedFile: the index is damaged.
-        UncheckedFile: the index is too large, or compressed.
-    """
+    """Read the entries of each shard, by its number. The result names all shards."""
     shards: dict[int, list[BundleEntry]] | None = None
     for key, value in read_table(source):
         fields = list(_fields(value))
@@ -196,14 +174,12 @@ def read_bundle_index(source: ByteSource) -> dict[int, list[BundleEntry]]:
 
 
 def check_bundle_shard(source: ByteSource, entries: Iterable[BundleEntry]) -> SoundFile:
-    """Check a shard against the index. Raises `DamagedFile`."""
     crc, at, plain = fast_crc32c(), 0, False
     for entry in sorted(entries):
         where, end = f"tensor {entry.name!a}", entry.offset + entry.size
         if end > source.size:
-            raise DamagedFile(
-                source.size, f"the file ends there, before {where} of {entry.size} bytes at {entry.offset}"
-            )
+            why = f"the file ends there, before {where} of {entry.size} bytes at {entry.offset}"
+            raise DamagedFile(source.size, why)
         if entry.offset < at and entry.size:
             raise DamagedFile(entry.offset, f"{where} overlaps the one before it")
         at = max(at, end)
@@ -273,12 +249,6 @@ _SHORTEST = 18  # bytes of magic, length, version, compression and CRC
 
 
 def check_ocdbt_manifest(source: ByteSource) -> SoundFile:
-    """Check a manifest.
-
-    Raises:
-        DamagedFile: the manifest is truncated, or its CRC-32C does not match.
-        UncheckedFile: the manifest is too large.
-    """
     head = read_exactly(source, 0, _SHORTEST, "the manifest's header")
     if head[:4] != _MAGIC:
         raise DamagedFile(0, "no OCDBT manifest")

@@ -27,6 +27,7 @@ _MAGIC = (
     b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.",
     b"L119547037146038801333356L\n.",
 )  # of protocol 2 and later, and before
+_PICKLE_ERRORS = (ValueError, IndexError, struct.error, OverflowError)
 _STACK_DEPTH = 8  # values on the stack that are kept; a storage has six
 _BLOCK = 512  # bytes of a tar header, and of the padding of a file
 _MEMBERS = frozenset(("sys_info", "pickle", "tensors", "storages"))
@@ -46,16 +47,10 @@ def is_legacy_save(head: bytes) -> bool:
 
 
 def is_tar(source: ByteSource) -> bool:
-    """Whether a file begins with the header of a tar archive."""
     return source.size >= _BLOCK and source.read(257, 5) == b"ustar"
 
 
 def check_legacy_save(source: ByteSource) -> SoundFile:
-    """Check a file of `torch.save` before 1.6.
-
-    Raises:
-        DamagedFile: it is cut off, or its pickles and the tensors behind them contradict each other.
-    """
     note = f"a file of torch.save from before torch 1.6, a pickle with the tensors behind it: {_RESAVE_HINT}"
     stream = _Stream(source)
     try:
@@ -65,7 +60,7 @@ def check_legacy_save(source: ByteSource) -> SoundFile:
         keys = _strings(stream)
     except _TooLargeError:
         return SoundFile("torch.save before 1.6", f"pickles of more than {_MAX} bytes are not read", note)
-    except (ValueError, IndexError, struct.error, OverflowError) as error:
+    except _PICKLE_ERRORS as error:
         raise DamagedFile(stream.tell(), f"the pickle is cut off or damaged before there: {str(error)[:200]}") from None
     at = stream.tell()
     for key in keys:
@@ -119,7 +114,6 @@ def _opcodes(stream: _Stream) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int
 
 
 def _strings(stream: _Stream) -> list[str]:
-    """Read a pickle, and return its strings in order."""
     return [value for opcode, value, _ in _opcodes(stream) if _is_string(opcode) and isinstance(value, str)]
 
 
@@ -159,12 +153,7 @@ def _is_string(opcode: pickletools.OpcodeInfo) -> bool:
 
 
 def check_tar(source: ByteSource) -> SoundFile:
-    """Check a tar archive of `torch.save` before 0.2.
-
-    Raises:
-        DamagedFile: it is cut off, or a header does not have its checksum.
-        UnknownFormat: another program's tar archive.
-    """
+    """Check a tar archive of `torch.save` before 0.2; raise `UnknownFormat` for another program's."""
     at, names = 0, set[str]()
     while True:
         header = read_exactly(source, at, _BLOCK, "a header of the tar archive")
@@ -191,15 +180,11 @@ def _octal(field: bytes, at: int) -> int:
 
 
 def looks_like_pickle(head: bytes) -> bool:
-    """Return whether a file that begins with `head` may be a pickle of protocol 2 to 5."""
     return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
 
 
 def find_int(data: bytes, key: str) -> int | None:
-    """Return the integer that follows a string in a pickle, as the first value of this key; None if there is none.
-
-    The opcodes are read one by one, and none is executed.
-    """
+    """Return the integer that follows a string in a pickle, as the first value of this key; None if there is none."""
     is_after_key = False
     try:
         for opcode, argument, _ in pickletools.genops(data):
@@ -208,18 +193,13 @@ def find_int(data: bytes, key: str) -> int | None:
             if is_after_key and isinstance(argument, int) and "INT" in opcode.name:
                 return argument
             is_after_key = argument == key
-    except (ValueError, IndexError, struct.error, OverflowError):
+    except _PICKLE_ERRORS:
         pass
     return None
 
 
 def check_pickle(source: ByteSource) -> SoundFile:
-    """Check a pickle, or a file of `torch.save` before 1.6.
-
-    Raises:
-        DamagedFile: it is truncated, or holds an invalid opcode.
-        UncheckedFile: it is too large, or continues after its end.
-    """
+    """Check a pickle, or a file of `torch.save` before 1.6."""
     if is_legacy_save(source.read(0, min(source.size, 40))):
         return check_legacy_save(source)
     if source.size > _MAX:
@@ -228,7 +208,7 @@ def check_pickle(source: ByteSource) -> SoundFile:
     try:
         for _, _, position in pickletools.genops(source.read(0, source.size)):
             at = position or 0
-    except (ValueError, IndexError, struct.error, OverflowError) as error:
+    except _PICKLE_ERRORS as error:
         raise DamagedFile(at, f"the pickle is cut off or damaged behind there: {str(error)[:200]}") from None
     if at + 1 != source.size:
         raise UncheckedFile(f"a pickle that ends at byte {at + 1}, in a file of {source.size}")

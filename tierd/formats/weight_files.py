@@ -48,12 +48,7 @@ class TensorPlace(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """The header of a file.
-
-    Attributes:
-        begin: the offset of the first tensor's bytes.
-        metadata: the texts of `__metadata__`.
-    """
+    """The header of a file, whose first tensor's bytes begin at `begin`."""
 
     begin: int
     tensors: dict[str, TensorPlace]
@@ -61,22 +56,12 @@ class SafetensorsHeader:
 
 
 def looks_like_safetensors(head: bytes, size: int) -> bool:
-    """Return whether a file of `size` bytes that begins with `head` (9 bytes or more) may be safetensors."""
+    """Whether a file that begins with `head`, of 9 bytes or more, may be safetensors."""
     return size > 9 and head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= size - 8
 
 
 def check_safetensors(source: ByteSource, expected: Collection[str] = (), by: str = "") -> SoundFile:
-    """Check a file.
-
-    Args:
-        source: the file.
-        expected: the tensors that an index places in this file.
-        by: the index's name.
-
-    Raises:
-        DamagedFile: the file is truncated, its header is wrong, or it lacks a tensor of `expected`.
-        UncheckedFile: a tensor has a dtype that this module does not know.
-    """
+    """Check a file, also for the tensors that the index `by` places in it."""
     header = read_safetensors_header(source)
     begin = header.begin
     tensors = sorted(header.tensors.items(), key=lambda entry: entry[1].data_offsets)
@@ -105,7 +90,6 @@ def check_safetensors(source: ByteSource, expected: Collection[str] = (), by: st
 
 
 def read_safetensors_header(source: ByteSource) -> SafetensorsHeader:
-    """Read the header of a file. Raises `DamagedFile`."""
     length = int.from_bytes(read_exactly(source, 0, 8, "the header's length"), "little")
     if length > min(_MAX_HEADER, source.size - 8):
         raise DamagedFile(

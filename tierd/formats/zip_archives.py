@@ -23,7 +23,8 @@ from struct import Struct
 from tierd.formats.byte_source import PIECE_SIZE, ByteSource, DamagedFile, SoundFile, UncheckedFile, read_pieces
 
 ZIP_MAGIC = b"PK\x03\x04"
-_CENTRAL, _DESCRIPTOR, _END = b"PK\x01\x02", b"PK\x07\x08", b"PK\x05\x06"
+ZIP_END_MAGIC = b"PK\x05\x06"
+_CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
 _END64, _LOCATOR = b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL_HEADER = Struct("<4s5H3I2H")
 _CENTRAL_HEADER = Struct("<4s6H3I5H2I")
@@ -67,12 +68,7 @@ class _Directory:
 
 
 def check_zip(source: ByteSource) -> SoundFile:
-    """Check an archive, including each record's content.
-
-    Raises:
-        DamagedFile: the archive is truncated, or its parts contradict each other.
-        UncheckedFile: it is encrypted, uses an unknown compression, or exceeds this module's bounds.
-    """
+    """Check an archive, including each record's content."""
     directory = _find_directory(source)
     if directory.records > _MAX_RECORDS:
         raise UncheckedFile(f"a zip archive of more than {_MAX_RECORDS} records")
@@ -101,9 +97,6 @@ def read_zip_record(source: ByteSource, ending: str, max_bytes: int) -> bytes | 
     """Return the content of the first uncompressed record whose name has this ending; None if there is none.
 
     A record of more than `max_bytes` bytes counts as none. The content is not checked (see `check_zip`).
-
-    Raises:
-        DamagedFile, UncheckedFile: as `check_zip`.
     """
     directory = _find_directory(source)
     for record in _records(source, directory):
@@ -117,14 +110,14 @@ def _find_directory(source: ByteSource) -> _Directory:
     """Find the directory through the end record, which is last in the file except for a comment."""
     tail_at = max(0, source.size - _END_RECORD.size - _MAX_COMMENT)
     tail = source.read(tail_at, source.size - tail_at)
-    candidate = tail.rfind(_END)
+    candidate = tail.rfind(ZIP_END_MAGIC)
     while candidate >= 0:
         at = tail_at + candidate
         if source.size - at >= _END_RECORD.size:
             _, *disks, disk_records, records, size, offset, comment = _END_RECORD.unpack_from(tail, candidate)
             if at + _END_RECORD.size + comment == source.size:
                 return _directory(source, at, (*disks, disk_records, records, size, offset))
-        candidate = tail.rfind(_END, 0, candidate)
+        candidate = tail.rfind(ZIP_END_MAGIC, 0, candidate)
     raise DamagedFile(source.size, "the zip archive has no end record: it is cut off, or its end was overwritten")
 
 
@@ -158,7 +151,6 @@ def _directory(source: ByteSource, at: int, end: tuple[int, ...]) -> _Directory:
 
 
 def _records(source: ByteSource, directory: _Directory) -> Iterator[_Record]:
-    """Yield the records of the directory, with one window of it in memory at a time."""
     at, end = directory.offset, directory.offset + directory.size
     window, window_at = b"", at
     for _ in range(directory.records):

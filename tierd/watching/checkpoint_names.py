@@ -51,7 +51,6 @@ class KnownCheckpoints:
     """The checkpoints of a run that any place has.
 
     Attributes:
-        created: each checkpoint, and when it was made.
         origins: by attempt, the checkpoint from which it resumed.
         unread: checkpoints of which only the names are known.
     """
@@ -63,7 +62,6 @@ class KnownCheckpoints:
     def with_checkpoint(
         self, checkpoint: CheckpointId, created: datetime, origin: CheckpointId | None
     ) -> KnownCheckpoints:
-        """Return this history with one more checkpoint."""
         return KnownCheckpoints(
             {**self.created, checkpoint: created}, {**self.origins, checkpoint.attempt: origin}, self.unread
         )
@@ -75,7 +73,6 @@ class KnownCheckpoints:
         )
 
     def find(self, step: int, created: datetime) -> list[CheckpointId]:
-        """Return the checkpoints that have this step and were finished at this time."""
         return [checkpoint for checkpoint, at in self.created.items() if checkpoint.step == step and at == created]
 
 
@@ -94,7 +91,6 @@ class UnitName:
 
 
 def known_checkpoints(inventory: Inventory, run: str) -> KnownCheckpoints:
-    """Return the history of a run, as observed in all places."""
     created: dict[CheckpointId, datetime] = {}
     names: set[CheckpointId] = set()
     for place in inventory.places.values():
@@ -115,12 +111,10 @@ def checkpoint_time(modified_ns: int) -> datetime:
 
 
 def is_in_range(modified_ns: int) -> bool:
-    """Whether a file's time can be a checkpoint's: from 1970 to 2069."""
     return 0 <= modified_ns < _LATEST_NS
 
 
 def step_of(described: UnitDescription, created: datetime) -> int:
-    """Return a unit's step; of a unit that has none, its order."""
     return second_of(created) if described.step is None else described.step
 
 
@@ -168,7 +162,6 @@ def _is_step(name: str) -> bool:
 
 
 def _is_of_run(names: Sequence[str], paths: Sequence[str]) -> bool:
-    """Whether a directory of the path is one of a run, as its seed or job, by the names below it."""
     if not names[0].isdecimal():
         return False
     are_ends = are_ends_of_run(map(basename, paths), names[0])
@@ -187,11 +180,6 @@ def name_unit(
     """Name the checkpoint of a unit that `history` does not have.
 
     Args:
-        run: the run.
-        path: the unit's path in the watched directory.
-        step: its step.
-        created: when its newest file was last written.
-        history: the checkpoints that are known.
         after: the newest checkpoint when the unit was first seen. Times are compared with later ones only. None if the
             unit was there when the watch began.
         series: the known checkpoints of its series, and when each was made.
@@ -282,12 +270,7 @@ def _find_origin(step: int, attempts: list[str], history: KnownCheckpoints) -> C
 
 
 class ListedUnits:
-    """The units of a listing.
-
-    Args:
-        units: the units, by path.
-        shapes: their shapes, by path.
-    """
+    """The units of a listing, and their shapes, by path."""
 
     def __init__(self, units: Mapping[str, Unit], shapes: Mapping[str, UnitShape]) -> None:
         self._dated_units = [(unit, modified_at(shapes[path])) for path, unit in units.items()]
@@ -296,7 +279,7 @@ class ListedUnits:
         return ((unit, created) for unit, created in self._dated_units if unit.path != path)
 
     def count_same_step_and_time(self, path: str, step: int, created: datetime) -> int:
-        """Return how many units have this step and this time, the one at `path` included."""
+        """Count the units of this step and time, the one at `path` included."""
         return 1 + sum((_step_or_order(unit, at), at) == (step, created) for unit, at in self._sibling_units(path))
 
     def newer_units_of_smaller_step(self, path: str, step: int, created: datetime) -> Iterator[tuple[Unit, datetime]]:
@@ -314,5 +297,4 @@ def _step_or_order(unit: Unit, created: datetime) -> int:
 
 
 def modified_at(shape: UnitShape) -> datetime:
-    """Return when the newest file of a unit was last written."""
     return checkpoint_time(max((entry.mtime_ns for _, entry in shape), default=0))

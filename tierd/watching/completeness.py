@@ -39,7 +39,6 @@ class Directory:
         return self.path.rpartition("/")[0]
 
     def matching_files(self, pattern: str) -> list[re.Match[str]]:
-        """Match the names of the regular files in this directory against the whole pattern."""
         fullmatch = re.compile(pattern).fullmatch
         return [match for name in self.candidates if (match := fullmatch(name))]
 
@@ -54,15 +53,13 @@ class Directory:
 
     @cached_property
     def directories(self) -> list[str]:
-        """The names of the directories in this directory."""
         return [name for name, entry in self.names.items() if entry.kind == "directory"]
 
     def has_file(self, *names: str) -> bool:
-        """Return whether any of these names is a regular file in this directory."""
+        """Whether any of these names is a regular file in this directory."""
         return any(name in self.names and self.names[name].kind == "file" for name in names)
 
     def directory_at(self, path: str) -> Directory:
-        """Return another directory of the listing, by its path."""
         return Directory(path, self.tree[path], self.listing, self.tree)
 
     def child(self, name: str) -> Directory | None:
@@ -70,7 +67,6 @@ class Directory:
         return self.directory_at(path) if path in self.tree else None
 
     def names_below(self) -> Iterator[str]:
-        """Yield the names of what is no directory, at any depth."""
         return (path.rpartition("/")[2] for path, _ in files_below(self.tree, self.path))
 
 
@@ -84,12 +80,10 @@ def has_only_temporary_files(directory: Directory) -> bool:
 
 
 def absent_name(directory: Directory, *names: str) -> str | None:
-    """Return a message about the first of these files that is missing; None if no file is."""
     return next((f"{name} is not there" for name in names if not directory.has_file(name)), None)
 
 
 def absent_index(directory: Directory) -> str | None:
-    """Return the missing index of a sharded model, if any."""
     shards = {(match[1], match[2]) for match in directory.matching_files(SHARD_PATTERN.pattern)}
     index_names = sorted(
         f"{stem}.{ending}.index.json" for stem, ending in shards if needs_index(directory, stem, ending)
@@ -124,7 +118,7 @@ def absent_rank(directory: Directory, pattern: str, first: int | None = None) ->
 
 
 def absent_combination(matches: Sequence[re.Match[str]]) -> str | None:
-    """Find the missing combination among names with several numbers, and return a message; None if there is none."""
+    """Return a message about a missing combination among names with several numbers; None if there is none."""
     combinations = {tuple(int(number) for number in match.groups() if number is not None) for match in matches}
     axes = [range(min(numbers), max(numbers) + 1) for numbers in zip(*combinations, strict=False)]
     missing = _first_missing(combinations, axes, ()) if matches else None
@@ -136,10 +130,7 @@ def absent_combination(matches: Sequence[re.Match[str]]) -> str | None:
 def _first_missing(
     combinations: Set[tuple[int, ...]], axes: Sequence[range], head: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the first combination that is not in `combinations`.
-
-    The search visits at most one combination more than `combinations` has, however large the numbers in names are.
-    """
+    """Return the first combination that is not in `combinations`, visiting at most one more than that has."""
     if not axes:
         return None if head in combinations else head
     inner = (_first_missing(combinations, axes[1:], (*head, number)) for number in axes[0])
@@ -173,7 +164,6 @@ _TEMPORARY = re.compile(
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a name is one under which programs write, before they rename what is whole."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -184,7 +174,6 @@ def final_name(name: str) -> str:
 
 
 def temporary_name_reason(name: str) -> str | None:
-    """Return a message about a temporary name; None if the name is none."""
     return "its name is a temporary one, which its program had yet to change" if is_temporary(name) else None
 
 
@@ -208,7 +197,6 @@ def unfinished_reason(siblings: Mapping[str, ListedEntry], name: str) -> str | N
 
 
 def unfinished_marker(name: str) -> str:
-    """Return the name of NeMo's marker beside a checkpoint that is being written."""
     for ending in (".nemo", ".ckpt", "-EMA"):
         name = name.removesuffix(ending)
     return f"{name}-unfinished"

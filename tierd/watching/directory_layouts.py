@@ -53,12 +53,8 @@ from tierd.watching.unit import (
 
 
 class DirectoryLayout(NamedTuple):
-    """The layout of a directory.
-
-    Attributes:
-        layout: the layout of its program.
-        missing_reason: the reason why it is not complete; None if it is.
-        is_unfinished: whether the program itself left the proof that it began the save and did not finish it.
+    """The layout of a directory. `is_unfinished`: the program itself proves that it began the save and did not finish
+    it.
     """
 
     layout: UnitLayout
@@ -67,7 +63,7 @@ class DirectoryLayout(NamedTuple):
 
 
 def match_layout(directory: Directory) -> DirectoryLayout | None:
-    """Return the first layout that a directory has, and the reason why it is not complete; None if it has none."""
+    """Return the first layout that a directory has; None if it has none."""
     return next((claimed for layout in _LAYOUTS if (claimed := layout(directory)) is not None), None)
 
 

@@ -53,14 +53,11 @@ class DirectoryTree:
     """A directory whose files are listed and read. Use it as a context manager.
 
     Args:
-        directory: the directory.
         skip: list a directory below it that may not be read as one special file, instead of raising, and skip names
             that are not UTF-8, because no manifest can have them.
-        user_layout: a person's own rules about which paths are checkpoints; None: the usual ones.
         going: called before each name is listed and before each read; what it raises ends the work.
 
     Attributes:
-        unreadable: the directories that the last listing skipped.
         unnamed: the names that it skipped because they are not UTF-8, as paths in which other bytes are escaped.
         unfollowed: links that may be a checkpoint's files and are not followed, each with a status and the reason.
 
@@ -170,7 +167,6 @@ class DirectoryTree:
         return os.path.relpath(target, Path(root, path).parent) if inside else target
 
     def owner(self, path: str) -> int:
-        """Return the user id that owns a listed directory, or the top one for an empty path."""
         with self._open_path(path, DIRECTORY_FLAGS) as descriptor:
             return os.fstat(descriptor).st_uid
 
@@ -195,7 +191,6 @@ class DirectoryTree:
             pending += self._list(pending.pop(), entries, describe)
 
     def _list(self, path: str, entries: dict[str, ListedEntry], describe: DescribeEntry) -> list[str]:
-        """Add a directory's entries, and return its subdirectories."""
         try:
             return self._add(path, entries, describe)
         except OSError as error:
@@ -257,7 +252,6 @@ class DirectoryTree:
             entries.pop(path, None)
 
     def _list_beside(self, entries: dict[str, ListedEntry]) -> None:
-        """Add the markers of the top directory, if its names may be read."""
         try:
             with os.scandir(self._root) as scan:
                 names = [entry.name for entry in scan]
@@ -287,7 +281,6 @@ class DirectoryTree:
             return None
 
     def is_followed(self, path: str) -> bool:
-        """Whether a listed file is read through a link."""
         return False
 
     def _placed(self, path: str) -> tuple[int, str]:
@@ -301,10 +294,8 @@ class DirectoryTree:
     def opened(self, path: str, listed: ListedEntry) -> Iterator[OpenFile]:
         """Open a listed file for reading.
 
-        Raises:
-            ChangedFile: the file is not the listed one, or it changed before the block ended. An error from the block
-                is then meaningless.
-            OSError: the file cannot be read.
+        Raises `ChangedFile` if the file is not the listed one, or changed before the block ended; an error from the
+        block is then meaningless. Raises `OSError` if the file cannot be read.
         """
         try:
             with self._open_path(path, _FILE) as descriptor:
@@ -357,13 +348,12 @@ def _check_unchanged(listed: ListedEntry, descriptor: int) -> None:
 
 
 class OpenFile:
-    """An open file as a source of a fixed size. `descriptor` is open for reading while the file is."""
+    """An open file as a source of a fixed size; see `CachedSource`."""
 
     def __init__(self, descriptor: int, size: int, going: Callable[[], None]) -> None:
         self.descriptor, self.size, self._going = descriptor, size, going
 
     def drop_cached(self) -> None:
-        """Have the next reads come from the disk."""
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, offset: int, length: int) -> bytes:

@@ -70,12 +70,10 @@ _LOG = re.compile(
 
 
 def is_usual(name: str) -> bool:
-    """Return whether a file's ending is one of what programs write beside checkpoints."""
     return _ending(name) in USUAL_ENDINGS
 
 
 def may_hold_state(name: str) -> bool:
-    """Return whether a file's name is none of weights, and none of what programs write beside these."""
     return not (
         name.startswith(".")
         or _ending(name) in USUAL_ENDINGS | _OTHER_ENDINGS
@@ -154,7 +152,6 @@ def _unit(path: str, listing: Listing, tree: Mapping[str, Mapping[str, ListedEnt
 
 
 def _marker(path: str, rules: UserLayout) -> str | None:
-    """Return the path of the file without which a unit is not complete."""
     if rules.complete_when is None:
         return None
     home, _, name = path.rpartition("/")
@@ -204,7 +201,6 @@ _SINGLE_FILE_LAYOUTS = (
 
 
 def is_config(name: str) -> bool:
-    """Return whether a file's name is one of a model's or a part's configuration, as `scheduler_config.json`."""
     return _CONFIG.fullmatch(name) is not None
 
 
@@ -292,9 +288,8 @@ def _add_companions(directory: Directory, groups: dict[tuple[UnitLayout, str], l
 
 
 def _model_unit(directory: Directory) -> Unit:
-    """Return the unit of a model's directory.
-
-    It has only the directory's own files, because a Trainer saves checkpoints in subdirectories.
+    """Return the unit of a model's directory: its own files alone, because a Trainer saves checkpoints in
+    subdirectories.
     """
     files = tuple(
         join_path(directory.path, name) for name, entry in sorted(directory.names.items()) if entry.kind == "file"

@@ -68,7 +68,6 @@ def link_target(path: str, text: str) -> str:
 
 
 def is_within(path: str, directory: str) -> bool:
-    """Whether an absolute path lies below a directory."""
     return path.startswith(f"{directory.rstrip('/')}/")
 
 
@@ -81,7 +80,6 @@ class NamedPath:
     """A checkpoint, or a directory of checkpoints, that a user named.
 
     Attributes:
-        given_path: the path as the user gave it.
         directory: the real path of the directory that holds it.
         name: its name there; None for the root of the file system.
     """
@@ -95,11 +93,9 @@ class NamedPath:
         return self.directory / (self.name or "")
 
     def tree(self) -> FollowingTree:
-        """Open the directory that holds it. Raises `OSError`."""
         return FollowingTree(self.directory, self.path, self.given_path)
 
     def whole_tree(self) -> FollowingTree:
-        """Open it as a directory of checkpoints. Raises `OSError`."""
         return FollowingTree(self.path, self.path, self.given_path)
 
 
@@ -184,8 +180,9 @@ class FollowingTree(DirectoryTree):
         return self._follow_links(super().list_top_files())
 
     def unclaimed_links(self, units: Iterable[Unit]) -> dict[str, tuple[UnitStatus, str]]:
-        """Return, as `unfollowed` has them, the last listing's links that are no unit's and would be weights, and the
-        directories that may not be read."""
+        """Return the last listing's links that are no unit's and would be weights, and the directories that may not be
+        read.
+        """
         inside = {path for unit in units for path in unit.special_files}
         return {path: why for path, why in self.unfollowed.items() if path in self._weight_links - inside}
 
@@ -196,7 +193,6 @@ class FollowingTree(DirectoryTree):
         return (self._top_descriptor, self._targets[path]) if path in self._targets else super()._placed(path)
 
     def _follow_links(self, listing: Listing) -> Listing:
-        """Return a listing with the links that are followed as their files, and note why the others are not."""
         self.unfollowed, self._targets, self._weight_links = {}, {}, set()
         entries = dict(listing.entries)
         if not is_hub_bookkeeping(self._named_path):
@@ -225,7 +221,6 @@ class FollowingTree(DirectoryTree):
         return Listing(followed, listing.texts)
 
     def _resolve(self, path: str) -> tuple[str, ListedEntry]:
-        """Return the absolute path of the file to which a link leads, and its entry. Raises `_UnfollowedLink`."""
         at = f"{self._real_path}/{path}"
         within = link_limit(at, self._named_path)
         for _ in range(_MOST_LINKS):
@@ -243,7 +238,6 @@ class FollowingTree(DirectoryTree):
         raise _UnfollowedLink("unknown", f"a link that leads over more than {_MOST_LINKS} others")
 
     def _entry_at(self, at: str) -> tuple[ListedEntry, str]:
-        """Return the entry at an absolute path, and the text of a link there."""
         try:
             with opened_below(self._top_descriptor, relpath(dirname(at), self._top), DIRECTORY_FLAGS) as descriptor:
                 entry = entry_by_status(basename(at), descriptor)
@@ -322,7 +316,6 @@ def _reduced_units(left_out: tuple[str, ...], inside: tuple[str, ...], listing: 
 
 
 def listing_without(left_out: tuple[str, ...], listing: Listing) -> Listing:
-    """Return a listing without these entries and all below them."""
     below = tuple(f"{entry}/" for entry in left_out)
     entries = {
         path: entry for path, entry in listing.entries.items() if path not in left_out and not path.startswith(below)

@@ -23,9 +23,7 @@ UNCERTAIN_LAYOUTS = (DIRECTORY_LAYOUT, FILE_LAYOUT, COMPOSER)  # no program's ow
 def compare_series(units: Sequence[Unit], marked_layouts: Container[UnitLayout]) -> list[Unit]:
     """Return the units of one directory, with a reason where one lacks what all others of its series have.
 
-    Args:
-        units: the units of one directory.
-        marked_layouts: the layouts whose programs write a file last that they alone write.
+    `marked_layouts` are those whose programs write a file last that they alone write.
     """
     complete = [unit for unit in units if unit.step is not None and not unit.missing_reason]
     names = {unit.path: _file_names(unit) for unit in complete}
@@ -102,7 +100,6 @@ def _is_numbered(name: str) -> bool:
 
 
 def _directory_and_ending(name: str) -> tuple[str, str]:
-    """Return the directory of a name, and its ending."""
     directory, _, last = name.rpartition("/")
     return directory, last.rpartition(".")[2] if "." in last else ""
 
@@ -188,7 +185,6 @@ def _report_absent(unit: Unit, unit_names: frozenset[str], sibling_names: Sequen
 
 
 def _absent(unit_names: frozenset[str], sibling_names: Sequence[frozenset[str]]) -> frozenset[str]:
-    """Return the names that all others have, and this one lacks."""
     common = frozenset.intersection(*sibling_names) if sibling_names else frozenset()
     absent = common - unit_names - _renamed_files(unit_names, common)
     # Another number may stand in the name: `checkpoint_1_500.pt` and `checkpoint_2_1000.pt`.
@@ -219,10 +215,7 @@ def _top_names(names: frozenset[str]) -> frozenset[str]:
 def missing_counterpart(paths: Iterable[str], earlier: Iterable[str], layout: UnitLayout) -> str | None:
     """Return a file of the checkpoint before this one that has no counterpart in it; None if this one has all of them.
 
-    Args:
-        paths: the files of a checkpoint that no other of its series lies beside.
-        earlier: those of the one that was taken before it.
-        layout: its layout. Of files beside each other the best is not written in each save.
+    Of files beside each other (`layout`) the best is not written in each save.
     """
     forms = frozenset(map(_form, paths))
     expected = {_form(path): path for path in earlier}

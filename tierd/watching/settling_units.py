@@ -51,12 +51,7 @@ _MAX_DOUBLINGS = 6  # of the wait for a unit that changes each time while it is 
 
 @dataclass(frozen=True, slots=True)
 class DueUnit:
-    """A unit to be taken now.
-
-    Attributes:
-        shape: its files' entries, which the read files must match.
-        tries: how many times in a row it changed while it was taken.
-    """
+    """A unit to be taken now. Read files must match `shape`; it changed `tries` times in a row while it was taken."""
 
     unit: Unit
     shape: UnitShape
@@ -96,7 +91,6 @@ class SettlingTracker:
         self.units: dict[str, Unit] = {}  # of the last listing, by path
 
     def observe(self, listing: Listing, now_s: float) -> list[DueUnit]:
-        """Process a listing, and return the due units, the newest first. `now_s` is any monotonic clock."""
         by_path = self.units = {unit.path: unit for unit in self._choose(units(listing))}
         for path in self._seen.keys() - by_path.keys():
             del self._seen[path]
@@ -124,7 +118,6 @@ class SettlingTracker:
 
     @property
     def shapes(self) -> dict[str, UnitShape]:
-        """The shapes of the units in the last listing, by path."""
         return {path: state.shape for path, state in self._seen.items()}
 
     def is_judged(self, path: str) -> bool:
@@ -161,22 +154,16 @@ class SettlingTracker:
         return [path for path, state in self._seen.items() if not state.rested and now_s - state.changing_s >= for_s]
 
     def is_listed(self, path: str) -> bool:
-        """Whether the last listing has a unit."""
         return path in self._seen
 
     def _wait_s(self, state: _UnitState) -> float:
         return float(self._settle_s * 2 ** min(state.tries, _MAX_DOUBLINGS))
 
     def record_outcome(self, due_unit: DueUnit, sound: bool, after: Listing) -> Outcome:
-        """Record the outcome for a unit that was due.
+        """Record the outcome for a unit that was due; `after` is a listing that began after the last byte was read.
 
-        Args:
-            sound: whether all of it was read and found sound.
-            after: a listing that began after the last byte was read.
-
-        Returns:
-            "taken" or "refused" if nothing changed meanwhile; the unit is due again only after a change. "changed" if
-            something did; the read bytes are then void, and the unit is due again when it has settled.
+        After "taken" or "refused", the unit is due again only after a change. After "changed", the read bytes are void,
+        and it is due when it has settled.
         """
         state = self._seen.get(due_unit.unit.path)
         if not is_unchanged(due_unit, after):
@@ -203,10 +190,9 @@ def is_unchanged(due_unit: DueUnit, after: Listing) -> bool:
 
 
 def _is_one_save(unit: Unit, listing: Listing, former: Mapping[str, ListedEntry]) -> bool:
-    """Return whether all files can come from one save, and not partly from an unfinished save or deletion.
+    """Whether all files can come from one save, and not partly from an unfinished save or deletion.
 
-    Args:
-        former: the unit's files and markers when it was last due.
+    `former` are the unit's files and markers when it was last due.
     """
     if unit.path.rpartition("/")[2] == WITHOUT_STEP:  # each file is rewritten, added and deleted by itself
         return True
@@ -239,5 +225,4 @@ def _is_older(unit: Unit, entries: Mapping[str, ListedEntry], last: re.Pattern[s
 
 
 def shape_of(unit: Unit, entries: Mapping[str, ListedEntry]) -> UnitShape:
-    """Return the listed entries of a unit's files, links and special files."""
     return tuple((path, entries[path]) for path in (*unit.files, *unit.special_files))

@@ -92,12 +92,11 @@ _LOG = re.compile(r"events\.out\.tfevents\..*|.*\.(log|csv|jsonl|out|err)|(.*[-_
 
 
 def is_log(name: str) -> bool:
-    """Return whether a file's name is one of a log, which changes for as long as its program runs."""
+    """Whether a file's name is one of a log, which changes for as long as its program runs."""
     return _LOG.fullmatch(name) is not None
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file's name is one of weights or of another state that is saved."""
     return name.endswith(WEIGHT_ENDINGS) or _NUMBERED.fullmatch(name) is not None
 
 
@@ -212,9 +211,6 @@ def updates_beside(names: Iterable[str]) -> dict[str, int]:
 def names_beside(names: Mapping[str, int | None]) -> dict[str, int]:
     """Return the steps of names without one that begin with a name that has one, as `net.1000.optim.pt` beside
     `net.1000.model.pt`.
-
-    Args:
-        names: the step of each name; None if it has none.
     """
     stems = {without_ending(name): step for name, step in names.items() if step is not None}
     steps = dict[str, int]()
@@ -296,12 +292,10 @@ def without_numbers(name: str) -> str:
 
 
 def without_ending(name: str) -> str:
-    """Return a name without the ending of weights."""
     return _ENDING.sub("", name)
 
 
 def _strip_name(name: str) -> str:
-    """Return a name without its ending, ranks, dates and fractions."""
     name = RANK.sub("", without_ending(name))
     return _FRACTION.sub("", _DATE.sub("", name)).rstrip("-_.")
 

@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The layout of a program's checkpoints.
-
-    Attributes:
-        program: its name.
-        unit: the form of one checkpoint, for people.
-        complete: when it is complete, for people.
-        source: the code from which this was read.
-    """
+    """The layout of a program's checkpoints."""
 
     program: str
     unit: str
@@ -170,7 +163,6 @@ class ListedEntry(NamedTuple):
     """One entry of a directory. If two entries of a file are equal, no writer changed it in between.
 
     Attributes:
-        size: bytes.
         mtime_ns: when its content last changed, in ns, by the file system's clock.
         inode: device and inode, so that a replaced file is distinguishable.
     """
@@ -187,7 +179,6 @@ class Listing:
 
     Attributes:
         entries: by path from the directory, with components separated by "/".
-        texts: the markers' texts, by path.
         user_layout: a person's own rules about which of its paths are checkpoints; None: the rules of `layouts`.
     """
 
@@ -196,7 +187,6 @@ class Listing:
     user_layout: UserLayout | None = None
 
     def tree(self) -> dict[str, dict[str, ListedEntry]]:
-        """Return each directory's own entries by its path; the listing's directory is ""."""
         tree: dict[str, dict[str, ListedEntry]] = {"": {}}
         for path, entry in self.entries.items():
             directory, _, name = path.rpartition("/")
@@ -207,7 +197,6 @@ class Listing:
 
 
 def join_path(directory: str, name: str) -> str:
-    """Join a path below the listing's directory."""
     return f"{directory}/{name}" if directory else name
 
 
@@ -222,10 +211,7 @@ def files_below(tree: Mapping[str, Mapping[str, ListedEntry]], directory: str) -
 
 
 def first_missing_number(numbers: Iterable[int], first: int | None = None) -> int | None:
-    """Return the smallest missing number between `first` and the largest number; None if none is missing.
-
-    `first` defaults to the smallest number.
-    """
+    """Return the smallest missing number between `first`, by default the smallest, and the largest; None if none is."""
     distinct = set(numbers)
     begin = min(distinct, default=0) if first is None else first
     return next((number for number in range(begin, max(distinct, default=0)) if number not in distinct), None)
@@ -238,7 +224,6 @@ DescribeEntry: TypeAlias = Callable[[os.DirEntry[str], int], ListedEntry]
 
 
 def entry_by_status(name: str | os.DirEntry[str], directory: int) -> ListedEntry:
-    """Describe an entry of an open directory by its status."""
     entry_name = name if isinstance(name, str) else name.name
     return entry_of(os.stat(entry_name, dir_fd=directory, follow_symlinks=False))
 
@@ -253,7 +238,6 @@ def entry_by_kind(entry: os.DirEntry[str], directory: int) -> ListedEntry:
 
 
 def entry_of(stat_result: os.stat_result) -> ListedEntry:
-    """Return the entry of a status."""
     mode = _BY_MODE.get(stat.S_IFMT(stat_result.st_mode), "other")
     return ListedEntry(mode, stat_result.st_size, stat_result.st_mtime_ns, (stat_result.st_dev, stat_result.st_ino))
 
@@ -271,10 +255,8 @@ class Unit:
     """One checkpoint of a program, as found in a listing.
 
     Attributes:
-        layout: the layout of its program.
         path: the directory or file, from the listing's directory; for several files, the prefix of their names, or the
             first of them; for all files and directories without a step that lie in one directory, `<directory>/*`.
-        step: the step in its name; None if the name has none.
         files: its regular files, as sorted paths from the listing's directory.
         special_files: its links and special files, in the same form.
         missing_reason: the reason why it is not complete; None if the listing shows it complete.
@@ -294,5 +276,4 @@ class Unit:
 
     @property
     def is_directory(self) -> bool:
-        """Whether `path` is a directory of the unit."""
         return not self.files or any(file.startswith(f"{self.path}/") for file in (*self.files, *self.special_files))

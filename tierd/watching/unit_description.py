@@ -52,8 +52,6 @@ class UnitDescription:
     """What a unit's files say about it.
 
     Attributes:
-        step: the step at which it was saved; None if nothing says it.
-        metrics: the last value of each metric.
         ranks: how many ranks wrote it, as far as names of files show it.
     """
 
@@ -63,7 +61,6 @@ class UnitDescription:
 
 
 def describe_unit(unit: Unit, opener: Opener) -> UnitDescription:
-    """Describe a unit."""
     step, metrics = unit.step, _metrics_in_name(basename(unit.path))
     state = next((path for path in unit.files if basename(path) == _TRAINER_STATE), None)
     if state is not None and isinstance(trainer_state := _read_file(opener, state, read_json), dict):
@@ -252,14 +249,7 @@ def explain_listing(
     unreadable: tuple[str, ...] = (),
     unnamed: tuple[str, ...] = (),
 ) -> WatchExplanation:
-    """Explain a listing.
-
-    Args:
-        directory: the listed directory.
-        listing: everything below it.
-        opened: opens a listed file.
-        unreadable, unnamed: what the listing skipped, as `DirectoryTree` has it.
-    """
+    """Explain a listing; `unreadable` and `unnamed` are what it skipped, as `DirectoryTree` has them."""
     entries, listed_units = listing.entries, units(listing)
     steps = {unit.path: describe_unit(unit, lambda path: opened(path, entries[path])).step for unit in listed_units}
     explained = tuple(_explain_unit(unit, steps[unit.path], entries, listed_units, unnamed) for unit in listed_units)

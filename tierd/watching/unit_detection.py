@@ -81,7 +81,6 @@ def units(listing: Listing) -> list[Unit]:
 
 
 def names_of_units(listing: Listing) -> dict[str, set[str]]:
-    """Return the names of the units' files, links and markers, by directory."""
     names: dict[str, set[str]] = {}
     for unit in units(listing):
         for path in (*unit.files, *unit.special_files, *unit.markers):
@@ -242,8 +241,8 @@ def _unit_in(directory: Directory, claimed: DirectoryLayout) -> Unit:
 def _join_steps(directory: str, candidates: Sequence[Unit]) -> list[Unit]:
     """Join the units of one step that lie in one directory, and those without a step.
 
-    A program that names others by their steps rewrites these together. Without others, what names its program also
-    tells its step, and is not joined.
+    A program that names others by their steps rewrites these together. Without others, a unit whose program is known is
+    not joined.
     """
     direct = {unit.path: unit for unit in candidates if unit.path.rpartition("/")[0] == directory}
     names = {path.rpartition("/")[2]: unit.step for path, unit in direct.items() if unit.layout is FILE_LAYOUT}
@@ -341,9 +340,8 @@ def _markers(directory: Directory, layout: UnitLayout, files: tuple[str, ...]) -
 
 
 def _nested_reason(directory: Directory) -> str | None:
-    """Return the reason why a directory within a unit is not complete; None if all are.
-
-    DeepSpeed's and DCP's directories are nested in those of HF Trainer and Accelerate.
+    """Return why a directory within a unit is not complete, as DeepSpeed's and DCP's in those of HF Trainer and
+    Accelerate.
     """
     for name in sorted(directory.directories):
         inner = directory.child(name)

@@ -38,13 +38,7 @@ class Pointer:
 
 
 def pointers(program: str, path: str, files: Sequence[str]) -> Iterator[Pointer]:
-    """Yield the pointers to a unit.
-
-    Args:
-        program: the program's name.
-        path: the unit's path from the directory.
-        files: the paths of its files.
-    """
+    """Yield the pointers to a unit, which is at `path` in the directory and has these files."""
     home, _, name = path.rpartition("/")
     if program == DEEPSPEED.program:
         yield Pointer(join_path(home, "latest"), name)
@@ -160,14 +154,8 @@ _Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class UnitFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a unit.
-
-    Attributes:
-        path: the unit's path below the watched directory.
-        program: the program whose layout it has.
-        ranks: how many ranks wrote it.
-        modified_ns: each file's path, and when its content last changed, in ns since 1970.
-        pointers: the files and links beside the unit that named it when it was taken.
+    """The description of a unit, with each file's time of modification, and the pointers that named it when it was
+    taken.
     """
 
     version: Literal[1] = 1
@@ -183,10 +171,6 @@ class UnitFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def decode_unit(data: bytes | memoryview, where: str) -> UnitFile:
     """Decode and check a description.
-
-    Args:
-        data: the file's bytes.
-        where: the file, for messages.
 
     Raises:
         ManifestError: it is no description, or a path in it is unsafe.

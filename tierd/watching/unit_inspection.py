@@ -117,12 +117,7 @@ class InspectedUnit(msgspec.Struct, frozen=True):
 def inspect_unit(
     unit: Unit, sizes: Mapping[str, int], opener: Opener, unfollowed: Mapping[str, tuple[UnitStatus, str]] = {}
 ) -> InspectedUnit:
-    """Check a unit.
-
-    Args:
-        sizes: the size in bytes of each of its files, by path.
-        unfollowed: why links of it are not followed, by path, each with the status that follows.
-    """
+    """Check a unit. `unfollowed` says why links of it are not followed, by path, each with the status that follows."""
     inspected = _inspect_once(unit, sizes, opener, unfollowed)
     readings: list[Reading] = []
     while inspected.status in ("damaged", "incomplete", "unknown") and not unit.missing_reason:
@@ -175,7 +170,6 @@ def _inspect_once(
 
 
 def _check_alone(name: str, source: ByteSource) -> SoundFile:
-    """Check a file that no other one describes."""
     try:
         return check_file(name, source)
     except UnknownFormat:
@@ -207,7 +201,6 @@ class _Inspection:
                 self._examine(path, partial(_check_alone, basename(path)))
 
     def _check_index(self, path: str) -> None:
-        """Check a file that names other files, and check those files against it."""
         name = basename(path)
         if _METADATA.fullmatch(name):
             self._check_dcp(path)
