@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tierd.core.ids import MAX_STEP
 from tierd.watching.completeness import (
@@ -54,8 +55,8 @@ USUAL_ENDINGS = frozenset(
 _OTHER_ENDINGS = frozenset(
     (
         *(".sh", ".ipynb", ".toml", ".ini", ".cfg", ".conf", ".diff", ".patch", ".c", ".cc", ".cpp", ".cu", ".h"),
-        *(".lock", ".pid", ".sock", ".swp", ".webp", ".parquet", ".arrow", ".tfrecord", ".tfrecords"),
-        *(".mdb", ".db", ".db-wal", ".db-shm", ".db-journal", ".sqlite", ".sqlite3"),
+        *(".lock", ".pid", ".sock", ".swp", ".webp", ".parquet", ".arrow", ".tfrecord", ".tfrecords", ".mdb", ".db"),
+        *(".db-wal", ".db-shm", ".db-journal", ".sqlite", ".sqlite3"),
     )
 )
 POINTER_NAMES = frozenset(
@@ -125,9 +126,7 @@ def user_units(listing: Listing, rules: UserLayout) -> list[Unit]:
             elif entry.kind == "directory":
                 todo.append(path)
     markers = {marker for path in paths if _NAME in (rules.complete_when or "") and (marker := _marker(path, rules))}
-    return sorted(
-        (_unit(path, listing, tree, rules) for path in paths if path not in markers), key=lambda unit: unit.path
-    )
+    return [_unit(path, listing, tree, rules) for path in sorted(paths) if path not in markers]
 
 
 def _unit(path: str, listing: Listing, tree: Mapping[str, Mapping[str, ListedEntry]], rules: UserLayout) -> Unit:
@@ -194,10 +193,8 @@ _NUMBER = re.compile(r"\d{1,18}")
 _BUNDLE = re.compile(r"(.+)\.(?:index|data-\d{5,}-of-\d{5,})")
 _SHARD_INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
 _RANK_FILE = re.compile(r"(.+)-rank(\d+)(\.pt|\.tar)?")
-_SINGLE_FILE_LAYOUTS = (
-    ((".ckpt",), LIGHTNING),
-    ((".keras", ".h5", ".hdf5"), KERAS),
-)
+_SINGLE_FILE_LAYOUTS = (((".ckpt",), LIGHTNING), ((".keras", ".h5", ".hdf5"), KERAS))
+_GroupKey: TypeAlias = tuple[UnitLayout, str]  # and the name of the unit
 
 
 def is_config(name: str) -> bool:
@@ -217,7 +214,7 @@ def file_units(directory: Directory) -> list[Unit]:
     ):
         return [_model_unit(directory)]
     bundles = {match[1] for match in directory.matching_files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
-    groups: dict[tuple[UnitLayout, str], list[str]] = {}
+    groups: dict[_GroupKey, list[str]] = {}
     # RotatE's `checkpoint` is no text.
     large = (name for name in POINTER_NAMES if directory.has_file(name) and directory.names[name].size > MAX_MARKER)
     for name in (*directory.candidates, *large):
@@ -226,17 +223,13 @@ def file_units(directory: Directory) -> list[Unit]:
         if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
             key = TENSORFLOW, match[1]
         elif match := _SHARD_INDEX.fullmatch(name) or SHARD_PATTERN.fullmatch(name):
-            key = (
-                (SHARDED_LAYOUT if needs_index(directory, match[1], match[2]) else FILE_LAYOUT),
-                f"{match[1]}.{match[2]}",
-            )
+            layout = SHARDED_LAYOUT if needs_index(directory, match[1], match[2]) else FILE_LAYOUT
+            key = layout, f"{match[1]}.{match[2]}"
         elif (match := _RANK_FILE.fullmatch(name)) and match[3]:
             key = COMPOSER, f"{match[1]}-rank*{match[3]}"
         elif is_weights(name) or name in POINTER_NAMES:
-            key = (
-                next((layout for endings, layout in _SINGLE_FILE_LAYOUTS if name.endswith(endings)), FILE_LAYOUT),
-                name,
-            )
+            layouts = (layout for endings, layout in _SINGLE_FILE_LAYOUTS if name.endswith(endings))
+            key = next(layouts, FILE_LAYOUT), name
         else:
             continue
         groups.setdefault(key, []).append(name)
@@ -244,16 +237,16 @@ def file_units(directory: Directory) -> list[Unit]:
     return [_group_unit(directory, layout, name, sorted(names)) for (layout, name), names in groups.items()]
 
 
-def _add_companions(directory: Directory, groups: dict[tuple[UnitLayout, str], list[str]]) -> None:
+def _add_companions(directory: Directory, groups: dict[_GroupKey, list[str]]) -> None:
     """Add the files that belong to one of weights by their names.
 
     These are `model.pt.yml` beside `model.pt`, `epoch_3.json` beside `epoch_3.pt`, and of files of no known kind those
     with the same step, as `DONE_3`, and `meta_001000.json` beside `model_001000.pt`.
     """
-    owners: dict[str, tuple[UnitLayout, str]] = {}
-    stepless: dict[str, tuple[UnitLayout, str]] = {}
-    steps: dict[int, tuple[UnitLayout, str]] = {}
-    padded: dict[str, tuple[UnitLayout, str]] = {}  # steps of four digits and more, as they are written
+    owners: dict[str, _GroupKey] = {}
+    stepless: dict[str, _GroupKey] = {}
+    steps: dict[int, _GroupKey] = {}
+    padded: dict[str, _GroupKey] = {}  # steps of four digits and more, as they are written
     for key, names in groups.items():
         for name in names:
             owners[name] = key
@@ -263,9 +256,8 @@ def _add_companions(directory: Directory, groups: dict[tuple[UnitLayout, str], l
                 padded |= {digits: key for digits in _NUMBER.findall(name) if len(digits) > 3 and int(digits) == step}
             else:
                 stepless.setdefault(name.rpartition(".")[0], key)
-    if model := next(
-        (owners[match[0]] for match in directory.matching_files(WEIGHTS_PATTERN) if match[0] in owners), None
-    ):
+    weights = (match[0] for match in directory.matching_files(WEIGHTS_PATTERN))
+    if model := next((owners[name] for name in weights if name in owners), None):
         # `save_pretrained` into the watched directory itself, where other files lie, too.
         groups[model] += [name for name in directory.names if name not in owners and _is_of_model(name)]
         owners |= dict.fromkeys(groups[model], model)
@@ -291,14 +283,9 @@ def _model_unit(directory: Directory) -> Unit:
     """Return the unit of a model's directory: its own files alone, because a Trainer saves checkpoints in
     subdirectories.
     """
-    files = tuple(
-        join_path(directory.path, name) for name, entry in sorted(directory.names.items()) if entry.kind == "file"
-    )
-    strange = tuple(
-        join_path(directory.path, name)
-        for name, entry in sorted(directory.names.items())
-        if entry.kind in ("link", "other")
-    )
+    kinds = {join_path(directory.path, name): entry.kind for name, entry in sorted(directory.names.items())}
+    files = tuple(path for path, kind in kinds.items() if kind == "file")
+    strange = tuple(path for path, kind in kinds.items() if kind in ("link", "other"))
     missing = absent_of_count(files) or absent_index(directory)
     return Unit(SHARDED_LAYOUT, directory.path, step_in(directory.name), files, strange, missing, files)
 

@@ -275,5 +275,10 @@ class Unit:
     is_unfinished: bool = False
 
     @property
+    def is_joint(self) -> bool:
+        """Whether it is all that has no step in one directory, which is not of one save."""
+        return self.path.rpartition("/")[2] == WITHOUT_STEP
+
+    @property
     def is_directory(self) -> bool:
         return not self.files or any(file.startswith(f"{self.path}/") for file in (*self.files, *self.special_files))

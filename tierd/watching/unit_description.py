@@ -29,7 +29,6 @@ from tierd.watching.unit import (
     FILE_LAYOUT,
     LIGHTNING,
     USER_LAYOUT,
-    WITHOUT_STEP,
     EntryKind,
     ListedEntry,
     Listing,
@@ -268,16 +267,8 @@ def _explain_unit(
     if unit.step is None and any(sibling.step is not None for sibling in listed_units):
         step, order = None, _STEPLESS
     size = sum(entries[path].size for path in unit.files)
-    return ExplainedUnit(
-        unit.path,
-        unit.layout.program,
-        unit_reason(unit),
-        step,
-        order,
-        len(unit.files),
-        size,
-        _refusal_reason(unit, unnamed),
-    )
+    why, not_taken = unit_reason(unit), _refusal_reason(unit, unnamed)
+    return ExplainedUnit(unit.path, unit.layout.program, why, step, order, len(unit.files), size, not_taken)
 
 
 def unit_reason(unit: Unit) -> str:
@@ -288,7 +279,7 @@ def unit_reason(unit: Unit) -> str:
     if unit.layout not in UNCERTAIN_LAYOUTS and proof:
         return f"{proof} is there, which {unit.layout.program} writes"
     outside = [path for path in (*unit.files, *unit.special_files) if not path.startswith(f"{unit.path}/")]
-    if unit.path.rpartition("/")[2] == WITHOUT_STEP:
+    if unit.is_joint:
         return "what lies in one directory and has no step in its name, together"
     if unit.layout is DIRECTORY_LAYOUT and not outside:
         return "a directory with a step in its name" if unit.step is not None else "a directory with weights, whole"

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from posixpath import basename
 
 from tierd.watching.completeness import (
     Directory,
@@ -113,22 +114,15 @@ def _units_in(directory: Directory) -> list[Unit]:
         child_units = _units_in(child)
         is_all = len(child_units) == 1 and _is_all_below(child, child_units[0]) and child_units[0].step is None
         is_unfinished = is_temporary(name) and (child.candidates or _is_named_by_step(child) or is_all)
-        if (
-            is_unfinished
-            or _is_one_checkpoint(child, child_units)
-            or (not child_units and _is_of_step_beside(child, direct))
-        ):
+        has_step_beside = not child_units and _is_of_step_beside(child, direct)
+        if is_unfinished or has_step_beside or _is_one_checkpoint(child, child_units):
             direct.append(_unit_in(child, DirectoryLayout(DIRECTORY_LAYOUT, None)))
         elif is_all:
             direct += child_units
         else:
             inner += child_units
-    return [
-        *compare_series(
-            _join_steps(directory.path, direct + _unknown_units(directory, direct)), marked_layouts=_MARKERS
-        ),
-        *inner,
-    ]
+    joined = _join_steps(directory.path, direct + _unknown_units(directory, direct))
+    return [*compare_series(joined, marked_layouts=_MARKERS), *inner]
 
 
 def _unknown_units(directory: Directory, units: Sequence[Unit]) -> list[Unit]:
@@ -162,9 +156,8 @@ def _part_directories(directory: Directory) -> list[str]:
 
 
 def _is_named_by_step(directory: Directory) -> bool:
-    return step_in(directory.name) is not None and any(
-        entry.kind == "file" for _, entry in files_below(directory.tree, directory.path)
-    )
+    inside = files_below(directory.tree, directory.path)
+    return step_in(directory.name) is not None and any(entry.kind == "file" for _, entry in inside)
 
 
 def _step_beside(units: Sequence[Unit], name: str) -> int | None:
@@ -191,8 +184,7 @@ def _is_one_checkpoint(directory: Directory, inner_units: Sequence[Unit]) -> boo
     if not inner_units or any(unit.step is not None or not _is_unknown(unit) for unit in inner_units):
         return False
     inside = [path for path, _ in files_below(directory.tree, directory.path)]
-    has_name = inner_units[0].path.rpartition("/")[2] != WITHOUT_STEP
-    if has_name and len(inner_units) == 1 and _is_all_below(directory, inner_units[0]):
+    if not inner_units[0].is_joint and len(inner_units) == 1 and _is_all_below(directory, inner_units[0]):
         return False  # a unit of its own has all of it
     is_unfinished = any(is_temporary(name) for path in inside for name in path[len(directory.path) :].split("/")[:-1])
     return not is_unfinished and not any(is_log(path.rpartition("/")[2]) for path in inside)
@@ -200,16 +192,14 @@ def _is_one_checkpoint(directory: Directory, inner_units: Sequence[Unit]) -> boo
 
 def _is_unknown(unit: Unit) -> bool:
     """Whether a unit without a step is of no program, or a file whose format others write as well."""
-    is_file = len(unit.files) == 1 and unit.files[0] == unit.path
-    return unit.layout in (FILE_LAYOUT, SHARDED_LAYOUT, DIRECTORY_LAYOUT) or (
-        is_file and unit.layout in (LIGHTNING, KERAS)
-    )
+    is_file = unit.files == (unit.path,)
+    is_uncertain = unit.layout in (FILE_LAYOUT, SHARDED_LAYOUT, DIRECTORY_LAYOUT)
+    return is_uncertain or (is_file and unit.layout in (LIGHTNING, KERAS))
 
 
 def _is_all_below(directory: Directory, unit: Unit) -> bool:
-    return sorted((*unit.files, *unit.special_files)) == [
-        path for path, _ in files_below(directory.tree, directory.path)
-    ]
+    below = [path for path, _ in files_below(directory.tree, directory.path)]
+    return sorted((*unit.files, *unit.special_files)) == below
 
 
 def _unit_in(directory: Directory, claimed: DirectoryLayout) -> Unit:
@@ -217,13 +207,9 @@ def _unit_in(directory: Directory, claimed: DirectoryLayout) -> Unit:
     files = tuple(path for path, entry in inside if entry.kind == "file")
     strange = tuple(path for path, entry in inside if entry.kind != "file")
     layout, missing, is_unfinished = claimed
-    missing = (
-        missing
-        or _nested_reason(directory)
-        or absent_of_count(files)
-        or (absent_in_ranks(files) if layout is DIRECTORY_LAYOUT else None)
-        or ((absent_index(directory) or leftover_temporary_file(files)) if layout is DIRECTORY_LAYOUT else None)
-    )
+    missing = missing or _nested_reason(directory) or absent_of_count(files)
+    if layout is DIRECTORY_LAYOUT:
+        missing = missing or absent_in_ranks(files) or absent_index(directory) or leftover_temporary_file(files)
     marked = None if is_unfinished else temporary_name_reason(directory.name)
     step = directory_step(final_name(directory.name)) if layout is DIRECTORY_LAYOUT else step_in(directory.name)
     if layout is DIRECTORY_LAYOUT and is_of_run(directory):
@@ -233,9 +219,8 @@ def _unit_in(directory: Directory, claimed: DirectoryLayout) -> Unit:
         missing, is_unfinished = marked, step is not None and bool(directory.candidates)
     elif not missing and (missing := unfinished_reason(directory.tree[directory.parent], directory.name)):
         is_unfinished = True
-    return Unit(
-        layout, directory.path, step, files, strange, missing, _markers(directory, layout, files), is_unfinished
-    )
+    markers = _markers(directory, layout, files)
+    return Unit(layout, directory.path, step, files, strange, missing, markers, is_unfinished)
 
 
 def _join_steps(directory: str, candidates: Sequence[Unit]) -> list[Unit]:
@@ -246,33 +231,28 @@ def _join_steps(directory: str, candidates: Sequence[Unit]) -> list[Unit]:
     """
     direct = {unit.path: unit for unit in candidates if unit.path.rpartition("/")[0] == directory}
     names = {path.rpartition("/")[2]: unit.step for path, unit in direct.items() if unit.layout is FILE_LAYOUT}
-    sibling_steps = (
-        steps_beside(names) | names_beside(names) | updates_beside(path.rpartition("/")[2] for path in direct)
-    )
+    sibling_steps = steps_beside(names) | names_beside(names) | updates_beside(map(basename, direct))
     candidates = [
-        replace(unit, step=sibling_steps.get(unit.path.rpartition("/")[2], unit.step)) if unit.path in direct else unit
+        replace(unit, step=sibling_steps.get(basename(unit.path), unit.step)) if unit.path in direct else unit
         for unit in candidates
     ]
     steps = {unit.step for unit in candidates} - {None}
     forms = Counter(without_numbers(unit.path) for unit in candidates if unit.step is None)
     groups: dict[object, list[Unit]] = {}
     for unit in candidates:
-        if (
-            unit.step is None
-            and unit.layout is DIRECTORY_LAYOUT
-            and (step := step_in(unit.path.rpartition("/")[2])) in steps
-        ):
+        step = step_in(basename(unit.path))
+        if unit.step is None and unit.layout is DIRECTORY_LAYOUT and step in steps:
             unit = replace(unit, step=step)  # `optim_10/` beside `model_10.pt`
-        is_part = unit.layout in (FILE_LAYOUT, DIRECTORY_LAYOUT) or (
-            not unit.is_directory and forms[without_numbers(unit.path)] > 1
-        )
+        has_form_beside = not unit.is_directory and forms[without_numbers(unit.path)] > 1
+        is_part = unit.layout in (FILE_LAYOUT, DIRECTORY_LAYOUT) or has_form_beside
         alone = unit.step is None and (unit.missing_reason or not (steps or is_part))
-        alone = alone or is_temporary(unit.path.rpartition("/")[2])
+        alone = alone or is_temporary(basename(unit.path))
         groups.setdefault(unit.path if alone else unit.step, []).append(unit)
-    groups = {
-        (key, numbers): members for key, group in groups.items() for numbers, members in _split_by_epoch(group).items()
-    }
-    joint = (group[0] if len(group) == 1 else _merge_units(directory, group) for group in groups.values())
+    joint = (
+        members[0] if len(members) == 1 else _merge_units(directory, members)
+        for group in groups.values()
+        for members in _split_by_epoch(group)
+    )
     return [replace(unit, missing_reason=unit.missing_reason or _absent_file(unit)) for unit in joint]
 
 
@@ -281,22 +261,19 @@ _EPOCH_OR_SEED = re.compile(
 )
 
 
-def _split_by_epoch(group: Sequence[Unit]) -> dict[object, list[Unit]]:
+def _split_by_epoch(group: Sequence[Unit]) -> Iterable[list[Unit]]:
     """Part what has one step by the epochs, folds and seeds in its names, as `epoch_1_iter_100`, `epoch_2_iter_100`.
 
-    timm names its saves `recovery-EPOCH-BATCH`.
-
-    What names none is of the last one.
+    timm names its saves `recovery-EPOCH-BATCH`. What names none is of the last one.
     """
     numbered = [
-        {word.lower(): int(number) for word, number in _EPOCH_OR_SEED.findall(unit.path.rpartition("/")[2])}
-        for unit in group
+        {word.lower(): int(number) for word, number in _EPOCH_OR_SEED.findall(basename(unit.path))} for unit in group
     ]
     last = {word: max(numbers.get(word, 0) for numbers in numbered) for word in {*chain.from_iterable(numbered)}}
     parts: dict[object, list[Unit]] = {}
     for unit, numbers in zip(group, numbered, strict=True):
         parts.setdefault(tuple(sorted((last | numbers).items())), []).append(unit)
-    return parts
+    return parts.values()
 
 
 def _absent_file(unit: Unit) -> str | None:
@@ -304,9 +281,8 @@ def _absent_file(unit: Unit) -> str | None:
 
 
 def _merge_units(directory: str, group: Sequence[Unit]) -> Unit:
-    first = min(
-        group, key=lambda unit: (unit.layout in (FILE_LAYOUT, DIRECTORY_LAYOUT), not unit.is_directory, unit.path)
-    )
+    uncertain = (FILE_LAYOUT, DIRECTORY_LAYOUT)
+    first = min(group, key=lambda unit: (unit.layout in uncertain, not unit.is_directory, unit.path))
     return replace(
         first,
         path=first.path if first.step is not None else join_path(directory, WITHOUT_STEP),
@@ -344,11 +320,9 @@ def _nested_reason(directory: Directory) -> str | None:
     Accelerate.
     """
     for name in sorted(directory.directories):
-        inner = directory.child(name)
-        if inner is not None:
+        if (inner := directory.child(name)) is not None:
             claimed = match_layout(inner)
-            missing = (claimed and claimed.missing_reason) or _nested_reason(inner)
-            if missing:
+            if missing := (claimed and claimed.missing_reason) or _nested_reason(inner):
                 return f"{name}: {missing}"
     return None
 
@@ -356,9 +330,5 @@ def _nested_reason(directory: Directory) -> str | None:
 def units_of(listing: Listing, name: str) -> list[Unit]:
     """Return the units at one entry of the listing: a file has the others of its step with it, if it has a step."""
     matching = [unit for unit in units(listing) if unit.path == name or name in unit.files]
-    is_file = listing.entries[name].kind == "file"
-    return (
-        [lone_file_unit(name)]
-        if is_file and all(unit.path.rpartition("/")[2] == WITHOUT_STEP for unit in matching)
-        else matching
-    )
+    is_alone = listing.entries[name].kind == "file" and all(unit.is_joint for unit in matching)
+    return [lone_file_unit(name)] if is_alone else matching
