@@ -77,11 +77,6 @@ class ExportedFiles:
 def export(files: PartRanges, first: PartId, target: Path, options: ExportOptions) -> ExportedFiles:
     """Write a checkpoint into `target`, which appears by a rename when every file is whole and durable.
 
-    Args:
-        files: of the checkpoint.
-        first: rank 0's part.
-        target: absent, or an empty directory.
-
     Raises:
         StateMismatch, StateRefused: the checkpoint or the entry does not fit the format; the message names the place.
         SpoolFull: the disk is full.

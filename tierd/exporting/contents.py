@@ -37,13 +37,9 @@ ARCHIVE_ERRORS = (
 
 
 class TorchArchive:
-    """An open archive.
+    """An open archive, whose `value` is what was saved, with tensors on the meta device.
 
-    Attributes:
-        value: what was saved, with tensors on the meta device.
-
-    Raises:
-        ARCHIVE_ERRORS: the stream is no archive of `torch.save`, is big-endian, or holds what the reader refuses.
+    Raises `ARCHIVE_ERRORS`: the stream is no archive of `torch.save`, is big-endian, or holds what the reader refuses.
     """
 
     def __init__(self, stream: IO[bytes] | io.RawIOBase) -> None:
@@ -118,8 +114,6 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
     """Read the names, shapes and places of a checkpoint's contents.
 
     Args:
-        files: of the checkpoint.
-        first: rank 0's part.
         only: the entry to export, whose name is then left out of all names; None for all entries.
         values: whether values that are not tensors are exported.
 
@@ -141,7 +135,6 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
 
 
 def chosen_names(paths: Mapping[str, EntryPath], only: str | None, where: str) -> dict[str, str]:
-    """Return the exported name of each name."""
     if only is None:
         return {name: name for name in paths}
     exported = {

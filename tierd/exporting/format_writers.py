@@ -87,9 +87,7 @@ class ExportJob:
     """The work of one export.
 
     Attributes:
-        contents: with the names that are written.
         dtype: the dtype in which floating-point tensors are written; None keeps each one's own.
-        home: the directory to write.
         count: called with the size of each piece of a tensor that was read.
         file_sizes: the files that were written, with their sizes in bytes.
         overflowed: the names of tensors in which `dtype` made finite values infinite; its values have no meaning.
@@ -110,7 +108,6 @@ class ExportJob:
         return self.dtype if self.dtype is not None and tensor.dtype in FLOATS else tensor.dtype
 
     def size_of(self, tensor: StreamedTensor) -> int:
-        """Return a tensor's bytes as they are written."""
         return tensor.nbytes // tensor.dtype.itemsize * self.dtype_of(tensor).itemsize
 
     def stream(self, tensors: Sequence[StreamedTensor]) -> Iterator[tuple[int, Iterator[memoryview]]]:
@@ -128,7 +125,6 @@ class ExportJob:
         return new_slab
 
     def file(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
-        """Write a new file, and make it durable."""
         with io.BufferedWriter(NewFile(self.home / name), LARGE) as file:
             write(file)
             file.flush()

@@ -62,7 +62,6 @@ class ChunkReader:
         return memory[offset - span.start : offset - span.start + length]
 
     def size(self, part: PartId, path: str) -> int:
-        """Return the size of a file."""
         return self._files.span(part, path).length
 
     def _cache_chunk(self, key: _Key, chunk: memoryview) -> None:

@@ -123,7 +123,6 @@ _MODEL = "model"  # the entry under which weights in safetensors stand
 
 
 def is_watched(files: PartRanges, first: PartId) -> bool:
-    """Return whether a watch took this checkpoint."""
     return any(file.path == UNIT_NAME for file in files.manifest(first).files)
 
 

@@ -122,7 +122,6 @@ class DeliveryLog:
 
     Args:
         path: the file, which need not exist; None keeps the names in memory.
-        run: the run's name.
         waiting: called before the wait for a lock that another process holds; None raises instead of waiting.
 
     Raises:
@@ -146,7 +145,6 @@ class DeliveryLog:
 
     @property
     def newest(self) -> CheckpointId | None:
-        """The newest delivered checkpoint; None before the first."""
         return max(
             (CheckpointId(self._run, attempt, max(steps)) for attempt, steps in self._steps.items()), default=None
         )
@@ -174,7 +172,6 @@ class DeliveryLog:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file by a rename, and make it durable."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
     with fresh.open("xb") as file:
@@ -290,14 +287,7 @@ def listed_id(run: str, listed: ListedCheckpoint) -> CheckpointId:
 
 
 def check_manifests(tiers: RunOnTiers, listed: ListedCheckpoint) -> None:
-    """Read every rank's manifest. A flush writes it last, after it has verified each chunk on the tier.
-
-    Raises:
-        CorruptChunk: a manifest is proven corrupt.
-        ManifestError: the ranks' parts do not belong together.
-        ObjectNotFound: the checkpoint was pruned since the listing.
-        StoreUnavailable: a tier that may hold a manifest did not answer.
-    """
+    """Read every rank's manifest. A flush writes it last, after it has verified each chunk on the tier."""
 
     origins: dict[str, CheckpointId | None] = {}
 

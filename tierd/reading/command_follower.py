@@ -64,11 +64,7 @@ os.fsync(home)
 
 
 def parse_command(text: str) -> list[str]:
-    """Split a command as a shell does, without running one. `fill_placeholders` fills in its places later.
-
-    Raises:
-        ConfigError: the text is empty, or has an open quotation mark.
-    """
+    """Split a command as a shell does, without running one; `fill_placeholders` fills in its places later."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -119,14 +115,9 @@ class CommandFollower:
     _pruned: bool = False  # whether a checkpoint of this round was pruned before it was delivered
 
     def run(self, *, latest: bool, period_s: float, once: bool) -> bool:
-        """Deliver until the process is ended; with `once`, what is there now.
+        """Deliver until the process is ended, or what is there now; return whether all that was due last was delivered.
 
-        Returns:
-            Whether everything that was due in the last round was delivered.
-
-        Raises:
-            ConfigError: `home` is not usable.
-            StoreUnavailable: with `once`, no tier answered.
+        Raises `ConfigError` if `home` is not usable, and `StoreUnavailable` if, with `once`, no tier answered.
         """
         try:
             self.home.mkdir(parents=True, exist_ok=True)

@@ -53,14 +53,9 @@ class _Part:
 
 
 def differing_entries(files: TierFiles, names: Collection[str] | None) -> list[str]:
-    """List the entries that are not the same on all ranks, in the order in which they were saved.
+    """List the entries, of these or of all, that are not the same on all ranks, in the order in which they were saved.
 
-    Args:
-        names: compare these alone; None compares all.
-
-    Raises:
-        StateMismatch: `save` did not write the checkpoint, or it has no such entry.
-        CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable: as for `Ranges.fill`.
+    Raises `StateMismatch` if `save` did not write the checkpoint, or it has no such entry; and as `PartRanges.fill`.
     """
     manifest = files.manifest(files.part(0))
     check_written_by_save(manifest.part, [file.path for file in manifest.files])
@@ -126,12 +121,6 @@ def read_part(
 
 
 def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> PartId:
-    """Return the part to read from.
-
-    Raises:
-        ConfigError: the checkpoint has no such rank.
-        StateMismatch: no rank was given, and the requested entries differ between ranks.
-    """
     if rank is not None:
         if type(rank) is not int or not 0 <= rank < files.world:
             raise ConfigError(f"rank={rank!r}: {files.checkpoint} has ranks 0..{files.world - 1}")
@@ -193,16 +182,8 @@ def restore(
     *,
     ignore_prefixes: bool,
 ) -> Loaded:
-    """Do the work of `Reader.restore`.
-
-    Args:
-        tiers: the run on its tiers.
-        goal: what makes a checkpoint the best; None for the newest.
-        names: the entries of `state` to load; None for all.
-        state, step, attempt, rank, at_least, ignore_prefixes: as for `Reader.restore`.
-
-    Raises:
-        As `Reader.restore`.
+    """Do the work of `Reader.restore`, whose arguments and errors it has; `goal` says which is the best, None the
+    newest.
     """
     select_entries(state, names)
     metrics = (goal.metric,) if goal is not None and isinstance(goal.metric, str) else ()
@@ -243,11 +224,7 @@ def _try(
     rank: int | None,
     ignore_prefixes: bool,
 ) -> tuple[tuple[Manifest, dict[str, Any], memoryview, LoadFit] | None, Exception | None]:
-    """Read and verify `candidate`, and check that it fits `into`.
-
-    Returns:
-        The manifest, the tree, the tensors and the result of `check_fit`, or None and the error.
-    """
+    """Read and verify `candidate`, and check that it fits `into`; return what that gives, or the error."""
     try:
         manifest, contents = read_part(files, names, rank)
         tree = unflatten(contents[TREE], contents[TENSORS])

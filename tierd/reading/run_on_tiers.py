@@ -70,7 +70,6 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """End the thread."""
         self._closed = True
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
@@ -105,11 +104,7 @@ class RunOnTiers:
         self._eyes = {name: TierObserver(store) for name, store in stores.items()}
 
     def observe(self) -> Inventory:
-        """List the run on every tier.
-
-        Raises:
-            StoreUnavailable: no tier answered; the message has the reasons.
-        """
+        """List the run on every tier. Raises `StoreUnavailable`, with the reasons, if no tier answered."""
         return self.loop.run(self._observe())
 
     def runs(self) -> list[str]:
@@ -156,11 +151,7 @@ class RunOnTiers:
 
 
 class TierView:
-    """The view of a run that a search uses, from the tiers alone.
-
-    Args:
-        metrics: the metrics whose values each view includes.
-    """
+    """The view of a run that a search uses, from the tiers alone."""
 
     deep = True  # always, because a reader lists the names on the tiers anyway
     odd: Mapping[CheckpointId, str] = {}
@@ -180,11 +171,7 @@ class TierView:
 
 
 class TierFiles(PartRanges):
-    """Reads one checkpoint's files. Several threads may use it at once.
-
-    Args:
-        origins: as for `PartRanges`.
-    """
+    """Reads one checkpoint's files. Several threads may use it at once."""
 
     def __init__(
         self,
@@ -234,12 +221,9 @@ class TierFiles(PartRanges):
                 raise
 
     def try_next(self) -> bool:
-        """Switch to another content of a corrupt part, if the tiers contradict each other about it.
+        """Switch to another content of the part that was corrupt, if the tiers contradict each other about it.
 
-        Call it after `CorruptChunk`.
-
-        Returns:
-            Whether there is another content to read. The caller must then discard all bytes that it read before.
+        Returns whether there is one. The caller must then discard all bytes that it read before.
         """
         part, self._corrupt = self._corrupt, None
         if part is None or len(self._contents[part]) < 2:

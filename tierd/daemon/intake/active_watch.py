@@ -58,12 +58,7 @@ class DirectoryAbsent(StoreRefused):
 
 
 def identify_directory(directory: Path) -> DirectoryId:
-    """Describe a directory.
-
-    Raises:
-        DirectoryAbsent: it does not exist.
-        OSError: it cannot be reached.
-    """
+    """Describe a directory. Raises `DirectoryAbsent` if it does not exist, `OSError` if it cannot be reached."""
     try:
         status = directory.stat()
     except FileNotFoundError:
@@ -130,13 +125,10 @@ class ActiveWatch:
     """A watch at work.
 
     Attributes:
-        watch: the directory and the run.
         stepless: whether it takes only the units without a step.
         leaves_stepless: whether its last listing left such units to another watch of the directory.
         ending: whether its thread has to end soon.
-        idle: whether its last listing left nothing to take.
         failed_tries: how many times in a row the directory could not be watched.
-        error: why it cannot be watched.
         is_untaken: whether the last listing was made and nothing of the directory was ever taken.
         untaken_s: since when it has files and nothing of it was taken, by the monotonic clock; None: that is not so.
         untaken_reported: whether an event reported that.
@@ -169,8 +161,7 @@ class ActiveWatch:
     def is_at_rest(self, appear_s: float) -> bool:
         """Whether nothing is left to take, or the directory cannot be watched.
 
-        Args:
-            appear_s: how long a directory that does not exist, and then its first unit, are waited for.
+        A directory that does not exist, and then its first unit, are waited for during `appear_s`.
         """
         return self.has_failed(appear_s) or (self.idle and not self._is_awaiting(appear_s))
 
@@ -221,6 +212,5 @@ async def run_in_watch_thread(active_watch: ActiveWatch, call: Callable[P, T], *
 
 
 def _retrieve(work: asyncio.Future[T]) -> None:
-    """Retrieve an error, so that asyncio does not warn."""
     if not work.cancelled():
         work.exception()

@@ -135,7 +135,6 @@ async def judge_series(
 async def _newest_of_series(
     judged: JudgedUnit, history: KnownCheckpoints, spool: Spool | None, stores: Mapping[str, Store]
 ) -> Sequence[str]:
-    """Return the files of the newest checkpoint of a unit's series; none if that is not older than the unit."""
     times = {checkpoint: at for checkpoint, at in history.created.items() if checkpoint.run == judged.run}
     for checkpoint in sorted(times, reverse=True)[:_MOST_READ]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
@@ -180,7 +179,6 @@ def units_to_replace(judged: Sequence[JudgedUnit]) -> Iterator[JudgedUnit]:
 
 
 def points_to_absent(tree: DirectoryTree, judged: JudgedUnit, listing: Listing) -> bool:
-    """Whether a pointer in the directory names what a unit lacks."""
     pointers = [*tree.pointers(pointer_candidates(judged.unit, listing), listing)]
     return any(points_to(pointer, part) for part in _absent_entries(judged) for pointer in pointers)
 

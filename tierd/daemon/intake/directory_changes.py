@@ -59,7 +59,6 @@ async def locked_directory(directory: Path) -> AsyncIterator[None]:
 
 @contextmanager
 def explained_refusals(directory: Path) -> Iterator[None]:
-    """Say of a write below the directory that is forbidden, where that is, and what to do."""
     try:
         yield
     except OSError as error:
@@ -72,7 +71,6 @@ def explained_refusals(directory: Path) -> Iterator[None]:
 
 
 async def _locked(path: Path) -> int | None:
-    """Wait for the lock, and return its descriptor; None if there can be no lock."""
     waits, until, holder = False, 0.0, (0, 0)
     while (lock := _open_lock_file(path)) is not None:
         try:
@@ -159,7 +157,6 @@ def swap_in(fresh: Path, directory: Path, name: str) -> str | None:
 
 
 def _is_same(fresh: Path, final: Path) -> bool:
-    """Whether a plain file with the same bytes lies there."""
     if not all(path.is_file() and not path.is_symlink() for path in (fresh, final)):
         return False
     with fresh.open("rb") as fresh_file, final.open("rb") as final_file:
@@ -224,7 +221,6 @@ def pointers_of_unit(about: UnitFile, files: Sequence[str]) -> list[Pointer]:
 
 
 def write_pointers(directory: Path, program: str, path: str, files: Sequence[str]) -> list[str]:
-    """Write the pointers to a unit, each by one rename, if they do not name it yet; return their paths."""
     return [pointer.path for pointer in pointers(program, path, files) if write_pointer(directory, pointer)]
 
 

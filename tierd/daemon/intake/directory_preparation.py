@@ -109,11 +109,8 @@ async def prepare(
     """Verify every unit below a directory, move damaged and unfinished ones away, and fetch replacements.
 
     Args:
-        directory: the program's directory; it is made if it does not exist.
         run: the run as which it is watched.
         spool: the run's spool, if this node has one; its manifests are used, too.
-        stores: the tiers.
-        progress: updated while a checkpoint is fetched.
         layout: a person's own rules about which paths are checkpoints, as of the watch; None: the usual ones.
 
     Raises:
@@ -180,7 +177,6 @@ async def _judge_units(
     spool: Spool | None,
     stores: Mapping[str, Store],
 ) -> list[JudgedUnit]:
-    """Judge every unit of a directory; raises if a program still writes to one, or one cannot be read."""
     with DirectoryTree(directory, user_layout=layout) as tree:
         listing = await thread_uncancelled(tree.listing)
         judged = await thread_uncancelled(
@@ -321,7 +317,6 @@ async def _others(
 
 
 def _common_directory(directory: Path, paths: Set[str]) -> Path:
-    """Return the directory in which all of these files lie, at any depth."""
     return directory / os.path.commonpath([str(Path(path).parent) for path in paths])
 
 

@@ -48,10 +48,8 @@ def split_url(url: StoreUrl) -> tuple[StoreUrl, str | None]:
 class BucketImportSource:
     """The objects at a URL and below it; see `ImportSource`.
 
-    Args:
-        store: the store of the listed URL; see `split_url`.
-        name: the name there; None for everything.
-        scratch: a private directory that does not exist yet. Unlike the names, this node's user chose it.
+    `store` is of the listed URL, and `name` is the name there (see `split_url`); None for everything. `scratch` is a
+    private directory that does not exist yet; unlike the names, this node's user chose it.
     """
 
     is_downloaded: ClassVar[bool] = True
@@ -68,10 +66,8 @@ class BucketImportSource:
 
     @classmethod
     async def at(cls, display_url: str, store: ForeignStore, name: str | None, scratch: Path) -> BucketImportSource:
-        """Find whether the name is an object, one checkpoint's prefix, or the prefix of several.
-
-        Raises:
-            CheckpointNotFound: there is no object.
+        """Find whether the name is an object, one checkpoint's prefix, or the prefix of several. Raises
+        `CheckpointNotFound`.
         """
         origin = cls(display_url, store, name, scratch)
         if name is not None and await origin._first_object(f"{name}/") is None:

@@ -108,12 +108,7 @@ async def restore_unit(
     """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
 
     Args:
-        stores: the tiers.
-        run: the run.
         directory: the program's directory. The caller holds it by `locked_directory`.
-        step: this step only; None for any.
-        attempt: this attempt only; None for any.
-        progress: updated during the restore.
         best: restore the best checkpoint by this goal, not the newest one.
         pointing: when the pointers that the program follows are written, too.
         kept_paths: what is left as it is.
@@ -183,7 +178,6 @@ def move_into_place(
 
 
 def _point(directory: Path, about: UnitFile, files: Sequence[str], pointing: PointerPolicy) -> list[str]:
-    """Write the pointers to a checkpoint that is in place, and return their paths."""
     recorded = pointers_of_unit(about, files)
     if pointing == "if lost":
         return restore_pointers(directory, recorded)

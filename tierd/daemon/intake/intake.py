@@ -59,12 +59,9 @@ _RETRY_S = 30.0  # seconds until a directory that cannot be listed is tried agai
 
 
 def rest_until_next(timings: DaemonTimings, listing_s: float, *, is_waiting: bool) -> float:
-    """Return the seconds between two listings of a directory.
+    """Return the seconds between two listings of a directory, the last of which took `listing_s`.
 
-    Args:
-        timings: the daemon's durations.
-        listing_s: how long the last listing took, in seconds.
-        is_waiting: whether a unit was not decided yet. It then waits for `settle_s`, not for a share of the time.
+    A unit that is not decided yet waits for `settle_s`, not for a share of the time.
     """
     rest_s = _SHARE * listing_s
     if is_waiting:
@@ -73,11 +70,9 @@ def rest_until_next(timings: DaemonTimings, listing_s: float, *, is_waiting: boo
 
 
 class Intake:
-    """Takes units from every directory that the reconciler's configuration names.
+    """Takes units from every directory that the reconciler's configuration names, which may change.
 
-    Args:
-        reconciler: the reconciler, whose configuration may change.
-        room: frees disk space when a commit finds the disk full, as for `HandoffServer`.
+    `room` frees disk space when a commit finds the disk full, as for `HandoffServer`.
     """
 
     def __init__(self, reconciler: Reconciler, room: Callable[[], SpaceMaker | None]) -> None:
@@ -130,7 +125,6 @@ class Intake:
         )
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         asked_s = time.monotonic()
         try:
             while True:
@@ -246,7 +240,6 @@ class Intake:
         return timings.watch_s
 
     def _failed(self, active_watch: ActiveWatch, error: Exception) -> float:
-        """Report that a directory cannot be watched now, and return the seconds until the next try."""
         active_watch.failed_tries, active_watch.error = active_watch.failed_tries + 1, error
         subject, directory = ("watch", active_watch.watch.run), active_watch.watch.directory
         self._reconciler.journal.record_failure(subject, "observe", SPOOL, directory, f"{directory}: {error}")
@@ -255,7 +248,6 @@ class Intake:
         return min(_RETRY_S, self._reconciler.timings.watch_s * 2.0 ** min(active_watch.failed_tries, 10))
 
     def _report_silence(self, active_watch: ActiveWatch) -> None:
-        """Report a call that may hang, as a failed try, and again if it goes on."""
         active_watch.silent_s, active_watch.idle = 0.0, False
         self._failed(active_watch, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
 
@@ -288,7 +280,6 @@ class Intake:
 
     @property
     def _first(self) -> list[str]:
-        """The name of the first tier, if there is one."""
         return list(self._reconciler.stores)[:1]
 
     async def _is_sending(self, run: str) -> bool:

@@ -41,7 +41,6 @@ SeriesFilter: TypeAlias = Callable[[CheckpointId, str, Set[str]], bool]
 
 
 def select_all(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
-    """Want each series."""
     return True
 
 
@@ -59,19 +58,12 @@ async def restore_each_series(
     """Put the newest verified checkpoint of each series back, as `restore_unit` does; a file is put back once.
 
     Args:
-        stores: the tiers.
-        run: the run.
         directory: the program's directory. The caller holds it by `locked_directory`.
-        progress: updated during each restore.
         selects: called with the newest checkpoint of a series, the series, and the checkpoint's files; if it returns
             False, nothing of the series is put back.
-        placed: what was put back already.
         spares_newer: whether files are left that were written after all of a checkpoint's.
         newest: when the newest checkpoint of other runs in the directory was made. The pointers of a newer one are
             written; those of any other only where they are lost.
-
-    Raises:
-        ConfigError, StoreUnavailable, SpoolFull, ManifestError: as `restore_unit`.
     """
     inventory = await observe_places(None, stores, run, chunks=False)
     placed_series = {series_of(restored_unit.files) for restored_unit in placed}
@@ -166,9 +158,8 @@ async def restore_in_place(
 ) -> RestoredUnit:
     """Put a checkpoint back as `restore_unit` does, and write down if it was chosen.
 
-    The newest one ends a choice, and the newest of each other series is put back beside it.
-
-    The directory is made if it does not exist. Raises as `restore_unit` and `locked_directory`.
+    The newest one ends a choice, and the newest of each other series is put back beside it. The directory is made if it
+    does not exist. Raises as `restore_unit` and `locked_directory`.
     """
     async with locked_directory(directory):
         placed, is_newest = [], step is None and attempt is None and best is None
@@ -202,11 +193,7 @@ async def _observe_history(stores: Mapping[str, Store], run: str) -> KnownCheckp
 
 
 def read_rollback(directory: Path, run: str) -> ManualRollback | None:
-    """Return the choice that was made for a run in a directory; None if there is none.
-
-    Raises:
-        ConfigError: its file cannot be understood.
-    """
+    """Return the choice for a run in a directory, if any. Raises `ConfigError` for a file that is none."""
     path = directory / ROLLBACK_NAME
     try:
         with os.fdopen(open_own(path), "rb") as file:
@@ -232,16 +219,7 @@ async def check_own_rules(
 ) -> None:
     """Refuse to find the units of a run by the usual rules if a watch found its newest one by a person's own.
 
-    The usual rules may take a part of such a unit for a whole one.
-
-    Args:
-        run: the run.
-        history: its checkpoints.
-        spool: its spool, if this node has one.
-        stores: the tiers.
-
-    Raises:
-        ConfigError: a watch found the newest unit by a person's own rules.
+    The usual rules may take a part of such a unit for a whole one. Raises `ConfigError`.
     """
     for checkpoint in sorted(history.created, key=lambda checkpoint: history.created[checkpoint], reverse=True)[
         :_TRIED

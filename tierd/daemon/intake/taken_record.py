@@ -37,11 +37,9 @@ class WaitingUnit(msgspec.Struct, frozen=True):
 
 
 class UncertainOrder(msgspec.Struct, frozen=True):
-    """A checkpoint whose place in the order is in doubt.
+    """A checkpoint whose place in the order is in doubt, as were `number` before it.
 
-    Attributes:
-        number: how many were in doubt before it.
-        settled: a later checkpoint of its series that is in no doubt; None: there is none yet.
+    `settled` is a later checkpoint of its series that is in no doubt; None: there is none yet.
     """
 
     checkpoint: tuple[str, int]
@@ -73,7 +71,6 @@ class TakenRecord(msgspec.Struct):
 
 
 def rewritten_files(was: Sizes, now: Sizes) -> set[str]:
-    """Return the files of a unit that have other sizes or times than before."""
     return {name for name, size in now.items() if name in was and was[name] != size}
 
 
@@ -90,7 +87,6 @@ def is_saved_again(was: Sizes, now: Sizes) -> bool:
 
 
 def add_digests(record: TakenRecord, sizes: Sizes, files: Iterable[File]) -> None:
-    """Record the bytes of the files of a unit that was taken."""
     record.digests |= {file.path: (*sizes[file.path], _digest(file)) for file in files if file.path in sizes}
 
 
@@ -165,11 +161,7 @@ class Difference(NamedTuple):
 
 
 def differences(tree: DirectoryTree, listing: Listing, manifest: Manifest) -> Iterator[Difference]:
-    """Yield where a unit differs from its manifest; right bytes are read once.
-
-    Raises:
-        ChangedFile, OSError: as `DirectoryTree.opened`.
-    """
+    """Yield where a unit differs from its manifest; right bytes are read once. Raises as `DirectoryTree.opened`."""
     for file in manifest.files:
         entry = listing.entries.get(file.path)
         if file.path == UNIT_NAME:

@@ -58,10 +58,7 @@ _T = TypeVar("_T", Sizes, WaitingUnit)
 class TakenUnits:
     """By path, the size and the time of modification of each file of the units that were taken, or wait.
 
-    Args:
-        spool: the spool.
-        run: the watched run.
-        most_series: of how many series the newest checkpoints are pinned; None: of the usual number.
+    The newest checkpoints of `most_series` series are pinned; None: of the usual number.
     """
 
     def __init__(self, spool: Spool, run: str, most_series: int | None = None) -> None:
@@ -89,7 +86,6 @@ class TakenUnits:
         return self._record is not None and path in self._record.taken
 
     def has_taken(self, path: str, shape: UnitShape) -> bool:
-        """Whether a unit was taken as it is now."""
         return self._record is not None and self._record.taken.get(path) == sizes_of(shape)
 
     def count_same_time(self, path: str, shape: UnitShape) -> int:
@@ -127,7 +123,7 @@ class TakenUnits:
         return self._record.begun if self._record else {}
 
     def refuse_begun(self, path: str, sizes: Sizes) -> None:
-        """Record that a unit was refused because the checkpoint before it had more files. Raises nothing."""
+        """Record that a unit was refused because the checkpoint before it had more files."""
         record = self._record
         if record is not None and record.begun.get(path) != sizes:
             record.begun.pop(path, None)
@@ -166,7 +162,6 @@ class TakenUnits:
         }
 
     def decayed_files(self, shape: UnitShape, files: Iterable[File]) -> list[str]:
-        """Return the files of a unit that have the size and the time with which they were taken, and other bytes."""
         return decayed_files(self._record or TakenRecord({}, {}), sizes_of(shape), files)
 
     @property
@@ -182,7 +177,7 @@ class TakenUnits:
         saved: datetime | None = None,
         files: Iterable[File] = (),
     ) -> None:
-        """Record that a unit was taken as a checkpoint of these files, or that a place has it. Raises nothing."""
+        """Record that a unit was taken as a checkpoint of these files, or that a place has it."""
         record = self._record = self._record or TakenRecord({}, {})
         files = tuple(files)
         add_digests(record, sizes_of(shape), files)
@@ -234,16 +229,14 @@ class TakenUnits:
         return first, second, third
 
     def record_held_pin(self, checkpoint: CheckpointId) -> None:
-        """Record that a checkpoint is about to be pinned in the spool. Raises nothing."""
+        """Record that a checkpoint is about to be pinned in the spool."""
         record = self._record = self._record or TakenRecord({}, {})
         record.held.append(_attempt_and_step(checkpoint))
         record.has_several = True
         self._write(record)
 
     def record_doubt(self, checkpoint: CheckpointId, paths: Iterable[str]) -> None:
-        """Record that a checkpoint with these files is about to be pinned, because its order is in doubt. Raises
-        nothing.
-        """
+        """Record that a checkpoint with these files is about to be pinned, because its order is in doubt."""
         record = self._record = self._record or TakenRecord({}, {})
         if any(entry.checkpoint == _attempt_and_step(checkpoint) for entry in record.doubted):
             return  # it could not be committed then
@@ -263,7 +256,7 @@ class TakenUnits:
         }
 
     def end_doubts(self, checkpoints: Set[CheckpointId]) -> None:
-        """Record that these are no longer pinned because of a doubt. Raises nothing."""
+        """Record that these are no longer pinned because of a doubt."""
         record = self._record
         if record is not None and checkpoints:
             record.doubted = [
@@ -272,7 +265,7 @@ class TakenUnits:
             self._write(record)
 
     def record_shared_pins(self, released: Set[CheckpointId], held_pins: Set[CheckpointId]) -> None:
-        """Record that each tier has the pins as `newest_of_series` returned them. Raises nothing."""
+        """Record that each tier has the pins as `newest_of_series` returned them."""
         record = self._record
         if record is not None and (released or held_pins):
             record.released = [pair for pair in record.released if CheckpointId(self._run, *pair) not in released]
@@ -282,14 +275,9 @@ class TakenUnits:
     def record_listing(
         self, shapes: Mapping[str, UnitShape], newest: CheckpointId | None, *, has_steps: bool = False
     ) -> None:
-        """Record a listing. Raises nothing.
+        """Record a listing, and the newest checkpoint that was known then.
 
         A listing without units changes nothing and begins no record, because it may be of an empty mount point.
-
-        Args:
-            shapes: the units of the listing, by path.
-            newest: the newest checkpoint that is known.
-            has_steps: whether a unit has a step in its name.
         """
         if not shapes:
             return

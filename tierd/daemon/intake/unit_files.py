@@ -38,7 +38,6 @@ class ImportSource(Protocol):
     """The checkpoint, or the checkpoints, that an import is given.
 
     Attributes:
-        display_name: how the user named it.
         name: the path of the only unit, or of a file of it; None for all units that are listed.
         is_downloaded: whether `downloaded` gives copies of this process's own.
     """
@@ -51,9 +50,7 @@ class ImportSource(Protocol):
     @property
     def name(self) -> str | None: ...
 
-    async def listing(self) -> Listing:
-        """List what is there now."""
-        ...
+    async def listing(self) -> Listing: ...
 
     def stray(self, units: Iterable[Unit]) -> Mapping[str, tuple[UnitStatus, str]]:
         """Return the listed names of weights that are no unit's and cannot be read, each with a status and a reason."""
@@ -72,9 +69,7 @@ class ImportSource(Protocol):
     ) -> AbstractAsyncContextManager[tuple[DirectoryTree, ListedEntries]]:
         """Give a directory of this node with a unit's files, and its own entries of them.
 
-        Raises:
-            ChangedFile: a file is not the listed one.
-            ManifestError: a name cannot be a file's.
+        Raises `ChangedFile` if a file is not the listed one, and `ManifestError` if a name cannot be a file's.
         """
         ...
 
@@ -113,12 +108,7 @@ class DirectoryImportSource:
 
 @contextmanager
 def open_directory_source(path: Path) -> Iterator[DirectoryImportSource]:
-    """Open the checkpoint at a path, or all below it.
-
-    Raises:
-        CheckpointNotFound, ConfigError: as `resolve_named_path` raises them.
-        OSError: the path cannot be opened.
-    """
+    """Open the checkpoint at a path, or all below it. Raises `OSError`, and as `resolve_named_path`."""
     place = resolve_named_path(path)
     alone = not place.path.is_dir() or _is_unit(place)
     with place.tree() if alone else place.whole_tree() as tree:
@@ -139,11 +129,8 @@ class UnitBusy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StagedUnit:
-    """A unit in a stage.
-
-    Attributes:
-        files: the descriptions for the manifest, `unit.json` included.
-        counts_by_method: how many files were cloned, linked and copied.
+    """A unit in a stage: the descriptions of its files, `unit.json` included, and how many were cloned, linked and
+    copied.
     """
 
     files: tuple[File, ...]
@@ -190,12 +177,8 @@ def stage_unit(
     """Bring a unit's files into a stage.
 
     Args:
-        tree: the watched directory.
-        unit: the unit.
-        entries: its files as listed.
         ranks: how many ranks wrote it.
         pointers: what beside the unit names it.
-        stage: the part's stage.
         going: called before each chunk; what it raises ends the work.
 
     Raises:
@@ -227,7 +210,6 @@ def stage_unit(
 def make_unit_file(
     unit: Unit, entries: Mapping[str, ListedEntry], ranks: int, pointers: Iterable[Pointer] = ()
 ) -> UnitFile:
-    """Describe a unit for its `unit.json`; arguments as for `stage_unit`."""
     modified_ns = {path: max(0, entries[path].mtime_ns) for path in unit.files}
     return UnitFile(
         path=unit.path,

@@ -122,11 +122,9 @@ async def import_units(
 
     Args:
         origin: a checkpoint's file or directory, or a directory of checkpoints; or such in a bucket.
-        stores: the tiers, each of which gets every checkpoint.
         spool: where one unit at a time is staged; best on the same file system, where it is linked.
         run: the run that they become.
         step: the only step to import, or the step of the one checkpoint there if its files do not say it.
-        progress: updated during the import, in raw bytes.
 
     Raises:
         CheckpointNotFound: there is no checkpoint, or none of this step.
@@ -194,11 +192,7 @@ def _candidates_by_step(
 
 
 def _attempt(run: str, places: Mapping[str, Place], candidates: Sequence[_Candidate]) -> str:
-    """Return the attempt of a run's imported checkpoints: the one that a tier has, or the one of the oldest unit.
-
-    Raises:
-        ConfigError: a tier has checkpoints of the run that were not imported.
-    """
+    """Return the attempt of a run's imported checkpoints: the one that a tier has, or the one of the oldest unit."""
     token = xxhash.xxh3_64_hexdigest(f"{run}\0import".encode())[:8]
     attempts = sorted({attempt for place in places.values() for attempt in place.run(run).attempts})
     if foreign := [attempt for attempt in attempts if not attempt.endswith(f"-{token}")]:

@@ -22,15 +22,7 @@ from tierd.watching.unit import Unit
 
 
 class UnitOrder:
-    """The units of a watched directory, as last listed.
-
-    Args:
-        settling: the units.
-        taken_units: the record of those that were taken.
-
-    Attributes:
-        listed_units: the units of the last listing.
-    """
+    """The units of a watched directory, as last listed."""
 
     def __init__(self, settling: SettlingTracker, taken_units: TakenUnits) -> None:
         self._settling, self._taken_units = settling, taken_units
@@ -39,7 +31,6 @@ class UnitOrder:
         self.listed_units = ListedUnits({}, {})
 
     def note_listing(self, history: KnownCheckpoints) -> None:
-        """Record the last listing."""
         newest = max(history.created, default=None)
         if not self._listed:
             self._listed, self._newest_foreign = True, newest
@@ -120,14 +111,7 @@ DOUBT_PIN_TEXT = b"its place in the order is in doubt"
 
 
 class SeriesPins:
-    """The pins of one watched run.
-
-    Args:
-        spool: the spool.
-        run: the run.
-        taken_units: the record of the units that were taken.
-        stores: returns the tiers.
-    """
+    """The pins of one watched run."""
 
     def __init__(
         self, spool: Spool, run: str, taken_units: TakenUnits, stores: Callable[[], Mapping[str, Store]]

@@ -35,7 +35,6 @@ class Refusals:
     """The refused units of one directory.
 
     Args:
-        settling: the units of the last listing.
         settle_s: as for `SettlingTracker`.
         report: called with a unit's path and the reason when it is refused, or for another reason than before.
 
@@ -61,9 +60,7 @@ class Refusals:
     def check_listing(self, unnamed: Collection[str], now_s: float) -> None:
         """Process a listing: forget what is gone, and refuse what its names and its rest tell.
 
-        Args:
-            unnamed: the paths whose names are not UTF-8, which no manifest can have.
-            now_s: any monotonic clock, in seconds.
+        `unnamed` are the paths whose names are not UTF-8, which no manifest can have.
         """
         self._now_s = now_s
         self._forget()
@@ -74,7 +71,6 @@ class Refusals:
         self._refuse_mixed()
 
     def is_postponed(self, path: str) -> bool:
-        """Whether a unit is not to be tried yet."""
         return self._now_s < self._off.get(path, self._now_s)
 
     def refuse(self, path: str, why: str) -> None:
@@ -94,7 +90,6 @@ class Refusals:
         self.reasons.pop(path, None)
 
     def _put_off(self, path: str) -> None:
-        """Try a unit again in a minute."""
         self._off[path] = self._now_s + _AGAIN_S
 
     def try_again(self, path: str, why: str) -> None:
@@ -114,7 +109,6 @@ class Refusals:
             log.info("%s", error)
 
     def note_closed(self, path: str) -> None:
-        """Record that no process has a unit open for writing."""
         self._open.pop(path, None)
 
     def _forget(self) -> None:
@@ -159,12 +153,8 @@ class Refusals:
 def why_begun(due_unit: DueUnit, units: Sequence[Unit], taken_units: TakenUnits) -> str | None:
     """Return why a unit may be a save, or a deletion, that was only begun; None if it lacks nothing.
 
-    A second save in a row with the same names is whole: its program writes fewer files now.
-
-    Args:
-        due_unit: the unit.
-        units: all units of the listing.
-        taken_units: the record of what was taken, in which a save that lacks a file is noted.
+    A second save in a row with the same names is whole: its program writes fewer files now. A save that lacks a file is
+    noted in the record.
     """
     unit, own_sizes = due_unit.unit, sizes_of(due_unit.shape)
     is_joint = unit.path.rpartition("/")[2] == WITHOUT_STEP  # its files are not of one save
@@ -236,7 +226,6 @@ class OutwardLinks:
         self._logged_links: set[str] = set()
 
     def log_new_links(self, tree: DirectoryTree, listing: Listing) -> None:
-        """Log the new ones of a listing in one line."""
         fresh = {path for path, entry in listing.entries.items() if entry.kind == "link"} - self._logged_links
         self._logged_links |= fresh
         if targets := tree.links_leading_out(sorted(fresh)):

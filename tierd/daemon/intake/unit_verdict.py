@@ -91,11 +91,8 @@ class JudgedUnit:
 
 
 def unjudged_unit(tree: DirectoryTree, unit: Unit, listing: Listing, run: str, stepless: str) -> JudgedUnit:
-    """Describe a unit that is not judged yet.
-
-    Args:
-        run: the run of the directory.
-        stepless: the run of its units without a step; `run` itself if no place has another.
+    """Describe a unit that is not judged yet. `stepless` is the run of units without a step; `run` if no place has
+    another.
     """
     about = describe_unit(unit, lambda path: tree.opened(path, listing.entries[path]))
     created = checkpoint_time(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
@@ -106,11 +103,8 @@ def unjudged_unit(tree: DirectoryTree, unit: Unit, listing: Listing, run: str, s
 
 @dataclass(frozen=True, slots=True)
 class UnitCheckpoint:
-    """A checkpoint as which a unit may have been taken.
-
-    Attributes:
-        saved_at: when it was saved.
-        is_certain: whether the unit's time says so. Otherwise only its contents can.
+    """A checkpoint as which a unit may have been taken. `is_certain`: the unit's time says so, and not only its
+    contents can.
     """
 
     checkpoint: CheckpointId

@@ -88,9 +88,6 @@ class UnitWatch:
 
     Args:
         spool: the spool to commit to.
-        directory: the directory below which the program writes.
-        run: the run to save the units as.
-        reports: where to report.
         settle_s: as for `SettlingTracker`.
         own: a person's own rules about which paths are checkpoints; None: the usual ones.
         stepless: take the units without a step in their names, and leave the others; otherwise the reverse. Without any
@@ -164,12 +161,10 @@ class UnitWatch:
 
     @property
     def is_new(self) -> bool:
-        """Whether no listing of the directory has shown a unit yet, also to an earlier daemon of the spool."""
         return self._taken_units.is_new
 
     @property
     def has_taken_any(self) -> bool:
-        """Whether a unit was taken, also by an earlier daemon of the spool or by another node."""
         return self._taken_units.has_any or bool(self._history.created)
 
     @property
@@ -179,7 +174,6 @@ class UnitWatch:
 
     @property
     def status(self) -> WatchStatus:
-        """What the last listing shows."""
         reasons_by_path = {**self._settling.incomplete_reasons, **self.refused}
         return WatchStatus(
             directory=str(self._directory),
@@ -195,7 +189,6 @@ class UnitWatch:
         """List the directory, and take every unit that is due.
 
         Args:
-            history: the run's checkpoints in all places.
             now_s: any monotonic clock, in seconds.
             may_take: without it, the first unit that is due and that no place has is named in `wanted_checkpoint`, and
                 not read.
@@ -223,7 +216,6 @@ class UnitWatch:
                     break
 
     def _choose(self, listed: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units of a listing that this watch takes."""
         listed = self._listed_units = [self._series.judge(unit) for unit in listed]
         if self._stepless:
             return [unit for unit in listed if unit.step is None]

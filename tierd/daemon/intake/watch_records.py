@@ -49,12 +49,10 @@ class WatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one node's watch.
 
     Attributes:
-        directory: what it watches.
         spool: the absolute path of its daemon's spool on that node.
         lock: the device and the inode number of the spool's lock, which that daemon holds.
         at_ms: when the record was put, in milliseconds since 1970 by that node's clock.
         every_s: how long it takes at most until the record is put again, in seconds.
-        ended: whether the watch ended in order.
     """
 
     version: Literal[1] = 1
@@ -82,12 +80,10 @@ class RunWatchClaim:
     """What one watch knows of other watches of its run.
 
     Args:
-        run: the watched run.
         who: this node's id among the nodes that share the tier.
         spool: this node's spool.
         find: returns the store of the first tier, another one after a reload; None if there is none, or if it is not to
             be asked now.
-        timings: the daemon's.
 
     Attributes:
         awaited: why nothing is taken before another watch gave a sign of life or none for long; empty: it may go on.
@@ -107,12 +103,7 @@ class RunWatchClaim:
     async def confirm_alone(self, directory: DirectoryId, now_s: float) -> bool:
         """Return whether the watch may take units; False: it has to be asked again, because `awaited` may live.
 
-        Args:
-            directory: what it watches, as it is now.
-            now_s: a monotonic clock, in seconds.
-
-        Raises:
-            RunNotWatched: another directory is being watched as this run.
+        Raises `RunNotWatched` if another directory is being watched as this run.
         """
         store = self._find()
         if self._own is not None and store is not None and store is not self._own[0]:

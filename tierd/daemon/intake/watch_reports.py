@@ -53,13 +53,9 @@ class ReconcilerReports:
 
 
 def show_watch(reconciler: Reconciler, active_watch: ActiveWatch, watch: UnitWatch, awaited: str) -> None:
-    """Have the status show what is not taken, passed over or not readable, or for what a watch waits.
+    """Have the status show what a watch that just listed its directory does not take, passed over or could not read.
 
-    Args:
-        reconciler: the reconciler.
-        active_watch: the watch, which has just listed its directory.
-        watch: the directory.
-        awaited: for which other watch it waits; empty: for none.
+    `awaited` says for which other watch it waits; empty: for none.
     """
     directory, subject = active_watch.watch.directory, ("watch", active_watch.watch.run)
     status = reconciler.watches[active_watch.watch.run] = replace(watch.status, waits=awaited)
