@@ -26,14 +26,8 @@ from tierd.state.state_tree import instances, replace_values
 
 _untyped: Any = torch  # the calls below have no types
 # What the reader and the unpickler raise for a file that is no such archive.
-ARCHIVE_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    _untyped._weights_only_unpickler.UnpicklingError,
-)
+_UnpicklingError = _untyped._weights_only_unpickler.UnpicklingError
+ARCHIVE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, _UnpicklingError)
 
 
 class TorchArchive:
@@ -137,18 +131,31 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
 def chosen_names(paths: Mapping[str, EntryPath], only: str | None, where: str) -> dict[str, str]:
     if only is None:
         return {name: name for name in paths}
-    exported = {
-        name: ".".join(map(str, path[1:])) or str(only) for name, path in paths.items() if str(path[0]) == str(only)
-    }
+    chosen = {name: path for name, path in paths.items() if str(path[0]) == only}
+    exported = {name: ".".join(map(str, path[1:])) or only for name, path in chosen.items()}
     if not exported:
         entries = ", ".join(dict.fromkeys(printable(str(path[0])) for path in paths.values()))
         raise StateMismatch(f"{where}: {only!r} not in the checkpoint; it has {entries}")
     return exported
 
 
-def nest_tree(stand_ins: Mapping[str, Any], paths: Mapping[str, EntryPath], only: str | None) -> Any:
-    tree = unflatten_state_dict(dict(stand_ins), {name: paths[name] for name in stand_ins})
-    return tree if only is None else tree[next(iter(paths[name] for name in stand_ins))[0]]
+def nested_state(
+    names: Mapping[str, str],
+    tensors: Mapping[str, StreamedTensor],
+    values: Mapping[str, NonTensorValue],
+    paths: Mapping[str, EntryPath],
+    only: str | None,
+) -> tuple[Any, dict[int, str]]:
+    """Return what `Contents.tree` does of these names; `tensors` and `values` are by their exported names."""
+    flat = {
+        name: torch.empty(tensors[exported].shape, dtype=tensors[exported].dtype, device="meta")
+        if exported in tensors
+        else values[exported].load()
+        for name, exported in names.items()
+    }
+    tree = unflatten_state_dict(flat, {name: paths[name] for name in flat})
+    state = tree if only is None else tree[paths[next(iter(flat))][0]]
+    return state, {id(flat[name]): exported for name, exported in names.items()}
 
 
 # -- Checkpointer.save ------------------------------------------------------------------------------------------------
@@ -161,9 +168,8 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, other_values = {}, {}
     generators = {name for name in names if any(instances(saved.claims.own_claim(name)[1], SavedGenerator))}
-    for name, exported in names.items():
-        if name in generators:
-            continue
+    readable = {name: exported for name, exported in names.items() if name not in generators}
+    for name, exported in readable.items():
         rank, value = saved.claims.own_claim(name)
         is_tensor = isinstance(value, NativeLeaf)
         if (is_tensor or values) and (reason := saved.claims.contradiction(name)):
@@ -178,26 +184,15 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     def tree() -> tuple[Any, dict[int, str]]:
         full_state, stand_ins = saved.tree
         if not stand_ins.keys() >= names.keys():  # other ranks have more names, as pipeline stages do
-            flat = {
-                name: torch.empty(tensors[names[name]].shape, dtype=tensors[names[name]].dtype, device="meta")
-                if names[name] in tensors
-                else other_values[names[name]].load()
-                for name in names
-                if name not in generators
-            }
-            return nest_tree(flat, paths, only), {id(value): names[name] for name, value in flat.items()}
-        full_state = _native_value(files, saved.part(0), full_state)
-        state = (
-            full_state
-            if only is None
-            else next(entry_value for key, entry_value in full_state.items() if str(key) == only)
-        )
+            return nested_state(readable, tensors, other_values, paths, only)
+        state = _native_value(files, saved.part(0), full_state)
+        if only is not None:
+            state = next(entry for key, entry in state.items() if str(key) == only)
         return state, {id(stand_ins[name]): names[name] for name in names}
 
-    placed = {names[name]: path_below(paths[name], only) for name in names if name not in generators}
-    return Contents(
-        tensors, other_values, placed, tree, unreadable=tuple(names[name] for name in names if name in generators)
-    )
+    placed = {exported: path_below(paths[name], only) for name, exported in readable.items()}
+    unreadable = tuple(exported for name, exported in names.items() if name in generators)
+    return Contents(tensors, other_values, placed, tree, unreadable=unreadable)
 
 
 def path_below(path: EntryPath, only: str | None) -> EntryPath:
@@ -218,7 +213,7 @@ def fixed_place(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[Pa
 
 
 def _native_value(files: PartRanges, part: PartId, value: Any) -> Any:
-    return replace_values(value, SavedArray, lambda array: array.made(read_tensor(files, part, array.entry)))
+    return replace_values(value, SavedArray, lambda array: array.rebuild(read_tensor(files, part, array.entry)))
 
 
 def archive_bytes(load: Callable[[], Any]) -> bytes:
@@ -250,21 +245,11 @@ def read_dcp_contents(files: PartRanges, first: PartId, only: str | None, base: 
         if isinstance(stored, TensorStorageMetadata):
             tensors[exported] = _dcp_tensor(metadata, first, name, exported, stored, base)
         else:
-            place = position_of(metadata.storage_data, MetadataIndex(name), first, base)
-            data = partial(_bytes, reader, place)
-            other_values[exported] = NonTensorValue(
-                partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}"), data
-            )
+            data = partial(_bytes, reader, position_of(metadata.storage_data, MetadataIndex(name), first, base))
+            load = partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}")
+            other_values[exported] = NonTensorValue(load, data)
 
-    def tree() -> tuple[Any, dict[int, str]]:
-        flat = {
-            name: torch.empty(tensors[exported].shape, dtype=tensors[exported].dtype, device="meta")
-            if exported in tensors
-            else other_values[exported].load()
-            for name, exported in names.items()
-        }
-        return nest_tree(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
-
+    tree = partial(nested_state, names, tensors, other_values, paths, only)
     return Contents(tensors, other_values, {names[name]: path_below(paths[name], only) for name in names}, tree)
 
 
@@ -311,10 +296,8 @@ def _locate(
     try:
         archive = TorchArchive(RangeStream(reader, part, path, offset, length))
         tensor = archive.value
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (tensor.dtype, tuple(tensor.shape)) != (
-            dtype,
-            shape,
-        ):
+        is_tensor = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if not is_tensor or (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
             raise ValueError("it holds no such tensor")
         begin = archive.offset(tensor)
         if begin + tensor.numel() * dtype.itemsize > length:

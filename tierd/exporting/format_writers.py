@@ -178,24 +178,18 @@ def _write_tensors(export: ExportJob, name: str, tensors: Sequence[StreamedTenso
         dtype = export.dtype_of(tensor)
         described = tensor.foreign or as_safetensors(dtype, tensor.shape)
         if described is None:
-            raise StateMismatch(
-                f"{printable(tensor.name)!r}: safetensors does not hold {dtype}; the formats torch and dcp do"
-            )
+            why = f"safetensors does not hold {dtype}; the formats torch and dcp do"
+            raise StateMismatch(f"{printable(tensor.name)!r}: {why}")
         if tensor.name in header:
             raise StateMismatch(f"{printable(tensor.name)!r}: no name that safetensors can hold")
         end = at + export.size_of(tensor)
-        header[tensor.name] = {
-            "dtype": described[0],
-            "shape": list(described[1]),
-            "data_offsets": [at, end],
-        }
+        header[tensor.name] = {"dtype": described[0], "shape": list(described[1]), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)  # so that large tensors begin at a page, and are written without a copy
     if len(text) > MAX_HEADER:
-        raise StateMismatch(
-            f"{len(tensors)} tensors need a header of {len(text)} bytes; safetensors allows {MAX_HEADER}"
-        )
+        why = f"a header of {len(text)} bytes; safetensors allows {MAX_HEADER}"
+        raise StateMismatch(f"{len(tensors)} tensors need {why}")
 
     def write(file: IO[bytes]) -> None:
         _write_all(file, len(text).to_bytes(8, "little") + text)

@@ -26,16 +26,15 @@ from tierd.exporting.contents import (
     archive_bytes,
     chosen_names,
     fixed_place,
-    nest_tree,
+    nested_state,
     path_below,
     read_dcp_contents,
 )
 from tierd.exporting.streamed_tensors import ChunkReader, RangeStream, StreamedTensor, TensorPiece, as_torch
 from tierd.formats.byte_source import DamagedFile, UncheckedFile
 from tierd.formats.torch_pickles import is_legacy_save
-from tierd.formats.weight_files import HDF5_MAGIC as HDF5
-from tierd.formats.weight_files import check_safetensors, looks_like_safetensors, read_safetensors_header
-from tierd.formats.zip_archives import ZIP_MAGIC as ZIP
+from tierd.formats.weight_files import HDF5_MAGIC, check_safetensors, looks_like_safetensors, read_safetensors_header
+from tierd.formats.zip_archives import ZIP_MAGIC
 from tierd.state.state_tree import instances, members, replace_values
 from tierd.watching.step_in_name import is_weights
 
@@ -93,13 +92,13 @@ def unconvertible_form(reader: ChunkReader, part: PartId, paths: Sequence[str]) 
 def _form(reader: ChunkReader, part: PartId, path: str) -> str | None:
     size = reader.size(part, path)
     head = bytes(reader.read(part, path, 0, min(40, size)))
-    if head.startswith(HDF5):
+    if head.startswith(HDF5_MAGIC):
         return _HDF5
     if is_legacy_save(head):
         return _LEGACY
     if size >= 512 and bytes(reader.read(part, path, 257, 5)) == b"ustar":
         return _OLDEST
-    if not head.startswith(ZIP):
+    if not head.startswith(ZIP_MAGIC):
         return f"neither safetensors, nor DCP, nor an archive of torch.save, which export converts: {_COPIES}"
     try:
         with zipfile.ZipFile(io.BufferedReader(RangeStream(reader, part, path, 0, size))) as archive:
@@ -223,9 +222,8 @@ def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str
                     load = partial(_return_value, value)
                     values[name] = NonTensorValue(load, partial(archive_bytes, load))
         except ARCHIVE_ERRORS as error:
-            raise StateRefused(
-                f"{first.checkpoint}: {path}: {str(error).splitlines()[0][:300]}; `tierd restore` copies it"
-            ) from error
+            why = f"{str(error).splitlines()[0][:300]}; {_COPIES}"
+            raise StateRefused(f"{first.checkpoint}: {path}: {why}") from error
         if entry is None:
             new = {id(flat[name]): stand_in for name, stand_in in stand_ins.items()}
             full_state = replace_values(archive.value, torch.Tensor, partial(_stand_in, new))
@@ -296,23 +294,7 @@ def _contents(
     first: PartId,
 ) -> Contents:
     names = chosen_names(paths, only, str(first.checkpoint))
-
-    def tree() -> tuple[Any, dict[int, str]]:
-        flat = {
-            name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta")
-            if name in tensors
-            else values[name].load()
-            for name in names
-        }
-        return nest_tree(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
-
-    return Contents(
-        {new: _with_name(tensors[name], new) for name, new in names.items() if name in tensors},
-        {new: values[name] for name, new in names.items() if name in values},
-        {new: path_below(paths[name], only) for name, new in names.items()},
-        tree,
-    )
-
-
-def _with_name(tensor: StreamedTensor, name: str) -> StreamedTensor:
-    return replace(tensor, name=name)
+    tensors = {new: replace(tensors[name], name=new) for name, new in names.items() if name in tensors}
+    values = {new: values[name] for name, new in names.items() if name in values}
+    tree = partial(nested_state, names, tensors, values, paths, only)
+    return Contents(tensors, values, {new: path_below(paths[name], only) for name, new in names.items()}, tree)

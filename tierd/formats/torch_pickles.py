@@ -23,10 +23,8 @@ from tierd.formats.byte_source import ByteSource, DamagedFile, SoundFile, Unchec
 
 _MAX = 16 << 20
 _BUFFER = 1 << 16
-_MAGIC = (
-    b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.",
-    b"L119547037146038801333356L\n.",
-)  # of protocol 2 and later, and before
+# Of protocol 2 and later, and before.
+_MAGIC = (b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"L119547037146038801333356L\n.")
 _PICKLE_ERRORS = (ValueError, IndexError, struct.error, OverflowError)
 _STACK_DEPTH = 8  # values on the stack that are kept; a storage has six
 _BLOCK = 512  # bytes of a tar header, and of the padding of a file

@@ -100,9 +100,8 @@ def _restore_choice(
     for checkpoint, copies_by_tier in tried.items():
         if is_complete(union_ranks(*(place.sound_ranks for place in copies_by_tier.values()))):
             return checkpoint
-        corrupt = all(
-            isinstance(why, ManifestError) for place in copies_by_tier.values() for why in place.defects.values()
-        )
+        defects = (why for place in copies_by_tier.values() for why in place.defects.values())
+        corrupt = all(isinstance(why, ManifestError) for why in defects)
         if not corrupt or None in inventory.tiers.values():
             return None  # another key, or a tier that does not answer now, may prove this candidate valid
     return None
@@ -145,18 +144,16 @@ class DeliveryLog:
 
     @property
     def newest(self) -> CheckpointId | None:
-        return max(
-            (CheckpointId(self._run, attempt, max(steps)) for attempt, steps in self._steps.items()), default=None
-        )
+        newest = (CheckpointId(self._run, attempt, max(steps)) for attempt, steps in self._steps.items())
+        return max(newest, default=None)
 
     def add(self, checkpoint: CheckpointId) -> None:
         """Record a delivery, durably. Adding a checkpoint twice is harmless."""
         self._steps.setdefault(checkpoint.attempt, set()).add(checkpoint.step)
         if self.path is not None:
             steps = {attempt: sorted(attempt_steps) for attempt, attempt_steps in sorted(self._steps.items())}
-            write_durably(
-                self.path, msgspec.json.encode(_StateFile(version=_VERSION, run=self._run, delivered=steps)) + b"\n"
-            )
+            form = _StateFile(version=_VERSION, run=self._run, delivered=steps)
+            write_durably(self.path, msgspec.json.encode(form) + b"\n")
 
     def close(self) -> None:
         """Give up the lock, unless a process that inherited it still runs."""
@@ -224,13 +221,7 @@ DELIVERY_ERRORS = (CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable
 
 
 def delivery_rounds(
-    tiers: RunOnTiers,
-    delivered: DeliveryLog,
-    *,
-    latest: bool,
-    period_s: float,
-    once: bool,
-    pruned: Callable[[], bool],
+    tiers: RunOnTiers, delivered: DeliveryLog, *, latest: bool, period_s: float, once: bool, pruned: Callable[[], bool]
 ) -> Iterator[list[ListedCheckpoint]]:
     """List the tiers once in a period, and yield the checkpoints that are to be delivered then, oldest first.
 
@@ -310,10 +301,9 @@ def check_manifests(tiers: RunOnTiers, listed: ListedCheckpoint) -> None:
 def _select_due(
     run: str, listed: tuple[ListedCheckpoint, ...], delivered: DeliveryLog, latest: bool
 ) -> list[ListedCheckpoint]:
-    complete = sorted(
-        (checkpoint for checkpoint in listed if checkpoint.complete), key=lambda checkpoint: listed_id(run, checkpoint)
-    )
+    complete = {listed_id(run, checkpoint): checkpoint for checkpoint in listed if checkpoint.complete}
+    due = sorted(complete)
     if latest:
         newest = delivered.newest
-        complete = [checkpoint for checkpoint in complete[-1:] if newest is None or listed_id(run, checkpoint) > newest]
-    return [checkpoint for checkpoint in complete if listed_id(run, checkpoint) not in delivered]
+        due = [checkpoint for checkpoint in due[-1:] if newest is None or checkpoint > newest]
+    return [complete[checkpoint] for checkpoint in due if checkpoint not in delivered]

@@ -183,20 +183,13 @@ class CommandFollower:
         except (*DELIVERY_ERRORS, SpoolFull) as error:
             self._pruned |= isinstance(error, ObjectNotFound)
             return self._report(checkpoint, None, str(error))
-        values = {
-            "directory": str(directory),
-            "step": str(checkpoint.step),
-            "attempt": checkpoint.attempt,
-            "run": checkpoint.run,
-        }
+        step, attempt = str(checkpoint.step), checkpoint.attempt
+        values = {"directory": str(directory), "step": step, "attempt": attempt, "run": checkpoint.run}
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _STATUS_FILE), checkpoint.name]
         # Not `subprocess.run`, which kills the keeper at KeyboardInterrupt. Then nobody writes the status or holds the
         # lock, and the next follower starts the command again while it still runs.
-        process = subprocess.Popen(
-            [*keeper, *fill_placeholders(self.words, values)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[delivered.lock],
-        )
+        command = [*keeper, *fill_placeholders(self.words, values)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[delivered.lock])
         process.wait()
         outcome = self._settle(delivered)
         if directory.exists():

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.search import CandidateSearch
-from tierd.core.errors import (
-    CheckpointNotFound,
-    ConfigError,
-    CorruptChunk,
-    ManifestError,
-    StateMismatch,
-    StateRefused,
-)
+from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StateRefused
 from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import Candidate
-from tierd.exporting.checkpoint_export import ExportedFiles, ExportOptions, export
-from tierd.reading.run_on_tiers import RunOnTiers, TierFiles, TierView, error_if_pruned, no_checkpoint_text
+from tierd.exporting.checkpoint_export import ExportOptions, export
+from tierd.reading.run_on_tiers import RunOnTiers, TierFiles, TierView, no_checkpoint_text, read_verified
 
 __all__ = ["ExportOptions", "StateExport", "export_state"]
 
@@ -65,7 +58,8 @@ def export_state(
     search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
     for candidate in search.complete_candidates(step, attempt, best, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
-        exported, error = _try(tiers, candidate, files, target, options)
+        read = partial(export, files, files.part(0), target, options)
+        exported, error = read_verified(tiers, candidate, files, read)
         unfit = isinstance(error, StateMismatch | StateRefused | ConfigError)
         if search.settle(candidate, error, unfit=unfit).should_load:
             assert exported is not None
@@ -86,19 +80,3 @@ def export_state(
                 skipped,
             )
     raise CheckpointNotFound("\n  ".join([no_checkpoint_text(tiers), *map(str, search.skipped())]))
-
-
-def _try(
-    tiers: RunOnTiers, candidate: Candidate, files: TierFiles, target: Path, options: ExportOptions
-) -> tuple[ExportedFiles | None, Exception | None]:
-    try:
-        while True:
-            try:
-                return export(files, files.part(0), target, options), None
-            except CorruptChunk:
-                if not files.try_next():  # the tiers contradict each other, and another content may verify
-                    raise
-    except (CorruptChunk, ManifestError) as error:
-        return None, error_if_pruned(tiers, candidate, error)
-    except Exception as error:
-        return None, error

@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tierd.client.ranks.ranks import Ranks
@@ -25,12 +26,11 @@ from tierd.client.restoring.saved_entries import (
     referenced_tensors,
 )
 from tierd.client.restoring.search import CandidateSearch, Skipped
-from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError, StateMismatch
+from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import Candidate
-from tierd.reading.run_on_tiers import RunOnTiers, TierFiles, TierView, error_if_pruned, no_checkpoint_text
+from tierd.reading.run_on_tiers import RunOnTiers, TierFiles, TierView, no_checkpoint_text, read_verified
 from tierd.spool.direct_io import finish_read, memory_for
 from tierd.state.kinds.live_parameters import rename_like
 from tierd.state.load_check import LoadFit, check_fit, select_entries
@@ -105,21 +105,6 @@ def _are_equal(files: TierFiles, first: _Part, second: _Part, tensor: str) -> bo
     return are_equal(files, first.side, first_place, second.side, second_place)
 
 
-def read_part(
-    files: TierFiles, names: Collection[str] | None, rank: int | None
-) -> tuple[Manifest, Mapping[str, memoryview]]:
-    """Read the rank's part, or the part that all ranks share.
-
-    If tiers contradict each other, the content whose bytes verify is used.
-    """
-    while True:
-        try:
-            return _read(files, _part(files, names, rank), names)
-        except CorruptChunk:
-            if not files.try_next():
-                raise
-
-
 def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> PartId:
     if rank is not None:
         if type(rank) is not int or not 0 <= rank < files.world:
@@ -190,7 +175,8 @@ def restore(
     search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
     for candidate in search.complete_candidates(step, attempt, goal, at_least, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
-        loaded, error = _try(tiers, candidate, files, select_entries(state, names), names, rank, ignore_prefixes)
+        read = partial(_read_fitting, files, select_entries(state, names), names, rank, ignore_prefixes)
+        loaded, error = read_verified(tiers, candidate, files, read)
         unfit = isinstance(error, StateMismatch | ConfigError)
         if search.settle(candidate, error, unfit=unfit).should_load:
             assert loaded is not None
@@ -215,22 +201,11 @@ def restore(
     raise CheckpointNotFound("\n  ".join([no_checkpoint_text(tiers), *incomplete]))
 
 
-def _try(
-    tiers: RunOnTiers,
-    candidate: Candidate,
-    files: TierFiles,
-    into: Mapping[str, Any],
-    names: Collection[str] | None,
-    rank: int | None,
-    ignore_prefixes: bool,
-) -> tuple[tuple[Manifest, dict[str, Any], memoryview, LoadFit] | None, Exception | None]:
-    """Read and verify `candidate`, and check that it fits `into`; return what that gives, or the error."""
-    try:
-        manifest, contents = read_part(files, names, rank)
-        tree = unflatten(contents[TREE], contents[TENSORS])
-        tree = rename_like(into, tree) if ignore_prefixes else tree
-        return (manifest, tree, contents[TENSORS], check_fit(into, tree)), None
-    except (CorruptChunk, ManifestError) as error:
-        return None, error_if_pruned(tiers, candidate, error)
-    except Exception as error:
-        return None, error
+def _read_fitting(
+    files: TierFiles, into: Mapping[str, Any], names: Collection[str] | None, rank: int | None, ignore_prefixes: bool
+) -> tuple[Manifest, dict[str, Any], memoryview, LoadFit]:
+    """Read and verify the rank's part, or the part that all ranks share, and check that it fits `into`."""
+    manifest, contents = _read(files, _part(files, names, rank), names)
+    tree = unflatten(contents[TREE], contents[TENSORS])
+    tree = rename_like(into, tree) if ignore_prefixes else tree
+    return manifest, tree, contents[TENSORS], check_fit(into, tree)

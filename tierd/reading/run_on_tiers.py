@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from threading import Event, Thread
@@ -236,9 +236,7 @@ class TierFiles(PartRanges):
     async def _fill(self, memory: memoryview, base: int, part: PartId, path: str, spans: list[Span]) -> None:
         copies, files = self._copies[part], self._contents[part][0].files
         number = next(number for number, file in enumerate(files) if file.path == path)
-        spans_by_chunk: dict[
-            tuple[int, int], list[Span]
-        ] = {}  # index and offset of a chunk -> the spans that it overlaps
+        spans_by_chunk: dict[tuple[int, int], list[Span]] = {}  # by index and offset of a chunk
         for span in spans:
             sizes = (chunk.size for chunk in span.file.chunks[span.first : span.end])
             for chunk in enumerate(accumulate(sizes, initial=span.start), span.first):
@@ -282,6 +280,23 @@ def _copy_spans(memory: memoryview, base: int, raw: memoryview, offset: int, spa
     for span in spans:
         begin, end = max(span.offset, offset), min(span.offset + span.length, offset + len(raw))
         memory[begin - base : end - base] = raw[begin - offset : end - offset]
+
+
+def read_verified(
+    tiers: RunOnTiers, candidate: Candidate, files: TierFiles, read: Callable[[], T]
+) -> tuple[T | None, Exception | None]:
+    """Return what `read` returns, or the error; if the tiers contradict each other, for the content that verifies."""
+    try:
+        while True:
+            try:
+                return read(), None
+            except CorruptChunk:
+                if not files.try_next():
+                    raise
+    except (CorruptChunk, ManifestError) as error:
+        return None, error_if_pruned(tiers, candidate, error)
+    except Exception as error:
+        return None, error
 
 
 def error_if_pruned(tiers: RunOnTiers, candidate: Candidate, error: CorruptChunk | ManifestError) -> Exception:
