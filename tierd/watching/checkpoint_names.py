@@ -72,6 +72,10 @@ class KnownCheckpoints:
             {**self.created, **newer.created}, {**self.origins, **newer.origins}, newer.unread - self.created.keys()
         )
 
+    def created_at(self, checkpoint: CheckpointId) -> datetime:
+        """Return when a checkpoint was made; before all if no place tells."""
+        return self.created.get(checkpoint, BEFORE_ALL)
+
     def find(self, step: int, created: datetime) -> list[CheckpointId]:
         return [checkpoint for checkpoint, at in self.created.items() if checkpoint.step == step and at == created]
 
@@ -186,9 +190,8 @@ def name_unit(
     """
     attempts = sorted({checkpoint.attempt for checkpoint in history.created} | set(history.origins), reverse=True)
     peers = {checkpoint: at for checkpoint, at in history.created.items() if after is None or checkpoint > after}
-    older, newer = _neighbours(
-        step, created, {checkpoint: at for checkpoint, at in series.items() if checkpoint in peers}
-    )
+    series = {checkpoint: at for checkpoint, at in series.items() if checkpoint in peers}
+    older, newer = _neighbours(step, created, series)
     lower_bound = max((checkpoint for checkpoint in (after, older) if checkpoint is not None), default=None)
     for attempt in attempts:
         checkpoint = CheckpointId(run, attempt, step)
@@ -238,28 +241,20 @@ def _keeps_order(
     """Whether an attempt stays in order with a checkpoint: later steps were made later, and each step once."""
     same_attempt = [recorded for recorded in history.created if recorded.attempt == checkpoint.attempt]
     origin = history.origins.get(checkpoint.attempt)
-    if (
-        not same_attempt
-        or (origin is not None and checkpoint.step <= origin.step)
-        or checkpoint in history.unread
-        or checkpoint in history.created
-    ):
+    is_known = checkpoint in history.unread or checkpoint in history.created
+    if not same_attempt or is_known or (origin is not None and checkpoint.step <= origin.step):
         return False
-    times = [(peer.step, at) for peer, at in peers.items() if peer.attempt == checkpoint.attempt]
-    return all(
-        (step < checkpoint.step and at <= created) or (step > checkpoint.step and at >= created) for step, at in times
-    )
+    times = [(peer.step - checkpoint.step, at) for peer, at in peers.items() if peer.attempt == checkpoint.attempt]
+    return all((ahead < 0 and at <= created) or (ahead > 0 and at >= created) for ahead, at in times)
 
 
 def _find_origin(step: int, attempts: list[str], history: KnownCheckpoints) -> CheckpointId | None:
     """Return the newest checkpoint of the timeline below a step: that is where a program that went back began."""
     attempt, below = next(iter(attempts), None), step
     while attempt is not None:
-        same_attempt = [
-            checkpoint for checkpoint in history.created if checkpoint.attempt == attempt and checkpoint.step < below
-        ]
-        if same_attempt:
-            return max(same_attempt)
+        earlier = (saved for saved in history.created if saved.attempt == attempt and saved.step < below)
+        if (newest := max(earlier, default=None)) is not None:
+            return newest
         origin = history.origins.get(attempt)
         if origin is None or origin.attempt >= attempt:
             return None

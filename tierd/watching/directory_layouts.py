@@ -83,10 +83,8 @@ def _trainer(directory: Directory) -> DirectoryLayout | None:
 def _accelerate(directory: Directory) -> DirectoryLayout | None:
     if not directory.matching_files(r"random_states_\d+\.pkl"):
         return None
-    missing = (
-        absent_rank(directory, r"random_states_(\d+)\.pkl", 0) or absent_index(directory) or _absent_objects(directory)
-    )
-    return DirectoryLayout(ACCELERATE, missing)
+    missing_rank = absent_rank(directory, r"random_states_(\d+)\.pkl", 0)
+    return DirectoryLayout(ACCELERATE, missing_rank or absent_index(directory) or _absent_objects(directory))
 
 
 def _absent_objects(directory: Directory) -> str | None:
@@ -172,9 +170,8 @@ def _dcp(directory: Directory) -> DirectoryLayout | None:
     rank_metadata = directory.matching_files(r"__(\d+)\.metadata")
     titan = re.fullmatch(r"step-\d+", directory.name)
     if not (_is_dcp(directory) or rank_metadata):
-        return (
-            DirectoryLayout(TORCHTITAN, None) if titan and directory.has_file("model.safetensors.index.json") else None
-        )
+        has_index = titan and directory.has_file("model.safetensors.index.json")
+        return DirectoryLayout(TORCHTITAN, None) if has_index else None
     missing = absent_rank(directory, r"__(\d+)\.metadata", 0) if rank_metadata else absent_name(directory, ".metadata")
     return DirectoryLayout(TORCHTITAN if titan else DCP, missing, not rank_metadata and _is_begun_dcp(directory))
 
@@ -184,16 +181,14 @@ def _torch_checkpointing(directory: Directory) -> DirectoryLayout | None:
     if matches and directory.name.startswith(_TEMPORARY):
         return DirectoryLayout(TORCH_CHECKPOINTING, "its name says that it is being written", is_unfinished=True)
     alone = len(matches) > 1 and len(matches) == len(directory.names) and all(match[2] == "0" for match in matches)
-    if not alone and not (
-        matches and directory.has_file("metadata.pkl")
-    ):  # a single rank without DTensors writes no metadata
+    # A single rank without DTensors writes no metadata.
+    if not alone and not (matches and directory.has_file("metadata.pkl")):
         return None
     for item in sorted({match[1] for match in matches}):
         missing = first_missing_number((int(match[2]) for match in matches if match[1] == item), 0)
         if missing is not None:
-            return DirectoryLayout(
-                TORCH_CHECKPOINTING, f"{item}_{missing}.pt is not there, and files of later ranks are"
-            )
+            why = f"{item}_{missing}.pt is not there, and files of later ranks are"
+            return DirectoryLayout(TORCH_CHECKPOINTING, why)
     return DirectoryLayout(TORCH_CHECKPOINTING, None)
 
 
@@ -218,12 +213,10 @@ def _hub_snapshot(directory: Directory) -> DirectoryLayout | None:
 
 def _empty_directory(directory: Directory) -> DirectoryLayout | None:
     """A directory with the name of a checkpoint in which a killed program left nothing, or temporary files alone."""
-    is_checkpoint_name = directory_step(directory.name) is not None or directory.name.endswith(".ckpt")
-    return (
-        DirectoryLayout(DIRECTORY_LAYOUT, "it has no file yet", is_unfinished=True)
-        if is_checkpoint_name and has_only_temporary_files(directory)
-        else None
-    )
+    if directory_step(directory.name) is None and not directory.name.endswith(".ckpt"):
+        return None
+    is_empty = has_only_temporary_files(directory)
+    return DirectoryLayout(DIRECTORY_LAYOUT, "it has no file yet", is_unfinished=True) if is_empty else None
 
 
 _TEMPORARY = "tmp_"  # torch_checkpointing's DEFAULT_TEMP_DIR_PREFIX
@@ -247,11 +240,8 @@ def is_of_run(directory: Directory) -> bool:
     """Whether a directory whose name is nothing but a number is of a run, as its seed or job, and holds its saves."""
     if not directory.name.isdecimal():
         return False
-    return (
-        are_ends_of_run(directory.names_below(), directory.name)
-        or holds_several_saves(directory)
-        or _is_of_seed(directory)
-    )
+    has_ends = are_ends_of_run(directory.names_below(), directory.name)
+    return has_ends or holds_several_saves(directory) or _is_of_seed(directory)
 
 
 def _is_of_seed(candidate: Directory) -> bool:
@@ -264,10 +254,8 @@ def _is_of_seed(candidate: Directory) -> bool:
     names = candidate.tree[candidate.parent]
     numbers = sorted((name for name in names if name.isdecimal() and names[name].kind == "directory"), key=int)
     at = numbers.index(candidate.name)
-    siblings = (
-        candidate.directory_at(join_path(candidate.parent, name))
-        for name in numbers[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS]
-    )
+    neighbours = numbers[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS]
+    siblings = (candidate.directory_at(join_path(candidate.parent, name)) for name in neighbours)
     steps = [_step_inside(directory) for directory in siblings if has_weights(directory)]
     saved_steps = [step for step in steps if step is not None]
     return len(saved_steps) == len(steps) > 1 and any(first >= second for first, second in pairwise(saved_steps))

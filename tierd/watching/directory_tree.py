@@ -35,18 +35,12 @@ from tierd.watching.unit_inspection import ChangedFile, UnitStatus
 
 _POINTERS = tuple(POINTER_NAMES)
 MAX_NAMES = 1_000_000  # names below one directory, at most
-TIERD_PREFIX = (
-    ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
-)
+TIERD_PREFIX = ".tierd-"  # of what `restore --into` and `prepare` make; it is listed only if it is named itself
 _FSCK_DIRECTORY = "lost+found"  # at the top of ext4, readable by root only, and no program's
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_REPLACED_ERRORS = (
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.ESTALE,
-)  # a name is gone, or another kind of file is there
+# A name is gone, or another kind of file is there.
+_REPLACED_ERRORS = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ESTALE)
 
 
 class DirectoryTree:
@@ -222,9 +216,8 @@ class DirectoryTree:
                 except FileNotFoundError:
                     continue  # deleted since the directory was read
                 if len(entries) == MAX_NAMES:
-                    raise ConfigError(
-                        f"{self._directory}: more than {MAX_NAMES} names lie below it; name one checkpoint"
-                    )
+                    why = f"more than {MAX_NAMES} names lie below it; name one checkpoint"
+                    raise ConfigError(f"{self._directory}: {why}")
                 entries[inner := f"{path}/{name}" if path else name] = entry
                 if entry.kind == "directory":
                     directories.append(inner)
@@ -264,11 +257,8 @@ class DirectoryTree:
 
     def _with_texts(self, entries: dict[str, ListedEntry]) -> Listing:
         marked = (path for path in entries if path.endswith(MARKERS) and path.rpartition("/")[2] in MARKERS)
-        return Listing(
-            entries,
-            {path: text for path in marked if (text := self._read_marker(path, entries)) is not None},
-            self._rules,
-        )
+        texts = {path: text for path in marked if (text := self._read_marker(path, entries)) is not None}
+        return Listing(entries, texts, self._rules)
 
     def _read_marker(self, path: str, entries: Mapping[str, ListedEntry]) -> str | None:
         if entries[path].kind != "file":

@@ -207,11 +207,8 @@ def _is_of_model(name: str) -> bool:
 
 def file_units(directory: Directory) -> list[Unit]:
     """Return the units among the files of a directory that is no unit itself."""
-    if (
-        directory.path
-        and directory.has_file("config.json", "adapter_config.json")
-        and directory.matching_files(WEIGHTS_PATTERN)
-    ):
+    has_config = directory.has_file("config.json", "adapter_config.json")
+    if directory.path and has_config and directory.matching_files(WEIGHTS_PATTERN):
         return [_model_unit(directory)]
     bundles = {match[1] for match in directory.matching_files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
     groups: dict[_GroupKey, list[str]] = {}

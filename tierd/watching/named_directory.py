@@ -155,9 +155,8 @@ class FollowingTree(DirectoryTree):
         self._real_path = str(directory)
         self._named_path = str(named_path if named_path.is_dir() else directory)
         self._given_path = str(given_path.absolute() if named_path.is_dir() else given_path.absolute().parent)
-        top = link_limit(
-            self._named_path, self._named_path
-        )  # may lie above the directory, or be the directory in it that was named
+        # May lie above the directory, or be the directory in it that was named.
+        top = link_limit(self._named_path, self._named_path)
         self._top = top if f"{self._real_path}/".startswith(f"{top.rstrip('/')}/") else self._real_path
         self._targets: dict[str, str] = {}  # of the followed links, as paths below `_top`
         self._weight_links: set[str] = set()  # links that are not followed, and whose names are those of weights
@@ -278,9 +277,8 @@ def units_without_twins(unit: Unit, listing: Listing) -> Iterator[tuple[tuple[st
     for home in homes:
         start = f"{home}/" if home else ""
         names = {path[len(start) :].partition("/")[0] for path in inside if path.startswith(start)}
-        entries = sorted(
-            {join_path(home, name) for name in names} | ({unit.path} & listing.entries.keys())
-        )  # that one may be a directory without a file
+        # The unit's own may be a directory without a file.
+        entries = sorted({join_path(home, name) for name in names} | ({unit.path} & listing.entries.keys()))
         forms: dict[str, dict[str, list[str]]] = {}
         for entry in entries:
             stem, form = _split_form(entry, listing)
@@ -288,9 +286,8 @@ def units_without_twins(unit: Unit, listing: Listing) -> Iterator[tuple[tuple[st
         for twins in forms.values():
             for form, paths in twins.items() if len(twins.keys() - {""}) > 1 else ():
                 if form:
-                    companions = tuple(
-                        f"{path}." for path in paths if form != "/"
-                    )  # `model.pt.yml` belongs to `model.pt`
+                    # `model.pt.yml` belongs to `model.pt`.
+                    companions = tuple(f"{path}." for path in paths if form != "/")
                     left_out = tuple(entry for entry in entries if entry in paths or entry.startswith(companions))
                     yield from ((left_out, reduced) for reduced in _reduced_units(left_out, inside, listing))
 

@@ -39,11 +39,8 @@ def compare_nested(units: Sequence[Unit]) -> list[Unit]:
     nested: dict[str, list[Unit]] = {}
     for unit in units:
         home = series_directory(unit)
-        if (
-            unit.layout is DIRECTORY_LAYOUT
-            and unit.missing_reason in (None, _LONE_SAVE_REASON)
-            and home != dirname(unit.path)
-        ):
+        may_be_whole = unit.layout is DIRECTORY_LAYOUT and unit.missing_reason in (None, _LONE_SAVE_REASON)
+        if may_be_whole and home != dirname(unit.path):
             nested.setdefault(home, []).append(unit)
     compared = {unit.path: unit for group in nested.values() for unit in _compare_group(group)}
     return [compared.get(unit.path, unit) for unit in units]
@@ -56,9 +53,9 @@ def _compare_group(group: Sequence[Unit]) -> Iterator[Unit]:
         unit_names = names[unit.path]
         siblings = [sibling for sibling in group if sibling is not unit and unit_names & names[sibling.path]]
         complete = [names[sibling.path] for sibling in siblings if sibling.path not in parts]
-        yield _add_reason(
-            _report_absent(replace(unit, missing_reason=None), unit_names, complete) if siblings else unit, parts
-        )
+        if siblings:
+            unit = _report_absent(replace(unit, missing_reason=None), unit_names, complete)
+        yield _add_reason(unit, parts)
 
 
 def _add_reason(unit: Unit, parts: Mapping[str, str]) -> Unit:
@@ -74,9 +71,8 @@ def _newest_parts(units: Sequence[Unit], names: Mapping[str, frozenset[str]]) ->
     ordered = sorted(units, key=lambda unit: unit.step or 0, reverse=True)
     for unit in ordered:
         unit_names = names[unit.path]
-        before = next(
-            (sibling for sibling in ordered if sibling is not unit and unit_names & names[sibling.path]), None
-        )
+        siblings = (sibling for sibling in ordered if sibling is not unit and unit_names & names[sibling.path])
+        before = next(siblings, None)
         if before is None or (before.step or 0) >= (unit.step or 0):
             continue
         expected_names = names[before.path]
@@ -124,21 +120,13 @@ def _compare_unit(
     unit_names = names[unit.path]
     siblings = [sibling for sibling in units if sibling is not unit and unit_names & names[sibling.path]]
     complete = [names[sibling.path] for sibling in siblings if sibling.path not in parts]
-    if (
-        unit.layout not in UNCERTAIN_LAYOUTS
-    ):  # its program says what its directory has, and nothing of what lies beside it
-        return _add_reason(
-            _report_absent(
-                unit, unit_names, [frozenset(filter(_is_flat, sibling_names)) for sibling_names in complete]
-            ),
-            parts,
-        )
+    if unit.layout not in UNCERTAIN_LAYOUTS:
+        # Its program says what its directory has, and nothing of what lies beside it.
+        beside = [frozenset(filter(_is_flat, sibling_names)) for sibling_names in complete]
+        return _add_reason(_report_absent(unit, unit_names, beside), parts)
     if not siblings:
-        has_names = any(
-            _paths_inside(sibling_names) <= _paths_inside(unit_names)
-            for path, sibling_names in names.items()
-            if path != unit.path
-        )
+        others, inside = (names[path] for path in names if path != unit.path), _paths_inside(unit_names)
+        has_names = any(_paths_inside(sibling_names) <= inside for sibling_names in others)
         is_unfinished = unit.layout is DIRECTORY_LAYOUT and _looks_begun(unit) and not has_names
         return replace(unit, missing_reason=_LONE_SAVE_REASON) if is_unfinished else unit
     # Only the newest may have been begun. A program also removes files, as the states beside older weights.
@@ -220,9 +208,8 @@ def missing_counterpart(paths: Iterable[str], earlier: Iterable[str], layout: Un
     forms = frozenset(map(_form, paths))
     expected = {_form(path): path for path in earlier}
     absent = expected.keys() - forms - _renamed_files(forms, frozenset(expected))
-    return min(
-        (expected[form] for form in absent if layout is DIRECTORY_LAYOUT or _is_each_time(expected[form])), default=None
-    )
+    lacking = (expected[form] for form in absent)
+    return min((path for path in lacking if layout is DIRECTORY_LAYOUT or _is_each_time(path)), default=None)
 
 
 def files_in_own_directories(unit: Unit, paths: Iterable[str]) -> list[str]:
@@ -253,9 +240,7 @@ class LoneSaveHistory:
     """
 
     def __init__(self) -> None:
-        self._file_names: dict[
-            str, dict[str, frozenset[str]]
-        ] = {}  # by directory: the last two lone saves, and their names
+        self._file_names: dict[str, dict[str, frozenset[str]]] = {}  # by directory, the last two lone saves' names
 
     def judge(self, unit: Unit) -> Unit:
         """Return a unit of the last listing, without its reason if the one before it had no other names."""

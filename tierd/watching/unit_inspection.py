@@ -8,7 +8,7 @@ reads of the unit gave the same bytes (`core.storage_faults`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from posixpath import basename, dirname
@@ -64,6 +64,10 @@ class UnitProblem(msgspec.Struct, frozen=True):
     offset: int | None
     status: UnitStatus
     reason: str
+
+
+def describe_problems(problems: Iterable[UnitProblem]) -> str:
+    return "; ".join(f"{problem.file}: {problem.reason}" for problem in problems)
 
 
 class UndigestedContent(msgspec.Struct, frozen=True):
@@ -244,11 +248,8 @@ class _Inspection:
 
     def _check_exists(self, file: str, index_path: str) -> bool:
         if file not in self._unit_files:
-            self._add_finding(
-                index_path,
-                "damaged",
-                f"it names {file.removeprefix(dirname(index_path) + '/')[:200]!a}, which is not there",
-            )
+            name = file.removeprefix(f"{dirname(index_path)}/")[:200]
+            self._add_finding(index_path, "damaged", f"it names {name!a}, which is not there")
         return file in self._unit_files
 
     def _examine(self, path: str, check: Callable[[ByteSource], Any]) -> Any:
@@ -265,9 +266,8 @@ class _Inspection:
             # A JSON file of no known program may be lines of JSON, or a dialect, but not the beginning of a value.
             is_cut = error.reason.startswith(CUT_JSON)
             is_unknown = self._unit.layout in (DIRECTORY_LAYOUT, USER_LAYOUT) and path.endswith(".json")
-            if error.reason == _EMPTY_WEIGHTS or (
-                is_unknown and error.reason == EMPTY_JSON
-            ):  # a program may write it so
+            is_empty_json = is_unknown and error.reason == EMPTY_JSON  # a program may write it so
+            if error.reason == _EMPTY_WEIGHTS or is_empty_json:
                 self._add_finding(path, "unknown", error.reason, error.offset)
             elif is_unknown and not is_cut:
                 self.uncovered.append(UndigestedContent(path, str(error)))

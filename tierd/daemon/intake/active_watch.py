@@ -169,9 +169,8 @@ class ActiveWatch:
         """Whether no further try is waited for; `appear_s` as for `is_at_rest`."""
         if isinstance(self.error, DirectoryAbsent):
             return not self._is_awaiting(appear_s)
-        return isinstance(self.error, RunNotWatched) or (
-            self.error is not None and self.failed_tries >= MAX_FAILED_TRIES
-        )
+        has_tried = self.error is not None and self.failed_tries >= MAX_FAILED_TRIES
+        return has_tried or isinstance(self.error, RunNotWatched)
 
     def _is_awaiting(self, appear_s: float) -> bool:
         return self.awaited_s is not None and time.monotonic() - self.awaited_s < appear_s

@@ -16,13 +16,13 @@ import msgspec
 
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import UNIT_NAME, Manifest
+from tierd.core.manifest import UNIT_NAME, File, Manifest
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.directory_changes import QUARANTINE_NAME, quarantine_files
 from tierd.daemon.intake.in_place_restore import KeptPaths, NotWatched, PlaceTaken, restore_unit
 from tierd.daemon.intake.series_restore import read_unit_file
 from tierd.daemon.intake.taken_record import differences
-from tierd.daemon.intake.unit_verdict import CHANGING_REASON, JudgedUnit, Verdict, is_taken_from
+from tierd.daemon.intake.unit_verdict import CHANGING_REASON, JudgedUnit, is_taken_from
 from tierd.daemon.tiers.tier_objects import first_manifest
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.spool import Spool
@@ -37,30 +37,23 @@ from tierd.watching.series_comparison import (
     shares_a_file_form,
 )
 from tierd.watching.step_in_name import is_best
-from tierd.watching.unit import DIRECTORY_LAYOUT, WITHOUT_STEP, Listing, Unit
+from tierd.watching.unit import DIRECTORY_LAYOUT, Listing, Unit
 from tierd.watching.unit_file import pointer_candidates, points_to
 from tierd.watching.unit_inspection import ChangedFile
 
-_LOOKED_AT = 8  # of so many newest checkpoints, one is of the unit; each is a read of a tier
+_MOST_READ = 8  # newest checkpoints, of which one is of the unit or its series; each is a read of a tier
 
 
 async def judge_decay(
     tree: DirectoryTree, judged: JudgedUnit, history: KnownCheckpoints, listing: Listing, stores: Mapping[str, Store]
 ) -> None:
     """Judge a unit, of which no checkpoint has all that is there now, as damaged if files of an earlier one decayed."""
-    if (
-        judged.unit.step is not None
-        or judged.checkpoint is not None
-        or judged.verdict == "unfinished"
-        or judged.unreadable
-    ):
+    has_identity = judged.unit.step is not None or judged.checkpoint is not None
+    if has_identity or judged.verdict == "unfinished" or judged.unreadable:
         return
-    earlier = [
-        checkpoint
-        for checkpoint, created in history.created.items()
-        if checkpoint.run == judged.run and created < judged.modified_at
-    ]
-    for checkpoint in sorted(earlier, reverse=True)[:_LOOKED_AT]:
+    of_run = (checkpoint for checkpoint in history.created if checkpoint.run == judged.run)
+    earlier = [checkpoint for checkpoint in of_run if history.created[checkpoint] < judged.modified_at]
+    for checkpoint in sorted(earlier, reverse=True)[:_MOST_READ]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), None, stores)
         if manifest is not None and is_taken_from(judged.unit, manifest):
             await _compare(tree, judged, listing, stores, checkpoint, manifest)
@@ -77,17 +70,15 @@ async def _compare(
 ) -> None:
     about = await read_unit_file(stores, checkpoint)
     modified_ns = about.modified_ns if about else {}
-    unchanged = [
-        file
-        for file in manifest.files
-        if (entry := listing.entries.get(file.path)) is not None
-        and (entry.size, entry.mtime_ns) == (file.size, modified_ns.get(file.path))
-    ]
+
+    def is_unchanged(file: File) -> bool:
+        entry = listing.entries.get(file.path)
+        return entry is not None and (entry.size, entry.mtime_ns) == (file.size, modified_ns.get(file.path))
 
     def decayed() -> dict[str, str]:
-        alone = {file.path: msgspec.structs.replace(manifest, files=(file,)) for file in unchanged}
-        first_differences = ((path, next(differences(tree, listing, only), None)) for path, only in alone.items())
-        return {path: difference.why for path, difference in first_differences if difference is not None}
+        alone = (msgspec.structs.replace(manifest, files=(file,)) for file in manifest.files if is_unchanged(file))
+        firsts = ((only.files[0].path, next(differences(tree, listing, only), None)) for only in alone)
+        return {path: difference.why for path, difference in firsts if difference is not None}
 
     try:
         reasons = await thread_uncancelled(decayed)
@@ -103,9 +94,6 @@ async def _compare(
         judged.damaged = tuple(sorted({*judged.damaged, *reasons}))
 
 
-_MOST_READ = 8  # newest checkpoints, of which one is of the unit's series; each is a read of a tier
-
-
 async def judge_series(
     judged: Sequence[JudgedUnit], history: KnownCheckpoints, spool: Spool | None, stores: Mapping[str, Store]
 ) -> None:
@@ -114,19 +102,15 @@ async def judge_series(
     A second such unit in a row is whole, because its program writes fewer files now.
     """
     fresh = [judged_unit for judged_unit in judged if judged_unit.verdict == "sound" and judged_unit.checkpoint is None]
-    of_one_save = [
-        judged_unit for judged_unit in fresh if judged_unit.unit.path.rpartition("/")[2] != WITHOUT_STEP
-    ]  # else not of one save
     reasons = {}
-    for judged_unit in of_one_save:
-        if judged_unit.unit.layout not in UNCERTAIN_LAYOUTS:
+    for judged_unit in fresh:
+        if judged_unit.unit.is_joint or judged_unit.unit.layout not in UNCERTAIN_LAYOUTS:
             continue
         paths = await _newest_of_series(judged_unit, history, spool, stores)
         absent = missing_counterpart(judged_unit.unit.files, paths, judged_unit.unit.layout)
         if absent is not None and not any(_is_before(sibling, judged_unit) for sibling in fresh):
-            reasons[judged_unit.unit.path] = (
-                f"the checkpoint that was taken before it has {absent}; it may be unfinished"
-            )
+            why = f"the checkpoint that was taken before it has {absent}; it may be unfinished"
+            reasons[judged_unit.unit.path] = why
     for judged_unit in fresh:
         if judged_unit.unit.path in reasons:
             judged_unit.verdict, judged_unit.reason = "unknown", reasons[judged_unit.unit.path]
@@ -154,26 +138,18 @@ def _is_before(earlier: JudgedUnit, judged: JudgedUnit) -> bool:
     )
 
 
-_TO_REPLACE: tuple[Verdict, ...] = ("damaged", "unfinished")
-
-
 def units_to_replace(judged: Sequence[JudgedUnit]) -> Iterator[JudgedUnit]:
     """Yield the units to replace or move, the newest of those that lack files first, and leave those of which a program
     deleted files. What was replaced before is whole.
     """
-    replaceable = [judged_unit for judged_unit in judged if judged_unit.verdict in _TO_REPLACE]
+    replaceable = [judged_unit for judged_unit in judged if judged_unit.verdict in ("damaged", "unfinished")]
     yield from (judged_unit for judged_unit in replaceable if not judged_unit.absent)
-    for judged_unit in sorted(
-        (judged_unit for judged_unit in replaceable if judged_unit.absent),
-        key=lambda judged_unit: judged_unit.modified_at,
-        reverse=True,
-    ):
+    shortened = [judged_unit for judged_unit in replaceable if judged_unit.absent]
+    for judged_unit in sorted(shortened, key=lambda judged_unit: judged_unit.modified_at, reverse=True):
         if _is_older(judged_unit, judged):
             judged_unit.verdict, judged_unit.is_shortened = "unknown", True
-            judged_unit.reason = (
-                f"{judged_unit.absent[0]} is not there, and newer checkpoints have such a file: its program "
-                "deletes these"
-            )
+            others = "newer checkpoints have such a file: its program deletes these"
+            judged_unit.reason = f"{judged_unit.absent[0]} is not there, and {others}"
         else:
             yield judged_unit
 
@@ -261,12 +237,9 @@ def entries_to_move(judged: JudgedUnit, listing: Listing) -> list[str]:
     unit = judged.unit
     own_paths = {*unit.files, *unit.special_files}
     below = {path for path, entry in listing.entries.items() if entry.kind != "directory" and _is_below(path, unit)}
-    damaged_paths = set(judged.damaged) or {
-        path for path in own_paths if not unit.is_directory or _is_below(path, unit)
-    }
-    may_hold_others = (
-        unit.step is None and unit.layout is DIRECTORY_LAYOUT and judged.damaged
-    )  # it may hold other checkpoints
+    inside_paths = (path for path in own_paths if not unit.is_directory or _is_below(path, unit))
+    damaged_paths = set(judged.damaged or inside_paths)
+    may_hold_others = unit.step is None and unit.layout is DIRECTORY_LAYOUT and judged.damaged  # other checkpoints
     if unit.is_directory and below <= own_paths and not may_hold_others:
         inside = [unit.path] if unit.is_unfinished or any(_is_below(path, unit) for path in damaged_paths) else []
         return [*inside, *sorted(path for path in damaged_paths if not _is_below(path, unit))]

@@ -176,9 +176,8 @@ def make_parents(directory: Path, name: str) -> Path:
         try:
             parent.mkdir(exist_ok=True)
         except FileExistsError:
-            raise ConfigError(
-                f"{parent}: not a directory; tierd needs one of that name there: move that file away"
-            ) from None
+            why = "not a directory; tierd needs one of that name there: move that file away"
+            raise ConfigError(f"{parent}: {why}") from None
     return parent / last
 
 
@@ -209,9 +208,7 @@ def exchange_names(first: Path, second: Path) -> bool:
 def is_pointed_to(directory: Path, program: str, path: str, files: Sequence[str]) -> bool:
     """Whether the program has pointers, and all of them name this unit."""
     expected = [*pointers(program, path, files)]
-    return bool(expected) and all(
-        _pointed_name(directory / pointer.path, pointer) == _first_line(pointer.text) for pointer in expected
-    )
+    return bool(expected) and all(_is_up_to_date(directory / pointer.path, pointer) for pointer in expected)
 
 
 def pointers_of_unit(about: UnitFile, files: Sequence[str]) -> list[Pointer]:
@@ -230,9 +227,7 @@ def restore_pointers(directory: Path, recorded: Sequence[Pointer], torn: Iterabl
     Ranks may have a pointer each. So where one still names the recorded unit, those are written, too, that name one of
     the `torn` units, which lack files: its program was killed between two ranks.
     """
-    has_intact = any(
-        _pointed_name(directory / pointer.path, pointer) == _first_line(pointer.text) for pointer in recorded
-    )
+    has_intact = any(_is_up_to_date(directory / pointer.path, pointer) for pointer in recorded)
     parts = [*torn] if has_intact else []
     dangling = [
         pointer for pointer in recorded if _is_dangling(directory, pointer) or _names_one(directory, pointer, parts)
@@ -264,10 +259,8 @@ def _names_any(home: Path, text: str) -> bool:
 
 def write_pointer(directory: Path, pointer: Pointer) -> bool:
     path = make_parents(directory, pointer.path)
-    if _pointed_name(path, pointer) == _first_line(pointer.text):
+    if _is_up_to_date(path, pointer) or (path.is_dir() and not path.is_symlink()):  # the latter is no pointer any more
         return False
-    if path.is_dir() and not path.is_symlink():
-        return False  # no pointer any more
     write_atomically(path, pointer.text, link=pointer.link)
     return True
 
@@ -281,6 +274,10 @@ def _pointed_name(path: Path, pointer: Pointer) -> str | None:
             return _first_line(file.read(MAX_MARKER)).strip()
     except (OSError, ValueError):
         return None
+
+
+def _is_up_to_date(path: Path, pointer: Pointer) -> bool:
+    return _pointed_name(path, pointer) == _first_line(pointer.text)
 
 
 def _first_line(text: str) -> str:

@@ -9,10 +9,11 @@ and ends the work before anything is moved.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from posixpath import dirname
 
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
@@ -120,287 +121,224 @@ async def prepare(
         StoreRefused: a file cannot be read, which proves nothing. Nothing was moved.
     """
     async with locked_directory(directory):
-        return await _prepare(directory, run, spool, stores, progress, layout)
+        return await _Preparation(directory, run, spool, stores, progress, layout).prepare()
 
 
-async def _prepare(
-    directory: Path,
-    run: str,
-    spool: Spool | None,
-    stores: Mapping[str, Store],
-    progress: Progress,
-    layout: UserLayout | None,
-) -> PrepareResult:
-    unmoved, stepless = "; nothing was moved", stepless_run(run)
-    inventory = await _observed(spool, stores, run, unmoved)
-    stepless_history = known_checkpoints(await _observed(spool, stores, stepless, unmoved), stepless)
-    run_history = known_checkpoints(inventory, run).merge(stepless_history)
-    if layout is None:
-        await check_own_rules(run, run_history, spool, stores)
-    judged = await _judge_units(
-        directory, layout, run, stepless if stepless_history.created else run, run_history, spool, stores
-    )
-    for judged_unit in units_to_replace(judged):
-        good_paths = {
-            path
-            for sibling in judged
-            if sibling is not judged_unit and sibling.is_intact
-            for path in sibling.unit.files
-        }
-        await replace_unit(judged_unit, directory, stores, progress, good_paths)
-    pointers = await thread_uncancelled(
-        _point, directory, judged
-    )  # before, because what is fetched has pointers of its own
-    fetched = list[RestoredUnit]()
-    tried = set[CheckpointId]()
-    for _ in range(_LISTINGS):
-        try:
-            fetched = await _fetch_newest(judged, directory, inventory, run, run_history, stores, progress, tried)
-            break
-        except CheckpointNotFound:  # proven corrupt; or pruned, because a newer one is there now
-            inventory = await _observed(spool, stores, run, "")
-            run_history = known_checkpoints(inventory, run).merge(stepless_history)
-    fetched += await _others(judged, directory, run, run_history, stores, progress, fetched)
-    pointers += [path for restored_unit in fetched for path in restored_unit.pointers]
-    pointers += await _restore_lost_pointers(directory, judged, fetched, run_history, stores)
-    return PrepareResult(
-        (*map(_judged_as_prepared, judged), *map(_fetched_as_prepared, fetched)), tuple(dict.fromkeys(pointers))
-    )
+@dataclass(slots=True)
+class _Preparation:
+    """The arguments of `prepare`, and what is known and done so far."""
 
+    directory: Path
+    run: str
+    spool: Spool | None
+    stores: Mapping[str, Store]
+    progress: Progress
+    layout: UserLayout | None
+    history: KnownCheckpoints = field(default_factory=KnownCheckpoints)
+    judged: list[JudgedUnit] = field(default_factory=list)
+    fetched: list[RestoredUnit] = field(default_factory=list)
 
-async def _judge_units(
-    directory: Path,
-    layout: UserLayout | None,
-    run: str,
-    stepless: str,
-    run_history: KnownCheckpoints,
-    spool: Spool | None,
-    stores: Mapping[str, Store],
-) -> list[JudgedUnit]:
-    with DirectoryTree(directory, user_layout=layout) as tree:
-        listing = await thread_uncancelled(tree.listing)
-        judged = await thread_uncancelled(
-            lambda: [unjudged_unit(tree, unit, listing, run, stepless) for unit in units(listing)]
-        )
-        for judged_unit in judged:
-            async for record in matching_checkpoints(judged_unit, run_history, listing, spool, stores):
-                if await thread_uncancelled(judge_by_digests, tree, judged_unit, listing, record):
-                    break
-            else:
-                await thread_uncancelled(judge_by_structure, tree, judged_unit, listing)
-            await judge_decay(tree, judged_unit, run_history, listing, stores)
-            judged_unit.entries = judged_unit.entries or entries_to_move(judged_unit, listing)
-            judged_unit.is_pointed_to = bool(judged_unit.absent) and await thread_uncancelled(
-                points_to_absent, tree, judged_unit, listing
+    async def prepare(self) -> PrepareResult:
+        unmoved, stepless = "; nothing was moved", stepless_run(self.run)
+        inventory = await self._observe(self.run, unmoved)
+        stepless_history = known_checkpoints(await self._observe(stepless, unmoved), stepless)
+        self.history = known_checkpoints(inventory, self.run).merge(stepless_history)
+        if self.layout is None:
+            await check_own_rules(self.run, self.history, self.spool, self.stores)
+        await self._judge_units(stepless if stepless_history.created else self.run)
+        for judged_unit in units_to_replace(self.judged):
+            whole = (sibling.unit for sibling in self.judged if sibling is not judged_unit and sibling.is_intact)
+            good_paths = {path for unit in whole for path in unit.files}
+            await replace_unit(judged_unit, self.directory, self.stores, self.progress, good_paths)
+        # Before the fetch, because what is fetched has pointers of its own.
+        pointers = await thread_uncancelled(self._point)
+        tried = set[CheckpointId]()
+        for _ in range(_LISTINGS):
+            try:
+                self.fetched = await self._fetch_newest(inventory, tried)
+                break
+            except CheckpointNotFound:  # proven corrupt; or pruned, because a newer one is there now
+                inventory = await self._observe(self.run, "")
+                self.history = known_checkpoints(inventory, self.run).merge(stepless_history)
+        self.fetched += await self._fetch_other_series()
+        pointers += [path for restored_unit in self.fetched for path in restored_unit.pointers]
+        pointers += await self._restore_lost_pointers()
+        prepared = (*map(_judged_as_prepared, self.judged), *map(_fetched_as_prepared, self.fetched))
+        return PrepareResult(prepared, tuple(dict.fromkeys(pointers)))
+
+    async def _observe(self, run: str, effect: str) -> Inventory:
+        inventory = await observe_places(self.spool, self.stores, run, chunks=False)
+        if silent := [name for name, place in inventory.tiers.items() if place is None]:
+            raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}{effect}")
+        return inventory
+
+    async def _judge_units(self, stepless: str) -> None:
+        with DirectoryTree(self.directory, user_layout=self.layout) as tree:
+            listing = await thread_uncancelled(tree.listing)
+            self.judged = await thread_uncancelled(
+                lambda: [unjudged_unit(tree, unit, listing, self.run, stepless) for unit in units(listing)]
             )
-        if layout is None:
-            await judge_series(judged, run_history, spool, stores)
-    if busy := [judged_unit.unit.path for judged_unit in judged if judged_unit.reason == CHANGING_REASON]:
-        raise ConfigError(f"{directory / busy[0]}: {CHANGING_REASON}; stop the program first. Nothing was moved")
-    if unread := [judged_unit for judged_unit in judged if judged_unit.unreadable]:
-        raise StoreRefused(
-            f"{directory / unread[0].unit.path}: {unread[0].reason}. Nothing was moved; make it readable for this "
-            "account, or move it away"
+            for judged_unit in self.judged:
+                async for record in matching_checkpoints(judged_unit, self.history, listing, self.spool, self.stores):
+                    if await thread_uncancelled(judge_by_digests, tree, judged_unit, listing, record):
+                        break
+                else:
+                    await thread_uncancelled(judge_by_structure, tree, judged_unit, listing)
+                await judge_decay(tree, judged_unit, self.history, listing, self.stores)
+                judged_unit.entries = judged_unit.entries or entries_to_move(judged_unit, listing)
+                judged_unit.is_pointed_to = bool(judged_unit.absent) and await thread_uncancelled(
+                    points_to_absent, tree, judged_unit, listing
+                )
+            if self.layout is None:
+                await judge_series(self.judged, self.history, self.spool, self.stores)
+        if busy := [judged_unit.unit.path for judged_unit in self.judged if judged_unit.reason == CHANGING_REASON]:
+            raise ConfigError(
+                f"{self.directory / busy[0]}: {CHANGING_REASON}; stop the program first. Nothing was moved"
+            )
+        if unread := [judged_unit for judged_unit in self.judged if judged_unit.unreadable]:
+            raise StoreRefused(
+                f"{self.directory / unread[0].unit.path}: {unread[0].reason}. Nothing was moved; make it readable for "
+                "this account, or move it away"
+            )
+
+    async def _fetch_newest(self, inventory: Inventory, tried: set[CheckpointId]) -> list[RestoredUnit]:
+        """Fetch the newest verified checkpoint, or the chosen one, if it is newer than every whole unit there.
+
+        It is added to `tried`. If the newest was tried before, nothing is done. Raises `CheckpointNotFound` if it could
+        not be verified, or was pruned meanwhile.
+        """
+        rollback = await thread_uncancelled(read_rollback, self.directory, self.run)
+        in_place = [unit for unit in self.judged if unit.holds_its_place and unit.run == self.run]
+        candidates = (candidate.checkpoint for candidate in restore_candidates(inventory, self.run).candidates)
+        newer = (
+            checkpoint
+            for checkpoint in candidates
+            if all(is_checkpoint_newer(checkpoint, self.history, judged_unit) for judged_unit in in_place)
+            and (rollback is None or rollback.permits(checkpoint, self.history.created_at(checkpoint)))
+            and any(place and checkpoint in place.checkpoints for place in inventory.tiers.values())
         )
-    return judged
-
-
-async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, effect: str) -> Inventory:
-    inventory = await observe_places(spool, stores, run, chunks=False)
-    if silent := [name for name, place in inventory.tiers.items() if place is None]:
-        raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}{effect}")
-    return inventory
-
-
-async def _fetch_newest(
-    judged: list[JudgedUnit],
-    directory: Path,
-    inventory: Inventory,
-    run: str,
-    run_history: KnownCheckpoints,
-    stores: Mapping[str, Store],
-    progress: Progress,
-    tried: set[CheckpointId],
-) -> list[RestoredUnit]:
-    """Fetch the newest verified checkpoint, or the chosen one, if it is newer than every whole unit there.
-
-    Args:
-        tried: those that were tried before, to which this one is added. If the newest is one of them, nothing is done.
-
-    Raises:
-        CheckpointNotFound: it could not be verified, or was pruned meanwhile.
-    """
-    rollback = await thread_uncancelled(read_rollback, directory, run)
-    order = restore_candidates(inventory, run)
-    in_place = [judged_unit for judged_unit in judged if judged_unit.holds_its_place and judged_unit.run == run]
-    newer = [
-        candidate
-        for candidate in order.candidates
-        if all(is_checkpoint_newer(candidate.checkpoint, run_history, judged_unit) for judged_unit in in_place)
-    ]
-    if rollback is not None:
-        newer = [
-            candidate
-            for candidate in newer
-            if rollback.permits(candidate.checkpoint, run_history.created.get(candidate.checkpoint, BEFORE_ALL))
+        newest = next(newer, None)
+        if newest is None or newest in tried:
+            return []
+        replaced = (unit.step for unit in self.judged if unit.replaced or unit.verdict == "unknown")
+        if newest.step in replaced:
+            return []
+        tried.add(newest)
+        keeps = any(self._keeps_pointer(judged_unit, newest) for judged_unit in self.judged)
+        pointing: PointerPolicy = "never" if keeps else "always"
+        step, attempt, kept = newest.step, newest.attempt, KeptPaths(keeps_newer=True)
+        return [
+            await restore_unit(
+                self.stores, self.run, self.directory, step, attempt, self.progress, pointing=pointing, kept_paths=kept
+            )
         ]
-    on_tiers = [
-        candidate
-        for candidate in newer
-        if any(place and candidate.checkpoint in place.checkpoints for place in inventory.tiers.values())
-    ]
-    if not on_tiers:
-        return []
-    newest = on_tiers[0].checkpoint
-    is_present = any(
-        (judged_unit.replaced or judged_unit.verdict == "unknown") and judged_unit.step == newest.step
-        for judged_unit in judged
-    )
-    if is_present or newest in tried:
-        return []
-    tried.add(newest)
-    keeps = any(_keeps_pointer(judged_unit, newest, run_history, directory) for judged_unit in judged)
-    pointing: PointerPolicy = "never" if keeps else "always"
-    step, attempt, spared = newest.step, newest.attempt, KeptPaths(keeps_newer=True)
-    return [await restore_unit(stores, run, directory, step, attempt, progress, pointing=pointing, kept_paths=spared)]
 
+    async def _fetch_other_series(self) -> list[RestoredUnit]:
+        """Fetch the newest checkpoint of each other series, if the directory was behind, and what it has is older.
 
-async def _others(
-    judged: list[JudgedUnit],
-    directory: Path,
-    run: str,
-    run_history: KnownCheckpoints,
-    stores: Mapping[str, Store],
-    progress: Progress,
-    fetched: list[RestoredUnit],
-) -> list[RestoredUnit]:
-    """Fetch the newest checkpoint of each other series, if the directory was behind, and what it has of it is older.
+        A program may have deleted a series on purpose. So one with a step that is gone comes back only with a
+        checkpoint that is newer than all that the directory had, and nothing does after a person went back. What has no
+        step comes back if its directory is there, because a program may delete it just before it writes it anew.
+        """
+        if await thread_uncancelled(read_rollback, self.directory, self.run) is not None:
+            return []
+        intact = [judged_unit for judged_unit in self.judged if judged_unit.holds_its_place]
+        placed, stepless, created_at = [*self.fetched], stepless_run(self.run), self.history.created_at
+        times = [*(created_at(unit.checkpoint) for unit in self.fetched), *(unit.modified_at for unit in intact)]
 
-    A program may have deleted a series on purpose. So one with a step that is gone comes back only with a checkpoint
-    that is newer than all that the directory had, and nothing does after a person went back. What has no step comes
-    back if its directory is there, because a program may delete it just before it writes it anew.
-    """
-    if await thread_uncancelled(read_rollback, directory, run) is not None:
-        return []
-    intact = [judged_unit for judged_unit in judged if judged_unit.holds_its_place]
-    placed, stepless = [*fetched], stepless_run(run)
-    fetched_times = [
-        run_history.created.get(CheckpointId(restored_unit.run, restored_unit.attempt, restored_unit.step), BEFORE_ALL)
-        for restored_unit in fetched
-    ]
-    newest = max((*fetched_times, *(judged_unit.modified_at for judged_unit in intact)), default=BEFORE_ALL)
+        def should_fetch(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
+            rivals = [
+                judged_unit
+                for judged_unit in intact
+                if series_of(judged_unit.unit.files or [judged_unit.unit.path]) == series
+                or not paths.isdisjoint(judged_unit.unit.files)
+            ]
+            is_newest = all(created_at(checkpoint) > judged_unit.modified_at for judged_unit in intact)
+            had_home = checkpoint.run == stepless and _common_directory(self.directory, paths).is_dir()
+            is_behind = bool(self.fetched) or is_newest or had_home
+            return is_behind and all(is_checkpoint_newer(checkpoint, self.history, rival) for rival in rivals)
 
-    def should_fetch(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
-        rivals = [
-            judged_unit
-            for judged_unit in intact
-            if series_of(judged_unit.unit.files or [judged_unit.unit.path]) == series
-            or not paths.isdisjoint(judged_unit.unit.files)
+        # Without a step first, because `run` may have older versions of these files.
+        if any(checkpoint.run == stepless for checkpoint in self.history.created):
+            placed += await restore_each_series(
+                *(self.stores, stepless, self.directory, self.progress, should_fetch, placed),
+                spares_newer=True,
+                newest=max(times, default=BEFORE_ALL),
+            )
+        if self.fetched:
+            placed += await restore_each_series(
+                self.stores, self.run, self.directory, self.progress, should_fetch, placed, spares_newer=True
+            )
+        return placed[len(self.fetched) :]
+
+    def _keeps_pointer(self, judged: JudgedUnit, newest: CheckpointId) -> bool:
+        """Whether the program's pointers name a unit that cannot be checked, and is as new as the newest checkpoint."""
+        if judged.verdict != "unknown" or is_checkpoint_newer(newest, self.history, judged):
+            return False
+        return self._is_pointed_to(judged)
+
+    def _is_pointed_to(self, judged: JudgedUnit) -> bool:
+        return is_pointed_to(self.directory, judged.unit.layout.program, judged.unit.path, judged.unit.files)
+
+    def _point(self) -> list[str]:
+        """Have each program's pointers name its newest whole unit, unless they name another one that was left in place.
+
+        The program, or a person who went back, has chosen that one.
+        """
+        newest: dict[tuple[str, str], JudgedUnit] = {}
+        pointed = set[tuple[str, str]]()
+        for judged_unit in sorted(self.judged, key=lambda judged_unit: judged_unit.modified_at):
+            key = judged_unit.unit.layout.program, dirname(judged_unit.unit.path)
+            if judged_unit.is_intact:
+                newest[key] = judged_unit
+            if (judged_unit.is_intact or judged_unit.verdict == "unknown") and self._is_pointed_to(judged_unit):
+                pointed.add(key)
+        wrong = [(program, judged.unit) for (program, home), judged in newest.items() if (program, home) not in pointed]
+        rewritten = (write_pointers(self.directory, program, unit.path, unit.files) for program, unit in wrong)
+        return [path for paths in rewritten for path in paths]
+
+    async def _restore_lost_pointers(self) -> list[str]:
+        """Put back the pointers that are gone: in each directory as the program wrote them for its newest whole unit.
+
+        A program that was killed before it wrote a pointer anew left its newest unit without one. Then they are those
+        of the newest before it that had some, and name the newest.
+        """
+        created = self.history.created
+        placed = [
+            (judged_unit.modified_at, judged_unit.checkpoint, judged_unit.unit.path)
+            for judged_unit in self.judged
+            if judged_unit.is_intact and judged_unit.checkpoint is not None
         ]
-        is_newest = all(
-            run_history.created.get(checkpoint, BEFORE_ALL) > judged_unit.modified_at for judged_unit in intact
-        )
-        had_home = checkpoint.run == stepless and _common_directory(directory, paths).is_dir()
-        return all(is_checkpoint_newer(checkpoint, run_history, rival) for rival in rivals) and (
-            bool(fetched) or is_newest or had_home
-        )
-
-    if any(
-        checkpoint.run == stepless for checkpoint in run_history.created
-    ):  # first, because `run` may have older versions of these files
-        placed += await restore_each_series(
-            stores, stepless, directory, progress, should_fetch, placed, spares_newer=True, newest=newest
-        )
-    if fetched:
-        placed += await restore_each_series(stores, run, directory, progress, should_fetch, placed, spares_newer=True)
-    return placed[len(fetched) :]
+        placed += [(self.history.created_at(unit.checkpoint), unit.checkpoint, unit.path) for unit in self.fetched]
+        homes: dict[tuple[str, str], list[tuple[datetime, CheckpointId, str]]] = {}
+        for unit in sorted(placed, key=lambda unit: unit[0], reverse=True):
+            homes.setdefault((unit[1].run, dirname(unit[2])), []).append(unit)
+        recorded: dict[CheckpointId, UnitFile | None] = {}  # read once, because directories share former checkpoints
+        torn = [judged.unit for judged in self.judged if judged.verdict == "unknown" and judged.unit.missing_reason]
+        pointer_paths = []
+        for (modified_at, newest, path), *older in homes.values():
+            before = [
+                checkpoint for checkpoint, at in created.items() if checkpoint.run == newest.run and at < modified_at
+            ]
+            before.sort(key=lambda checkpoint: created[checkpoint], reverse=True)
+            formers = dict.fromkeys([newest, *(checkpoint for _, checkpoint, _ in older), *before])
+            covered = set[str]()
+            for former in [*formers][:_POINTED]:
+                if former not in recorded:
+                    recorded[former] = await read_unit_file(self.stores, former)
+                about = recorded[former]
+                pointers = about.pointers if about and about.pointers else ()
+                if about and former != newest:
+                    pointers = tuple(
+                        filter(None, (pointer_to_newest(pointer, about.path, path) for pointer in pointers))
+                    )
+                pointers = tuple(pointer for pointer in pointers if pointer.path not in covered)
+                pointer_paths += await thread_uncancelled(restore_pointers, self.directory, pointers, torn)
+                covered |= {pointer.path for pointer in pointers}
+                if pointers and former != newest:
+                    break
+        return pointer_paths
 
 
 def _common_directory(directory: Path, paths: Set[str]) -> Path:
     return directory / os.path.commonpath([str(Path(path).parent) for path in paths])
-
-
-def _keeps_pointer(judged: JudgedUnit, newest: CheckpointId, run_history: KnownCheckpoints, directory: Path) -> bool:
-    """Whether the program's pointers name a unit that cannot be checked, and is as new as the newest checkpoint."""
-    if judged.verdict != "unknown" or is_checkpoint_newer(newest, run_history, judged):
-        return False
-    return is_pointed_to(directory, judged.unit.layout.program, judged.unit.path, judged.unit.files)
-
-
-def _point(directory: Path, judged: list[JudgedUnit]) -> list[str]:
-    """Have each program's pointers name its newest whole unit, unless they name another one that was left in place.
-
-    The program, or a person who went back, has chosen that one.
-    """
-    newest: dict[tuple[str, str], JudgedUnit] = {}
-    pointed = set[tuple[str, str]]()
-    for judged_unit in sorted(judged, key=lambda judged_unit: judged_unit.modified_at):
-        key = judged_unit.unit.layout.program, judged_unit.unit.path.rpartition("/")[0]
-        if judged_unit.is_intact:
-            newest[key] = judged_unit
-        if (judged_unit.is_intact or judged_unit.verdict == "unknown") and is_pointed_to(
-            directory, key[0], judged_unit.unit.path, judged_unit.unit.files
-        ):
-            pointed.add(key)
-    wrong = [(key[0], judged_unit) for key, judged_unit in newest.items() if key not in pointed]
-    rewritten = (
-        write_pointers(directory, program, judged_unit.unit.path, judged_unit.unit.files)
-        for program, judged_unit in wrong
-    )
-    return [path for paths in rewritten for path in paths]
-
-
-async def _restore_lost_pointers(
-    directory: Path,
-    judged: list[JudgedUnit],
-    fetched: Sequence[RestoredUnit],
-    run_history: KnownCheckpoints,
-    stores: Mapping[str, Store],
-) -> list[str]:
-    """Put back the pointers that are gone: in each directory as the program wrote them for its newest whole unit.
-
-    A program that was killed before it wrote a pointer anew left its newest unit without one. Then they are those of
-    the newest before it that had some, and name the newest.
-    """
-    placed = [
-        (judged_unit.modified_at, judged_unit.checkpoint, judged_unit.unit.path)
-        for judged_unit in judged
-        if judged_unit.is_intact and judged_unit.checkpoint is not None
-    ]
-    restored = [
-        (CheckpointId(restored_unit.run, restored_unit.attempt, restored_unit.step), restored_unit.path)
-        for restored_unit in fetched
-    ]
-    placed += [(run_history.created.get(checkpoint, BEFORE_ALL), checkpoint, path) for checkpoint, path in restored]
-    homes: dict[tuple[str, str], list[tuple[datetime, CheckpointId, str]]] = {}
-    for unit in sorted(placed, key=lambda unit: unit[0], reverse=True):
-        homes.setdefault((unit[1].run, unit[2].rpartition("/")[0]), []).append(unit)
-    recorded: dict[CheckpointId, UnitFile | None] = {}  # read once, because directories share former checkpoints
-    torn = [
-        judged_unit.unit
-        for judged_unit in judged
-        if judged_unit.verdict == "unknown" and judged_unit.unit.missing_reason
-    ]
-    pointer_paths = []
-    for (created, newest, path), *older in homes.values():
-        before = [
-            checkpoint
-            for checkpoint, at in run_history.created.items()
-            if checkpoint.run == newest.run and at < created
-        ]
-        before.sort(key=lambda checkpoint: run_history.created[checkpoint], reverse=True)
-        formers = dict.fromkeys([newest, *(checkpoint for _, checkpoint, _ in older), *before])
-        covered = set[str]()
-        for former in [*formers][:_POINTED]:
-            if former not in recorded:
-                recorded[former] = await read_unit_file(stores, former)
-            about = recorded[former]
-            pointers = about.pointers if about and about.pointers else ()
-            if about and former != newest:
-                pointers = tuple(filter(None, (pointer_to_newest(pointer, about.path, path) for pointer in pointers)))
-            pointers = tuple(pointer for pointer in pointers if pointer.path not in covered)
-            pointer_paths += await thread_uncancelled(restore_pointers, directory, pointers, torn)
-            covered |= {pointer.path for pointer in pointers}
-            if pointers and former != newest:
-                break
-    return pointer_paths

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import ClassVar
 
@@ -66,9 +66,7 @@ class BucketImportSource:
 
     @classmethod
     async def at(cls, display_url: str, store: ForeignStore, name: str | None, scratch: Path) -> BucketImportSource:
-        """Find whether the name is an object, one checkpoint's prefix, or the prefix of several. Raises
-        `CheckpointNotFound`.
-        """
+        """Find whether a name is an object, a checkpoint's prefix, or that of several. Raises `CheckpointNotFound`."""
         origin = cls(display_url, store, name, scratch)
         if name is not None and await origin._first_object(f"{name}/") is None:
             if (await origin._find_object(name)) is None:
@@ -113,11 +111,8 @@ class BucketImportSource:
         before = self._paths[bisect_left(self._paths, prefix) : bisect_left(self._paths, prefix + _AFTER_ALL_NAMES)]
         if now == {path: self._listed_objects[path] for path in before}:
             return None
-        texts = self._listing.texts if self._listing else {}
-        return Listing(
-            bucket_entries({path: self._listed_objects[path] for path in self._listed_objects.keys() - before} | now),
-            texts,
-        )
+        others = {path: self._listed_objects[path] for path in self._listed_objects.keys() - before}
+        return Listing(bucket_entries(others | now), self._listing.texts if self._listing else {})
 
     async def _objects(self) -> dict[str, ObjectInfo]:
         objects: dict[str, ObjectInfo] = {}
@@ -248,10 +243,7 @@ def _common(unit: Unit) -> str:
     """Return the prefix that the names of a unit's objects have, and few others."""
     if all(path.startswith(f"{unit.path}/") for path in unit.files):
         return f"{unit.path}/"
-    first, last = unit.files[0], unit.files[-1]  # sorted, so all others begin as these two do
-    return "".join(
-        character for character, _ in takewhile(lambda two: two[0] == two[1], zip(first, last, strict=False))
-    )
+    return commonprefix(unit.files)  # noqa: RUF071  # by characters: few other names begin so
 
 
 def bucket_entries(objects: Mapping[str, ObjectInfo]) -> dict[str, ListedEntry]:

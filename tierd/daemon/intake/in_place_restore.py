@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tierd.core.errors import ConfigError, ManifestError
+from tierd.core.ids import CheckpointId
 from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.core.save_policy import MetricGoal
 from tierd.daemon.concurrency import thread_uncancelled
@@ -92,6 +93,10 @@ class RestoredUnit:
     files: tuple[str, ...]
     beside: tuple[RestoredUnit, ...] = ()
 
+    @property
+    def checkpoint(self) -> CheckpointId:
+        return CheckpointId(self.run, self.attempt, self.step)
+
 
 async def restore_unit(
     stores: Mapping[str, Store],
@@ -136,8 +141,7 @@ def _check_watched(manifest: Manifest) -> None:
         checkpoint = manifest.part.checkpoint
         raise NotWatched(
             f"run {checkpoint.run!r} step {checkpoint.step}: no `tierd watch` took it, so it has no place in a "
-            "directory; "
-            f"`tierd restore URL --run {checkpoint.run} --to EMPTY` gives its files"
+            f"directory; `tierd restore URL --run {checkpoint.run} --to EMPTY` gives its files"
         )
 
 
@@ -207,11 +211,8 @@ def _files(home: Path, about: UnitFile) -> list[str]:
     entries = _entries(about, own_paths)
     # Files beside each other, or the directory that is named, or all that has no step.
     is_unit = entries == own_paths or about.path in entries or about.path.rpartition("/")[2] == WITHOUT_STEP
-    if (
-        own_paths != set(about.modified_ns)
-        or not is_unit
-        or not all(path.startswith(_top(about)) for path in own_paths)
-    ):
+    is_beside = all(path.startswith(_top(about)) for path in own_paths)
+    if own_paths != set(about.modified_ns) or not is_unit or not is_beside:
         raise ManifestError(f"{home / UNIT_NAME}: it describes other files than its checkpoint has")
     for path in own_paths:
         modified_ns = about.modified_ns[path]

@@ -131,9 +131,7 @@ class Intake:
                 watches = self._watches_to_run()
                 for watch in self._watching.keys() - watches.keys():
                     await self._end(self._watching.pop(watch))
-                    self._reconciler.journal.record_success(
-                        ("watch", watch.run)
-                    )  # end the alert of a watch that was removed
+                    self._reconciler.journal.record_success(("watch", watch.run))  # ends its alert
                 for watch, stepless in watches.items():
                     if watch not in self._watching:
                         active_watch = self._watching[watch] = ActiveWatch(watch, stepless)
@@ -185,19 +183,15 @@ class Intake:
                 if watch is None:
                     await self._check_run(run)
                     watch = await run_in_watch_thread(active_watch, self._make, active_watch, reports)
-                directory = await run_in_watch_thread(
-                    active_watch, identify_directory, Path(active_watch.watch.directory)
-                )
+                path = Path(active_watch.watch.directory)
+                directory = await run_in_watch_thread(active_watch, identify_directory, path)
                 await self._take_up_directory(active_watch)
                 if alone := await other_watches.confirm_alone(directory, time.monotonic()):
                     await self._observe_watch(active_watch, watch, taker)
                     await self._share_pins(run, but=await watch.pins.share(*self._on_every_tier()))
-                active_watch.idle, active_watch.failed_tries, active_watch.error = (
-                    alone and not watch.is_waiting,
-                    0,
-                    None,
-                )
-                active_watch.leaves_stepless = active_watch.leaves_stepless or watch.leaves_stepless
+                active_watch.idle = alone and not watch.is_waiting
+                active_watch.failed_tries, active_watch.error = 0, None
+                active_watch.leaves_stepless |= watch.leaves_stepless
                 show_watch(self._reconciler, active_watch, watch, other_watches.awaited)
                 rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.is_waiting)
             except DirectoryAbsent as error:
@@ -231,9 +225,8 @@ class Intake:
         if active_watch.directory_existed or not is_new:
             return self._failed(active_watch, error)
         directory, timings = active_watch.watch.directory, self._reconciler.timings
-        active_watch.error = DirectoryAbsent(
-            "it does not exist; name the directory that the program writes to, or make it"
-        )
+        why = "it does not exist; name the directory that the program writes to, or make it"
+        active_watch.error = DirectoryAbsent(why)
         show_absent_directory(self._reconciler, active_watch)
         if fresh:
             log.info("%s does not exist yet: waiting for it; --until-idle waits %g s", directory, timings.appear_s)
@@ -356,12 +349,8 @@ class Intake:
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._reconciler.observe(name)
             except Exception as error:  # its worker reports it
-                log.info(
-                    "%s does not answer: %s is watched without knowing what that tier has: %s",
-                    name,
-                    run,
-                    error or type(error).__name__,
-                )
+                why = error or type(error).__name__
+                log.info("%s does not answer: %s is watched without knowing what that tier has: %s", name, run, why)
 
     def _stay_interested(self, run: str) -> None:
         self._reconciler.requests.requested_runs.add(run)

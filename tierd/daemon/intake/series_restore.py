@@ -68,7 +68,7 @@ async def restore_each_series(
     inventory = await observe_places(None, stores, run, chunks=False)
     placed_series = {series_of(restored_unit.files) for restored_unit in placed}
     paths = {path for restored_unit in placed for path in restored_unit.files}
-    restored, created = list[RestoredUnit](), known_checkpoints(inventory, run).created
+    restored, history = list[RestoredUnit](), known_checkpoints(inventory, run)
     for checkpoint in sorted(restore_candidates(inventory, run).complete, reverse=True):
         manifest = await first_manifest(PartId(checkpoint, 0, 1), None, stores)
         own_files = _files(manifest) if manifest else set()
@@ -76,9 +76,8 @@ async def restore_each_series(
             continue
         if selects(checkpoint, series, own_files):
             try:
-                is_newest = created.get(checkpoint, BEFORE_ALL) > newest and all(
-                    restored_unit.run != run for restored_unit in (*placed, *restored)
-                )
+                is_first = all(restored_unit.run != run for restored_unit in (*placed, *restored))
+                is_newest = is_first and history.created_at(checkpoint) > newest
                 pointing: PointerPolicy = "always" if is_newest else "if lost"
                 spared, step, attempt = KeptPaths(keeps_newer=spares_newer), checkpoint.step, checkpoint.attempt
                 restored.append(
@@ -166,20 +165,18 @@ async def restore_in_place(
         history = await _observe_history(stores, run) if is_newest else KnownCheckpoints()
         if is_newest and not history.created:  # all that the directory had may be without a step
             placed = await restore_each_series(stores, stepless_run(run), directory, progress)
-        restored_unit = (
-            placed[0] if placed else await restore_unit(stores, run, directory, step, attempt, progress, best)
-        )
+        placed = placed or [await restore_unit(stores, run, directory, step, attempt, progress, best)]
+        restored_unit = placed[0]
         if is_newest:
             (directory / ROLLBACK_NAME).unlink(missing_ok=True)
-            placed = placed or [restored_unit]
-            newest_made = history.created.get(CheckpointId(run, restored_unit.attempt, restored_unit.step), BEFORE_ALL)
+            newest_made = history.created_at(restored_unit.checkpoint)
             for name in (stepless_run(run), run):  # `run` may have versions without a step from before any had one
                 placed += await restore_each_series(
                     stores, name, directory, progress, placed=placed, newest=newest_made
                 )
             return replace(restored_unit, beside=tuple(placed[1:]))
         history = await _observe_history(stores, run)
-        newest = max({*history.created, *history.unread, CheckpointId(run, restored_unit.attempt, restored_unit.step)})
+        newest = max({*history.created, *history.unread, restored_unit.checkpoint})
         rollback = ManualRollback(
             run, restored_unit.step, restored_unit.attempt, newest_attempt=newest.attempt, newest_step=newest.step
         )
@@ -221,9 +218,7 @@ async def check_own_rules(
 
     The usual rules may take a part of such a unit for a whole one. Raises `ConfigError`.
     """
-    for checkpoint in sorted(history.created, key=lambda checkpoint: history.created[checkpoint], reverse=True)[
-        :_TRIED
-    ]:
+    for checkpoint in sorted(history.created, key=history.created_at, reverse=True)[:_TRIED]:
         about = (spool and _in_spool(spool, checkpoint)) or await read_unit_file(stores, checkpoint)
         if about is None:
             continue  # no place has the description, or only a damaged one

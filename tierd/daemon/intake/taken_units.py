@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -53,6 +53,7 @@ _WATCHED = "watched"
 _MAX_REFUSED_SAVES = 16  # refused saves that are remembered
 _MAX_ABSENT_FILES = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
 _T = TypeVar("_T", Sizes, WaitingUnit)
+_Member = TypeVar("_Member")
 
 
 class TakenUnits:
@@ -64,39 +65,34 @@ class TakenUnits:
     def __init__(self, spool: Spool, run: str, most_series: int | None = None) -> None:
         self._most_series = most_series or MOST_SERIES
         self._run, self._path = run, spool.control / _WATCHED / f"{run}.json"
-        self._record: TakenRecord | None = None  # None before the first listing of a directory
+        self._record = TakenRecord({}, {})
+        self.is_new = True  # no listing has shown a unit yet, also to an earlier daemon of the spool
         with (
             suppress(OSError, ConfigError, msgspec.DecodeError, ValueError),
             os.fdopen(open_own(self._path), "rb") as file,  # a FIFO in its place does not block
         ):
-            self._record = _decoder.decode(file.read())
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no listing has shown a unit yet, also to an earlier daemon of the spool."""
-        return self._record is None
+            self._record, self.is_new = _decoder.decode(file.read()), False
 
     @property
     def has_any(self) -> bool:
         """Whether a unit was taken, also by an earlier daemon of the spool."""
-        return self._record is not None and bool(self._record.taken)
+        return bool(self._record.taken)
 
     def has_path(self, path: str) -> bool:
         """Whether a unit of this path was taken, also if it has changed since."""
-        return self._record is not None and path in self._record.taken
+        return path in self._record.taken
 
     def has_taken(self, path: str, shape: UnitShape) -> bool:
-        return self._record is not None and self._record.taken.get(path) == sizes_of(shape)
+        return self._record.taken.get(path) == sizes_of(shape)
 
     def count_same_time(self, path: str, shape: UnitShape) -> int:
         """Return how many other versions of a unit were taken that have the time of this one, because a tool kept it.
 
         Versions differ by sizes: one of the same sizes and times cannot be told from this one.
         """
-        record = self._record or TakenRecord({}, {})
-        sizes, was = sizes_of(shape), record.taken.get(path, {})
+        sizes, was = sizes_of(shape), self._record.taken.get(path, {})
         same = _time(was) == _time(sizes)
-        return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
+        return self._record.earlier.get(path, 0) + (was != sizes) if was and same else 0
 
     def amended_at(self, path: str, shape: UnitShape) -> datetime | None:
         """Return when a unit was saved, if it was taken, and less than half of it changed, or files were added, since.
@@ -104,8 +100,8 @@ class TakenUnits:
         Shortly after the time of what was taken from its place last, so that a later version is the newer one. None: it
         is a new save, or it was not taken.
         """
-        record = self._record or TakenRecord({}, {})
-        was, sizes = record.taken.get(path), sizes_of(shape)
+        record, sizes = self._record, sizes_of(shape)
+        was = record.taken.get(path)
         if was is None or was == sizes or is_saved_again(_mask_files(was, record.amended.get(path, ())), sizes):
             return None
         saved = record.saved.get(path) or checkpoint_time(_time(was))
@@ -115,59 +111,53 @@ class TakenUnits:
     def is_remainder(self, shape: UnitShape) -> bool:
         """Whether all files were taken with others that are gone: their program deletes the checkpoint."""
         sizes = sizes_of(shape).items()
-        return self._record is not None and any(sizes < was.items() for was in self._record.taken.values())
+        return any(sizes < was.items() for was in self._record.taken.values())
 
     @property
     def refused_saves(self) -> Mapping[str, Sizes]:
         """The last units that were refused because the checkpoint before them had more files, by path."""
-        return self._record.begun if self._record else {}
+        return self._record.begun
 
     def refuse_begun(self, path: str, sizes: Sizes) -> None:
         """Record that a unit was refused because the checkpoint before it had more files."""
         record = self._record
-        if record is not None and record.begun.get(path) != sizes:
+        if record.begun.get(path) != sizes:
             record.begun.pop(path, None)
             record.begun = dict([*record.begun.items(), (path, sizes)][-_MAX_REFUSED_SAVES:])
             self._write(record)
 
     def earlier_files(self, sizes: Sizes) -> Sequence[str]:
         """Return the files of the newest unit of a series that was taken; none if some of these files are of it."""
-        record = self._record or TakenRecord({}, {})
-        saved = {
-            path: record.saved.get(path) or checkpoint_time(_time(unit))
-            for path, unit in record.taken.items()
-            if shares_a_file_form(sizes, unit)
-        }
-        newest = record.taken[max(saved, key=lambda path: saved[path])] if saved else {}
+        of_series = [path for path, unit in self._record.taken.items() if shares_a_file_form(sizes, unit)]
+        newest = self._record.taken[max(of_series, key=self._saved_at)] if of_series else {}
         return [] if sizes.items() & newest.items() else [*newest]
+
+    def _saved_at(self, path: str) -> datetime:
+        """Return when a unit was saved; in an older record, that is not the time of its files alone."""
+        return self._record.saved.get(path) or checkpoint_time(_time(self._record.taken.get(path, {})))
 
     def find_same_bytes(self, path: str, files: Iterable[File]) -> tuple[CheckpointId, datetime] | None:
         """Return the checkpoint as which a unit was last taken, and when that was saved, if it had these bytes."""
-        record = self._record or TakenRecord({}, {})
-        was = record.contents.get(path)
-        saved = record.saved.get(path) or checkpoint_time(
-            _time(record.taken.get(path, {}))
-        )  # the latter in an older record
-        return (CheckpointId(self._run, *was[1:]), saved) if was and was[0] == _content_digest(files) else None
+        was = self._record.contents.get(path)
+        is_same = was is not None and was[0] == _content_digest(files)
+        return (CheckpointId(self._run, *was[1:]), self._saved_at(path)) if was and is_same else None
 
     def checkpoints(self) -> Mapping[str, tuple[CheckpointId, str]]:
         """Return the checkpoint as which each unit was last taken, and its series, by the unit's path."""
-        record = self._record or TakenRecord({}, {})
-        contents = (
-            (path, attempt, step) for path, (_, attempt, step) in record.contents.items() if path in record.taken
-        )
+        taken = self._record.taken
         return {
-            path: (CheckpointId(self._run, attempt, step), series_of(record.taken[path]))
-            for path, attempt, step in contents
+            path: (CheckpointId(self._run, attempt, step), series_of(taken[path]))
+            for path, (_, attempt, step) in self._record.contents.items()
+            if path in taken
         }
 
     def decayed_files(self, shape: UnitShape, files: Iterable[File]) -> list[str]:
-        return decayed_files(self._record or TakenRecord({}, {}), sizes_of(shape), files)
+        return decayed_files(self._record, sizes_of(shape), files)
 
     @property
     def has_steps(self) -> bool:
         """Whether a unit that was listed ever had a step in its name."""
-        return self._record is not None and self._record.has_steps
+        return self._record.has_steps
 
     def add(
         self,
@@ -178,27 +168,28 @@ class TakenUnits:
         files: Iterable[File] = (),
     ) -> None:
         """Record that a unit was taken as a checkpoint of these files, or that a place has it."""
-        record = self._record = self._record or TakenRecord({}, {})
-        files = tuple(files)
-        add_digests(record, sizes_of(shape), files)
+        record, self.is_new = self._record, False
+        files, sizes = tuple(files), sizes_of(shape)
+        add_digests(record, sizes, files)
         if checkpoint is not None:
-            record.contents[path] = (_content_digest(files), *_attempt_and_step(checkpoint))
-            rewritten = rewritten_files(record.taken.get(path, {}), sizes_of(shape)) | {*record.amended.get(path, [])}
+            pair = _attempt_and_step(checkpoint)
+            record.contents[path] = (_content_digest(files), *pair)
+            rewritten = rewritten_files(record.taken.get(path, {}), sizes) | {*record.amended.get(path, [])}
             if self.amended_at(path, shape) is None:
                 record.amended.pop(path, None)
             elif rewritten:
                 record.amended[path] = sorted(rewritten)
-            record.newest = max(_attempt_and_step(checkpoint), record.newest or ("", 0))
-            series = series_of(name for name, _ in shape)
-            add_to_series(record, path, series, _attempt_and_step(checkpoint))
+            record.newest = max(pair, record.newest or ("", 0))
+            series = series_of(sizes)
+            add_to_series(record, path, series, pair)
             self._release_series(record)
-            settle_doubts(record, path, series, _attempt_and_step(checkpoint))
+            settle_doubts(record, path, series, pair)
         if saved is not None:
             record.saved[path] = saved
         if self.has_taken(path, shape):
             return
         record.earlier[path] = self.count_same_time(path, shape)
-        record.taken[path] = sizes_of(shape)
+        record.taken[path] = sizes
         record.waiting.pop(path, None)
         self._write(record)
 
@@ -222,7 +213,7 @@ class TakenUnits:
         """Return the newest checkpoints of each series, if there are several; those whose pins are to be removed; and
         those that are pinned in the spool.
         """
-        record = self._record or TakenRecord({}, {})
+        record = self._record
         newest_pairs = [pair for newest in record.series.values() for pair in newest] if record.has_several else []
         pairs = (newest_pairs, record.released, record.held)
         first, second, third = ({CheckpointId(self._run, *pair) for pair in group} for group in pairs)
@@ -230,14 +221,14 @@ class TakenUnits:
 
     def record_held_pin(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint is about to be pinned in the spool."""
-        record = self._record = self._record or TakenRecord({}, {})
+        record, self.is_new = self._record, False
         record.held.append(_attempt_and_step(checkpoint))
         record.has_several = True
         self._write(record)
 
     def record_doubt(self, checkpoint: CheckpointId, paths: Iterable[str]) -> None:
         """Record that a checkpoint with these files is about to be pinned, because its order is in doubt."""
-        record = self._record = self._record or TakenRecord({}, {})
+        record, self.is_new = self._record, False
         if any(entry.checkpoint == _attempt_and_step(checkpoint) for entry in record.doubted):
             return  # it could not be committed then
         record.doubted.append(UncertainOrder(_attempt_and_step(checkpoint), series_of(paths), record.doubts))
@@ -249,25 +240,23 @@ class TakenUnits:
         """The checkpoints that are pinned because their order is in doubt, each with a later one of its series, whose
         order is in none.
         """
-        doubts = self._record.doubted if self._record else []
-        settled = {entry.checkpoint: entry.settled for entry in doubts}
         return {
-            CheckpointId(self._run, *pair): later and CheckpointId(self._run, *later) for pair, later in settled.items()
+            CheckpointId(self._run, *entry.checkpoint): entry.settled and CheckpointId(self._run, *entry.settled)
+            for entry in self._record.doubted
         }
 
     def end_doubts(self, checkpoints: Set[CheckpointId]) -> None:
         """Record that these are no longer pinned because of a doubt."""
         record = self._record
-        if record is not None and checkpoints:
-            record.doubted = [
-                entry for entry in record.doubted if CheckpointId(self._run, *entry.checkpoint) not in checkpoints
-            ]
+        if checkpoints:
+            pairs = set(map(_attempt_and_step, checkpoints))
+            record.doubted = [entry for entry in record.doubted if entry.checkpoint not in pairs]
             self._write(record)
 
     def record_shared_pins(self, released: Set[CheckpointId], held_pins: Set[CheckpointId]) -> None:
         """Record that each tier has the pins as `newest_of_series` returned them."""
         record = self._record
-        if record is not None and (released or held_pins):
+        if released or held_pins:
             record.released = [pair for pair in record.released if CheckpointId(self._run, *pair) not in released]
             record.held = [pair for pair in record.held if CheckpointId(self._run, *pair) not in held_pins]
             self._write(record)
@@ -281,40 +270,36 @@ class TakenUnits:
         """
         if not shapes:
             return
-        if self._record is not None:
-            self._release_series(self._record)
-        record, newest_pair = self._record or TakenRecord({}, {}), _attempt_and_step(newest) if newest else None
+        self._release_series(self._record)
+        record, newest_pair = self._record, _attempt_and_step(newest) if newest else None
         # What appears now was not there in the listing before, so it is newer than what was taken until then.
-        after = min(record.newest or newest_pair, newest_pair) if newest_pair and self._record else None
-        taken_sizes = _absent_units(record.taken, shapes) | {
-            path: sizes for path, sizes in record.taken.items() if path in shapes
-        }
+        after = min(record.newest or newest_pair, newest_pair) if newest_pair and not self.is_new else None
+        taken_sizes = _absent_units(record.taken, shapes) | _restricted(record.taken, shapes)
         waiting = _absent_units(record.waiting, shapes)
         for path, shape in shapes.items():
             if taken_sizes.get(path) != (sizes := sizes_of(shape)):
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else WaitingUnit(sizes, after, record.doubts)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken_sizes}
-        files = {name for sizes in taken_sizes.values() for name in sizes}
-        fresh = TakenRecord(
-            *(taken_sizes, waiting, earlier, newest_pair, has_steps or record.has_steps),
-            {path: digest for path, digest in record.contents.items() if path in taken_sizes},
-            {path: saved for path, saved in record.saved.items() if path in taken_sizes},
-            *(record.has_several, record.series, record.released, record.held, record.begun),
-            *(record.doubts, record.doubted),
-            {name: digest for name, digest in record.digests.items() if name in files},
-            {path: names for path, names in record.amended.items() if path in taken_sizes},
-            record.generations,
-            record.generation,
-            record.begun_after,
+        fresh = msgspec.structs.replace(
+            record,
+            taken=taken_sizes,
+            waiting=waiting,
+            earlier=earlier,
+            newest=newest_pair,
+            has_steps=has_steps or record.has_steps,
+            contents=_restricted(record.contents, taken_sizes),
+            saved=_restricted(record.saved, taken_sizes),
+            digests=_restricted(record.digests, {name for sizes in taken_sizes.values() for name in sizes}),
+            amended=_restricted(record.amended, taken_sizes),
         )
-        if fresh != self._record:
+        if self.is_new or fresh != record:
             self._write(fresh)
-        self._record = fresh
+        self._record, self.is_new = fresh, False
 
     def newest_before(self, path: str) -> CheckpointId | None:
         """Return the newest checkpoint before a unit appeared as it is now; None if it was there from the start."""
-        waiting = self._record.waiting.get(path) if self._record else None
+        waiting = self._record.waiting.get(path)
         return CheckpointId(self._run, *waiting.after) if waiting and waiting.after else None
 
     def _write(self, record: TakenRecord) -> None:
@@ -328,6 +313,10 @@ class TakenUnits:
                 fresh.replace(self._path)
             finally:
                 fresh.unlink(missing_ok=True)  # of a failed write, as on a full disk
+
+
+def _restricted(members: Mapping[str, _Member], paths: Container[str]) -> dict[str, _Member]:
+    return {path: member for path, member in members.items() if path in paths}
 
 
 def _absent_units(units: Mapping[str, _T], shapes: Mapping[str, UnitShape]) -> dict[str, _T]:

@@ -129,9 +129,7 @@ class UnitBusy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StagedUnit:
-    """A unit in a stage: the descriptions of its files, `unit.json` included, and how many were cloned, linked and
-    copied.
-    """
+    """A unit in a stage: its files, `unit.json` included, and how many were cloned, linked and copied."""
 
     files: tuple[File, ...]
     counts_by_method: Mapping[AdoptionMethod, int]
@@ -201,9 +199,8 @@ def stage_unit(
                 raise ChangedFile(f"{path}: a process has opened it for writing")
         described.append(file)
         hows[how] += 1
-    described.append(
-        write_file(stage.path / UNIT_NAME, UNIT_NAME, make_unit_file(unit, entries, ranks, pointers).encode())
-    )
+    unit_file = make_unit_file(unit, entries, ranks, pointers)
+    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, unit_file.encode()))
     return StagedUnit(tuple(sorted(described, key=lambda file: file.path)), hows)
 
 
@@ -211,10 +208,7 @@ def make_unit_file(
     unit: Unit, entries: Mapping[str, ListedEntry], ranks: int, pointers: Iterable[Pointer] = ()
 ) -> UnitFile:
     modified_ns = {path: max(0, entries[path].mtime_ns) for path in unit.files}
+    recorded = tuple(pointers) or UNSET
     return UnitFile(
-        path=unit.path,
-        program=unit.layout.program,
-        ranks=ranks,
-        modified_ns=modified_ns,
-        pointers=tuple(pointers) or UNSET,
+        path=unit.path, program=unit.layout.program, ranks=ranks, modified_ns=modified_ns, pointers=recorded
     )

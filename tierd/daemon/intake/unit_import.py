@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -31,7 +30,6 @@ from tierd.daemon.tiers.tier_observer import TierObserver, find_base
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
-from tierd.formats.byte_source import ByteSource
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -41,7 +39,7 @@ from tierd.watching.named_directory import listing_without, units_without_twins
 from tierd.watching.unit import ListedEntry, Listing, Unit
 from tierd.watching.unit_description import UnitDescription, describe_unit
 from tierd.watching.unit_detection import units, units_of
-from tierd.watching.unit_inspection import ChangedFile, inspect_unit
+from tierd.watching.unit_inspection import ChangedFile, describe_problems, inspect_unit
 
 log = logging.getLogger("tierd.daemon")
 
@@ -260,11 +258,9 @@ class _Import:
             for name in lacking:
                 sent += await self._send(name, part)
             await thread_uncancelled(self.spool.remove, [part])
+        unit = candidate.unit
         return ImportedUnit(
-            *(candidate.unit.path, candidate.unit.layout.program, candidate.step, self.attempt),
-            candidate.size,
-            sent,
-            not lacking,
+            unit.path, unit.layout.program, candidate.step, self.attempt, candidate.size, sent, not lacking
         )
 
     async def _compare(self, name: str, part: PartId, candidate: _Candidate) -> bool | None:
@@ -279,10 +275,8 @@ class _Import:
         tier_files = {file.path: (file.size, file.chunks[0].xxh3_128 if file.chunks else "") for file in manifest.files}
         sizes = {path: entry.size for path, entry in candidate.entries.items()}
         recorded = tier_files.pop(UNIT_NAME, None)
-        return (
-            recorded == (len(expected), digest(expected))
-            and {path: size for path, (size, _) in tier_files.items()} == sizes
-        )
+        has_sizes = {path: size for path, (size, _) in tier_files.items()} == sizes
+        return has_sizes and recorded == (len(expected), digest(expected))
 
     async def _stage(self, part: PartId, candidate: _Candidate) -> None:
         """Check a unit, and commit it to the spool; raises `_UnsoundUnit`, and as `stage_unit`."""
@@ -297,9 +291,8 @@ class _Import:
                 staged = await thread_uncancelled(stage_unit, tree, unit, entries, ranks, (), stage, lambda: None)
                 if (after := await self.origin.relist(candidate.unit)) is not None:
                     _check_unchanged(candidate, after)
-                manifest = Manifest.of(
-                    part, None, candidate.described.metrics, candidate.made, __version__, staged.files
-                )
+                metrics = candidate.described.metrics
+                manifest = Manifest.of(part, None, metrics, candidate.made, __version__, staged.files)
                 await thread_uncancelled(stage.commit, manifest)
 
     async def _send(self, name: str, part: PartId) -> int:
@@ -322,19 +315,16 @@ def _refuse_unforeseen(unit: Unit, error: Exception) -> RefusedUnit:
 def _check_unchanged(candidate: _Candidate, after: Listing) -> None:
     after = listing_without(candidate.left_out, after)
     relisted = next((unit for unit in units(after) if unit.path == candidate.unit.path), candidate.unit)
-    if relisted.files != candidate.unit.files or any(
-        after.entries.get(path) != entry for path, entry in candidate.entries.items()
-    ):
+    is_same = all(after.entries.get(path) == entry for path, entry in candidate.entries.items())
+    if relisted.files != candidate.unit.files or not is_same:
         raise ChangedFile("it was written to, renamed or deleted")
 
 
 def _inspect(tree: DirectoryTree, unit: Unit, entries: ListedEntries) -> None:
-    def opened(path: str) -> AbstractContextManager[ByteSource]:
-        return tree.opened(path, entries[path])
-
-    inspected = inspect_unit(unit, {path: entry.size for path, entry in entries.items()}, opened, tree.unfollowed)
+    sizes = {path: entry.size for path, entry in entries.items()}
+    inspected = inspect_unit(unit, sizes, lambda path: tree.opened(path, entries[path]), tree.unfollowed)
     if inspected.status != "sound":
-        why = "; ".join(f"{finding.file}: {finding.reason}" for finding in inspected.findings[:3])
+        why = describe_problems(inspected.findings[:3])
         raise _UnsoundUnit(inspected.status, why or "no format that can be checked")
 
 

@@ -5,7 +5,7 @@ Nothing is changed here. Right bytes are read once.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, TypeAlias
@@ -17,13 +17,14 @@ from tierd.daemon.intake.taken_record import differences, is_saved_again
 from tierd.daemon.tiers.tier_objects import first_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.watching.checkpoint_names import BEFORE_ALL, KnownCheckpoints, checkpoint_time, second_of, step_of
+from tierd.watching.checkpoint_names import KnownCheckpoints, checkpoint_time, second_of, step_of
 from tierd.watching.directory_tree import DirectoryTree
 from tierd.watching.unit import Listing, Unit
 from tierd.watching.unit_description import describe_unit
-from tierd.watching.unit_inspection import ChangedFile, InspectedUnit, inspect_unit
+from tierd.watching.unit_inspection import ChangedFile, InspectedUnit, describe_problems, inspect_unit
 
 CHANGING_REASON = "a program still writes to it"
+_DAMAGED = ("damaged", "incomplete")  # the status of a finding of damage
 _MOST_TRIED = 8  # checkpoints with whose bytes a unit is compared that none has by its time
 Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unknown", "missing"]
 
@@ -91,11 +92,9 @@ class JudgedUnit:
 
 
 def unjudged_unit(tree: DirectoryTree, unit: Unit, listing: Listing, run: str, stepless: str) -> JudgedUnit:
-    """Describe a unit that is not judged yet. `stepless` is the run of units without a step; `run` if no place has
-    another.
-    """
+    """Describe a unit that is not judged yet. `stepless` is the run of units without a step, maybe `run` itself."""
     about = describe_unit(unit, lambda path: tree.opened(path, listing.entries[path]))
-    created = checkpoint_time(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
+    created = _newest_write(listing, unit.files)
     if unit.step is None and stepless != run:
         return JudgedUnit(unit, stepless, second_of(created), created)
     return JudgedUnit(unit, run, step_of(about, created), created)
@@ -103,9 +102,7 @@ def unjudged_unit(tree: DirectoryTree, unit: Unit, listing: Listing, run: str, s
 
 @dataclass(frozen=True, slots=True)
 class UnitCheckpoint:
-    """A checkpoint as which a unit may have been taken. `is_certain`: the unit's time says so, and not only its
-    contents can.
-    """
+    """A checkpoint as which a unit may have been taken; unless `is_certain`, by its time, its contents have to tell."""
 
     checkpoint: CheckpointId
     saved_at: datetime
@@ -131,21 +128,18 @@ async def matching_checkpoints(
     same = [(created, checkpoint) for checkpoint, created in like.items() if checkpoint.step == judged.step]
     exact = sorted((checkpoint for created, checkpoint in same if created == judged.modified_at), reverse=True)
     oldest = checkpoint_time(min((listing.entries[path].mtime_ns for path in judged.unit.files), default=0))
-    mixed = sorted(
-        ((created, checkpoint) for created, checkpoint in same if oldest <= created < judged.modified_at), reverse=True
-    )
+    mixed = sorted((saved for saved in same if oldest <= saved[0] < judged.modified_at), reverse=True)
     for checkpoint in (*exact, *(checkpoint for _, checkpoint in mixed)):
-        manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
+        manifest, created = await first_manifest(PartId(checkpoint, 0, 1), spool, stores), like[checkpoint]
         if manifest is None or not is_taken_from(judged.unit, manifest):
             continue
-        if history.created[checkpoint] == judged.modified_at or not await _is_saved_again(
-            judged.unit, listing, checkpoint, manifest, stores
-        ):
-            yield UnitCheckpoint(checkpoint, history.created[checkpoint], manifest, is_certain=True)
+        is_exact = created == judged.modified_at
+        if is_exact or not await _is_saved_again(judged.unit, listing, checkpoint, manifest, stores):
+            yield UnitCheckpoint(checkpoint, created, manifest, is_certain=True)
     for checkpoint in sorted(like.keys() - {*exact}, reverse=True)[:_MOST_TRIED]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
         if manifest is not None and _has_sizes_of(judged.unit, listing, manifest):
-            yield UnitCheckpoint(checkpoint, history.created[checkpoint], manifest, is_certain=False)
+            yield UnitCheckpoint(checkpoint, like[checkpoint], manifest, is_certain=False)
 
 
 async def _is_saved_again(
@@ -155,9 +149,8 @@ async def _is_saved_again(
     about = await read_unit_file(stores, checkpoint)
     modified_ns = about.modified_ns if about else {}
     was = {file.path: (file.size, modified_ns.get(file.path, 0)) for file in manifest.files if file.path != UNIT_NAME}
-    return is_saved_again(
-        was, {path: (listing.entries[path].size, listing.entries[path].mtime_ns) for path in unit.files}
-    )
+    entries = ((path, listing.entries[path]) for path in unit.files)
+    return is_saved_again(was, {path: (entry.size, entry.mtime_ns) for path, entry in entries})
 
 
 def _is_like(checkpoint: CheckpointId, created: datetime, judged: JudgedUnit, is_order: bool) -> bool:
@@ -198,11 +191,8 @@ def judge_by_digests(tree: DirectoryTree, judged: JudgedUnit, listing: Listing, 
         else:
             judged.verdict, judged.reason, judged.absent = "verified", "", (*absent,)
             if absent:
-                judged.verdict, judged.reason, judged.stays_unreplaced = (
-                    "damaged",
-                    next(iter(absent.values())),
-                    not judged.unit.is_unfinished,
-                )
+                judged.verdict, judged.reason = "damaged", next(iter(absent.values()))
+                judged.stays_unreplaced = not judged.unit.is_unfinished
     except (ChangedFile, OSError) as error:
         judged.unreadable = not isinstance(error, ChangedFile)
         judged.reason = f"it cannot be read: {error}" if judged.unreadable else CHANGING_REASON
@@ -218,10 +208,8 @@ def judge_by_digests(tree: DirectoryTree, judged: JudgedUnit, listing: Listing, 
 def judge_by_structure(tree: DirectoryTree, judged: JudgedUnit, listing: Listing) -> None:
     """Decide by its structure whether a unit is whole."""
     if judged.unit.missing_reason is not None:
-        judged.verdict, judged.reason = (
-            "unfinished" if judged.unit.is_unfinished else "unknown",
-            judged.unit.missing_reason,
-        )
+        judged.verdict = "unfinished" if judged.unit.is_unfinished else "unknown"
+        judged.reason = judged.unit.missing_reason
         return
     inspected = _inspect(tree, judged, listing)
     if inspected.status == "changing":
@@ -229,19 +217,15 @@ def judge_by_structure(tree: DirectoryTree, judged: JudgedUnit, listing: Listing
         return
     verdicts: dict[str, Verdict] = {"sound": "sound", "damaged": "damaged", "incomplete": "unfinished"}
     judged.verdict = verdicts.get(inspected.status, "unknown")
-    judged.reason = "; ".join(f"{finding.file}: {finding.reason}" for finding in inspected.findings[:2])
+    judged.reason = describe_problems(inspected.findings[:2])
     if judged.verdict == "unknown" and not judged.reason:
         judged.reason = (
             "its format is not known, and no place has it with this size and time: it may be a save written again"
         )
     judged.unreadable = any(finding.status == "unreadable" for finding in inspected.findings)
-    judged.damaged = tuple(
-        finding.file for finding in inspected.findings if finding.status in ("damaged", "incomplete")
-    )
+    judged.damaged = tuple(finding.file for finding in inspected.findings if finding.status in _DAMAGED)
     right = {*judged.unit.files} - {*judged.damaged}
-    judged.intact_until = (
-        checkpoint_time(max(listing.entries[path].mtime_ns for path in right)) if judged.damaged and right else None
-    )
+    judged.intact_until = _newest_write(listing, right) if judged.damaged and right else None
 
 
 def _judge_added(tree: DirectoryTree, judged: JudgedUnit, listing: Listing, added: list[str]) -> None:
@@ -250,11 +234,14 @@ def _judge_added(tree: DirectoryTree, judged: JudgedUnit, listing: Listing, adde
     added_findings = [finding for finding in inspected.findings if finding.file in added]
     judged.verdict, judged.reason = "sound", f"{added[0]} is in no copy"
     judged.unreadable = any(finding.status == "unreadable" for finding in added_findings)
-    damaged = [finding for finding in added_findings if finding.status in ("damaged", "incomplete")]
-    if damaged:
-        judged.verdict, judged.damaged, judged.has_copy = "damaged", tuple(finding.file for finding in damaged), False
-        judged.reason = "; ".join(f"{finding.file}: {finding.reason}" for finding in damaged[:2])
+    if damaged := [finding for finding in added_findings if finding.status in _DAMAGED]:
+        judged.verdict, judged.reason, judged.has_copy = "damaged", describe_problems(damaged[:2]), False
         judged.entries = [finding.file for finding in damaged]
+        judged.damaged = tuple(judged.entries)
+
+
+def _newest_write(listing: Listing, paths: Iterable[str]) -> datetime:
+    return checkpoint_time(max((listing.entries[path].mtime_ns for path in paths), default=0))
 
 
 def _inspect(tree: DirectoryTree, judged: JudgedUnit, listing: Listing) -> InspectedUnit:
@@ -271,5 +258,5 @@ def is_checkpoint_newer(checkpoint: CheckpointId, history: KnownCheckpoints, jud
     if judged.checkpoint is not None and judged.checkpoint.run == checkpoint.run:
         return checkpoint > judged.checkpoint
     if judged.unit.step is None and judged.intact_until is not None and not judged.replaced:
-        return history.created.get(checkpoint, BEFORE_ALL) >= judged.intact_until
-    return history.created.get(checkpoint, BEFORE_ALL) > judged.modified_at
+        return history.created_at(checkpoint) >= judged.intact_until
+    return history.created_at(checkpoint) > judged.modified_at

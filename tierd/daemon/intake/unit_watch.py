@@ -48,7 +48,7 @@ from tierd.watching.settling_units import DueUnit, SettlingTracker, UnitShape, i
 from tierd.watching.unit import Listing, Unit
 from tierd.watching.unit_description import UnitDescription, UnmatchedFiles, describe_unit, group_unmatched_files
 from tierd.watching.unit_file import pointer_candidates, points_to
-from tierd.watching.unit_inspection import ChangedFile, InspectedUnit, Opener, inspect_unit
+from tierd.watching.unit_inspection import ChangedFile, InspectedUnit, Opener, describe_problems, inspect_unit
 
 log = logging.getLogger("tierd.daemon")
 
@@ -140,9 +140,7 @@ class UnitWatch:
         self.unreadable: tuple[str, ...] = ()
         self._links = OutwardLinks(directory)
         self._series = LoneSaveHistory()
-        self._listed_units: Sequence[
-            Unit
-        ] = ()  # the units of the last listing, also those that this watch does not take
+        self._listed_units: Sequence[Unit] = ()  # of the last listing, also those that this watch does not take
         self._passed_over: tuple[int, tuple[UnmatchedFiles, ...]] = (0, ())  # by the last listing
         self._doubted = False  # whether a doubt about the order was reported
 
@@ -234,18 +232,12 @@ class UnitWatch:
         """Consider a unit. An error that nobody foresaw refuses this unit for now, so that it stops no other."""
         try:
             self._consider(tree, due_unit, listing, may_take)
-        except (
-            WatchStopped,
-            OSError,
-            StoreRefused,
-            ConfigError,
-        ):  # these are of the directory, the spool or the daemon
+        except (WatchStopped, OSError, StoreRefused, ConfigError):  # of the directory, the spool or the daemon
             raise
         except Exception as error:
-            log.warning("%s: not taken", due_unit.unit.path, exc_info=error)
-            self._refusals.try_again(
-                due_unit.unit.path, f"it cannot be taken, and is tried again: {type(error).__name__}: {error}"
-            )
+            path, why = due_unit.unit.path, f"{type(error).__name__}: {error}"
+            log.warning("%s: not taken", path, exc_info=error)
+            self._refusals.try_again(path, f"it cannot be taken, and is tried again: {why}")
 
     def _consider(self, tree: DirectoryTree, due_unit: DueUnit, listing: Listing, may_take: bool) -> None:
         path, entries = due_unit.unit.path, dict(due_unit.shape)
@@ -303,13 +295,11 @@ class UnitWatch:
         return False
 
     def _inspect(self, due_unit: DueUnit, opener: Opener) -> InspectedUnit:
-        sizes = {path: entry.size for path, entry in due_unit.shape}
-
         def open_next(path: str) -> AbstractContextManager[ByteSource]:
             self._going()
             return opener(path)
 
-        return inspect_unit(due_unit.unit, sizes, open_next)
+        return inspect_unit(due_unit.unit, {path: entry.size for path, entry in due_unit.shape}, open_next)
 
     def _refuse(self, tree: DirectoryTree, due_unit: DueUnit, inspected: InspectedUnit) -> None:
         path = due_unit.unit.path
@@ -318,8 +308,8 @@ class UnitWatch:
         elif inspected.status == "unreadable":
             self._refusals.try_again(path, f"it cannot be read, and is tried again: {inspected.findings[0].reason}")
         else:
-            why = "; ".join(f"{finding.file}: {finding.reason}" for finding in inspected.findings[:3])
-            self._refuse_as_it_is(tree, due_unit, f"it is {inspected.status}: {why or 'no format that can be checked'}")
+            why = describe_problems(inspected.findings[:3]) or "no format that can be checked"
+            self._refuse_as_it_is(tree, due_unit, f"it is {inspected.status}: {why}")
 
     def _refuse_as_it_is(self, tree: DirectoryTree, due_unit: DueUnit, why: str) -> None:
         """Refuse a unit until it changes, unless it has changed since it was due."""
@@ -362,9 +352,8 @@ class UnitWatch:
             self._refusals.wait_for_close(path, error)
         except (ChangedFile, CorruptChunk) as error:
             self._wait_after_change(due_unit, str(error))
-        except (
-            _UnitUnchanged
-        ) as error:  # whatever its files' times are now, its place in the order is that of its bytes
+        except _UnitUnchanged as error:
+            # Whatever its files' times are now, its place in the order is that of its bytes.
             if error.checkpoint in self._history.created or error.checkpoint in self._history.unread:
                 self._finish(tree, due_unit, error.files)
             else:  # no place has it any more, because retention deleted it
@@ -441,6 +430,5 @@ class UnitWatch:
         if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
             log.warning("%s: a file's time is not one of 1970 to 2069, and counts as 1970", due_unit.unit.path)
         size = sum(file.size for file in staged.files)
-        self._reports.report_taken(
-            part, CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics))
-        )
+        committed = CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics))
+        self._reports.report_taken(part, committed)

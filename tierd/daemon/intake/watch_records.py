@@ -150,9 +150,8 @@ class RunWatchClaim:
         """Whether another directory may be being watched; raises `RunNotWatched` if it certainly is."""
         before, self.awaited = self.awaited, ""
         for key, (info, record) in records.items():
-            if compare_directories(record.directory, directory) != "different" or self._is_from_this_spool(
-                key, record, directory
-            ):
+            is_different = compare_directories(record.directory, directory) == "different"
+            if not is_different or self._is_from_this_spool(key, record, directory):
                 continue
             lives = await self._is_watch_alive(info, record, directory, now_s)
             if lives:
@@ -161,9 +160,8 @@ class RunWatchClaim:
                     f"there); {directory} is another directory: give --run another name, or end that watch"
                 )
             if lives is None:
-                self.awaited = (
-                    f"nothing is taken until it is known whether {record.directory} is watched as the same run"
-                )
+                other = record.directory
+                self.awaited = f"nothing is taken until it is known whether {other} is watched as the same run"
         if self.awaited not in ("", before):
             log.warning("%s: %s", directory, self.awaited)
         return bool(self.awaited)
@@ -188,9 +186,8 @@ class RunWatchClaim:
             return holds_spool
         observed = self._observed_records.get(info.key)
         if observed is None or observed.token != info.token:
-            observed = self._observed_records[info.key] = _ObservedRecord(
-                info.token, now_s, renewed=observed is not None
-            )
+            observed = _ObservedRecord(info.token, now_s, renewed=observed is not None)
+            self._observed_records[info.key] = observed
         if now_s - observed.since_s >= 2 * record.every_s:
             return False
         return True if observed.renewed else None
@@ -203,9 +200,8 @@ class RunWatchClaim:
         key = record.spool, record.lock
         if (probe := self._asked.get(key)) is not None and not probe.done():
             return None
-        answer = self._asked[key] = in_own_thread(
-            lambda: is_spool_held(Path(record.spool), record.lock), "tierd-is-held"
-        )
+        answer = in_own_thread(lambda: is_spool_held(Path(record.spool), record.lock), "tierd-is-held")
+        self._asked[key] = answer
         done, _ = await asyncio.wait([answer], timeout=_HELD_S)
         return answer.result() if done else None
 
