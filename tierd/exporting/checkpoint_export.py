@@ -55,33 +55,21 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class ExportedFiles:
-    """What an export wrote.
+    """What an export wrote."""
 
-    Attributes:
-        file_sizes: the files by name, with their sizes in bytes.
-        tensors: their number.
-        left_out: the names of values that were left out.
-        converted: the names of values that have another type in the files, each with its type before.
-        stripped: how many names lost the prefix.
-        overflowed: the names of tensors in which another dtype made finite values infinite.
-    """
-
-    file_sizes: dict[str, int]
-    tensors: int
-    left_out: tuple[str, ...]
-    converted: tuple[str, ...]
-    stripped: int
-    overflowed: tuple[str, ...]
+    file_sizes: dict[str, int]  # the files by name, with their sizes in bytes
+    tensors: int  # their number
+    left_out: tuple[str, ...]  # the names of values that were left out
+    converted: tuple[str, ...]  # the names of values that have another type in the files, each with its type before
+    stripped: int  # how many names lost the prefix
+    overflowed: tuple[str, ...]  # the names of tensors in which another dtype made finite values infinite
 
 
 def export(files: PartRanges, first: PartId, target: Path, options: ExportOptions) -> ExportedFiles:
     """Write a checkpoint into `target`, which appears by a rename when every file is whole and durable.
 
-    Raises:
-        StateMismatch, StateRefused: the checkpoint or the entry does not fit the format; the message names the place.
-        SpoolFull: the disk is full.
-        ConfigError: something else was put at `target` meanwhile.
-        Also as `PartRanges.fill`. Nothing is at `target` then.
+    Raises `StateMismatch` and `StateRefused`, which name the place, if the checkpoint or the entry does not fit the
+    format; `SpoolFull`; `ConfigError` if `target` is not usable; and as `PartRanges.fill`. Nothing is at `target` then.
     """
     if is_watched(files, first):
         contents = read_watched(files, first, options.only)

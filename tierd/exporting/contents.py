@@ -85,36 +85,22 @@ class NonTensorValue:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The entries that are exported.
-
-    Attributes:
-        tensors, values, paths: by name.
-        tree: returns the nested state, with a meta tensor for each tensor, and the tensors' names by `id`.
-        metadata: the texts of `__metadata__` in its files of safetensors.
-        contradicting: the keys of `__metadata__` that differ between its files.
-        unreadable: the names of values that are in no format, because only a restore makes them.
-    """
+    """The entries that are exported."""
 
     tensors: dict[str, StreamedTensor]
     values: dict[str, NonTensorValue]
     paths: dict[str, EntryPath]
-    tree: Callable[[], tuple[Any, dict[int, str]]]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    contradicting: tuple[str, ...] = ()
-    unreadable: tuple[str, ...] = ()
+    tree: Callable[[], tuple[Any, dict[int, str]]]  # the nested state with meta tensors, and their names by `id`
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the texts of `__metadata__` in its files of safetensors
+    contradicting: tuple[str, ...] = ()  # the keys of `__metadata__` that differ between its files
+    unreadable: tuple[str, ...] = ()  # the names of values that are in no format, because only a restore makes them
 
 
 def read_contents(files: PartRanges, first: PartId, only: str | None, *, values: bool) -> Contents:
-    """Read the names, shapes and places of a checkpoint's contents.
+    """Read the names, shapes and places of a checkpoint's contents, of one entry (`only`) or of all.
 
-    Args:
-        only: the entry to export, whose name is then left out of all names; None for all entries.
-        values: whether values that are not tensors are exported.
-
-    Raises:
-        StateMismatch: there is no such entry, ranks saved different values under one name, or neither `save` nor DCP
-            wrote the checkpoint.
-        Also as `PartRanges.fill`.
+    Raises `StateMismatch` if there is no such entry, if ranks saved different values under one name, or if neither
+    `save` nor DCP wrote the checkpoint; and as `PartRanges.fill`.
     """
     manifest = files.manifest(first)
     paths = [file.path for file in manifest.files]
@@ -287,11 +273,7 @@ def _dcp_tensor(
 def _locate(
     place: _Position, dtype: torch.dtype, shape: tuple[int, ...], where: str, reader: ChunkReader
 ) -> tuple[PartId, str, int]:
-    """Find a tensor's bytes in the archive that `torch.save` made of it, without reading them.
-
-    Raises:
-        StateMismatch: the archive does not hold this tensor, row-major.
-    """
+    """Find a tensor's bytes in `torch.save`'s archive of it, without reading them. Raises `StateMismatch`."""
     part, path, offset, length = place
     try:
         archive = TorchArchive(RangeStream(reader, part, path, offset, length))

@@ -84,24 +84,16 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class ExportJob:
-    """The work of one export.
-
-    Attributes:
-        dtype: the dtype in which floating-point tensors are written; None keeps each one's own.
-        count: called with the size of each piece of a tensor that was read.
-        file_sizes: the files that were written, with their sizes in bytes.
-        overflowed: the names of tensors in which `dtype` made finite values infinite; its values have no meaning.
-        converted, left_out: as in `LoadableState`, by the format `torch`.
-    """
+    """The work of one export."""
 
     contents: Contents
     reader: ChunkReader
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # the dtype in which floating-point tensors are written; None keeps each one's own
     home: Path
-    count: Callable[[int], None]
-    file_sizes: dict[str, int] = field(default_factory=dict)
-    overflowed: dict[str, None] = field(default_factory=dict)
-    converted: list[str] = field(default_factory=list)
+    count: Callable[[int], None]  # called with the size of each piece of a tensor that was read
+    file_sizes: dict[str, int] = field(default_factory=dict)  # the files that were written, with their sizes in bytes
+    overflowed: dict[str, None] = field(default_factory=dict)  # tensors in which `dtype` made finite values infinite
+    converted: list[str] = field(default_factory=list)  # as in `LoadableState`, as `left_out`
     left_out: list[str] = field(default_factory=list)
 
     def dtype_of(self, tensor: StreamedTensor) -> torch.dtype:
@@ -210,9 +202,8 @@ def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
 def write_torch(export: ExportJob) -> None:
     """Write one file, `state.pt`, for `torch.load` with `weights_only=True`.
 
-    Raises:
-        StateRefused: a value cannot be pickled.
-        StateMismatch: torch lacks the dtype of a tensor, or its reader takes nothing of the state.
+    Raises `StateRefused` for a value that cannot be pickled, and `StateMismatch` if torch lacks a dtype or takes
+    nothing.
     """
     _check_dtypes(export)
     tree, names = export.contents.tree()

@@ -110,38 +110,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A block of a tensor.
+    """A block of a tensor."""
 
-    Attributes:
-        locate: returns the rank's part, the file, and the offset in it at which the array that holds the block begins.
-            The array is row-major, in the tensor's dtype.
-        array: the array's shape.
-        local: the block's offset in the array.
-        begin, size: the block's offset in the whole tensor, and its shape.
-    """
-
-    locate: Callable[[ChunkReader], tuple[PartId, str, int]]
-    array: tuple[int, ...]
-    local: tuple[int, ...]
-    begin: tuple[int, ...]
-    size: tuple[int, ...]
+    locate: Callable[[ChunkReader], tuple[PartId, str, int]]  # where the row-major array begins
+    array: tuple[int, ...]  # the array's shape
+    local: tuple[int, ...]  # the block's offset in the array
+    begin: tuple[int, ...]  # the block's offset in the whole tensor
+    size: tuple[int, ...]  # the block's shape
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedTensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        order: sorts tensors by the place of their bytes, so that files are read in order.
-        foreign: its dtype and shape in safetensors if torch lacks the dtype; then `dtype` and `shape` are its bytes'.
-    """
+    """A tensor of a checkpoint."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
-    order: tuple[PartId | str | int, ...]
-    foreign: tuple[str, tuple[int, ...]] | None = None
+    order: tuple[PartId | str | int, ...]  # sorts tensors by the place of their bytes, so that files are read in order
+    foreign: tuple[str, tuple[int, ...]] | None = None  # in safetensors, if torch lacks the dtype
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +137,7 @@ class StreamedTensor:
     def slabs(self, reader: ChunkReader) -> Iterator[memoryview]:
         """Yield the tensor's bytes, row-major, in slabs of at most `SLAB_BYTES`. Raises as `PartRanges.fill`.
 
-        Raises:
-            StateMismatch: the pieces do not cover the tensor exactly.
+        Raises `StateMismatch` if the pieces do not cover the tensor exactly.
         """
         if not self.nbytes:
             return

@@ -70,18 +70,10 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class ArchiveWriter:
-    """Writes one archive into a file, from its present position on.
+    """Writes one archive into a file, from its present position on: a state with meta tensors.
 
-    Args:
-        state: the state, with meta tensors.
-        names: by `id`, the name of each such tensor.
-        dtypes: by name, the dtype in which it is written.
-
-    Attributes:
-        order: the names of the tensors, in the order in which `write` wants their bytes.
-
-    Raises:
-        StateRefused: the state holds a value that cannot be pickled.
+    Each tensor has a name, by `id`, and a dtype in which it is written, by name. `write` wants their bytes in `order`.
+    Raises `StateRefused` for a value that cannot be pickled.
     """
 
     def __init__(
@@ -156,23 +148,13 @@ _ABSENT = object()
 
 
 class LoadableState:
-    """A state in which each value is of a type that the weights-only reader takes.
+    """A state in which each value is of a type that the weights-only reader takes; it is changed in place.
 
     Arrays become tensors of the same dtype; NumPy scalars become numbers or texts, deques lists, a `defaultdict` a
-    dict, a frozenset a set. Other values are left out: without their key in a mapping, as None in a sequence.
+    dict, a frozenset a set. Other values are left out: without their key in a mapping, as None in a sequence. `names`
+    are by `id`, of the tensors whose bytes lie in the checkpoint; `in_memory` are the others.
 
-    Args:
-        state: the state; its lists and mappings are changed in place.
-        names: by `id`, the name of each tensor whose bytes lie in the checkpoint.
-
-    Attributes:
-        value: the state.
-        in_memory: by `id`, the tensors whose bytes are in memory.
-        converted: the changed values with their types before, as `rng.numpy.state.key (numpy.ndarray)`.
-        left_out: the names of the others.
-
-    Raises:
-        StateMismatch: nothing is left.
+    Raises `StateMismatch` if nothing is left.
     """
 
     def __init__(self, state: Any, names: Mapping[int, str]) -> None:

@@ -131,10 +131,8 @@ def read_watched(files: PartRanges, first: PartId, only: str | None) -> Contents
     Weights in safetensors are the entry `model`, and their names have no prefix. An archive has the entries of its
     mapping, and a directory of DCP those of its state.
 
-    Raises:
-        StateMismatch: there is no such entry, or no file has a form that can be exported.
-        StateRefused: torch's weights-only reader refuses the archive, or a file has a form that is not converted.
-        Also as `PartRanges.fill`.
+    Raises `StateMismatch` if there is no such entry, or no file has a form that can be exported; `StateRefused` if a
+    form is not converted, or torch's weights-only reader refuses it; and as `PartRanges.fill`.
     """
     paths = [file.path for file in files.manifest(first).files if file.path != UNIT_NAME]
     names = {path: PurePosixPath(path).name for path in paths}

@@ -87,9 +87,7 @@ _LONGEST = 1 << 63
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """A range of a file that holds one entry. `tensor`: DCP always writes it with `torch.save`. `transformed`: an
-    extension of DCP changed its bytes, so that they are no archive.
-    """
+    """A range of a file with one entry; if an extension of DCP `transformed` it, it is no archive."""
 
     offset: int
     length: int

@@ -127,13 +127,7 @@ _USER_BLOCKS = (0, *(512 << power for power in range(12)))
 
 
 def check_hdf5(source: ByteSource) -> SoundFile:
-    """Check a file. Its superblock is at 0, or after a user block.
-
-    Raises:
-        DamagedFile: the file is truncated, or the superblock has values that no writer writes.
-        UnfinishedFile: its writer has not closed it.
-        UncheckedFile: this module does not know its version.
-    """
+    """Check a file. Its superblock is at 0, or after a user block."""
     places = (place for place in _USER_BLOCKS if place + 8 <= source.size and source.read(place, 8) == HDF5_MAGIC)
     at = next(places, 0)
     if read_exactly(source, at, 8, "the signature") != HDF5_MAGIC:

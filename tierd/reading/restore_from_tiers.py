@@ -167,9 +167,7 @@ def restore(
     *,
     ignore_prefixes: bool,
 ) -> Loaded:
-    """Do the work of `Reader.restore`, whose arguments and errors it has; `goal` says which is the best, None the
-    newest.
-    """
+    """Do the work of `Reader.restore`, whose arguments and errors it has; `goal` is None for the newest."""
     select_entries(state, names)
     metrics = (goal.metric,) if goal is not None and isinstance(goal.metric, str) else ()
     search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, metrics))

@@ -52,10 +52,8 @@ class LoopThread:
         return self._closed or os.getpid() != self._pid
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result. An interrupt (Ctrl-C) cancels the coroutine.
-
-        Raises:
-            ConfigError: the loop is closed, or belongs to the process that this one was forked from.
+        """Run a coroutine and return its result. An interrupt (Ctrl-C) cancels it. Raises `ConfigError` if
+        `is_stopped`.
         """
         if self.is_stopped:
             coroutine.close()
@@ -91,11 +89,7 @@ _CONCURRENCY = 8  # chunks in flight at once for one caller, within the memory b
 
 
 class RunOnTiers:
-    """One run on its tiers.
-
-    Attributes:
-        unreached: the tiers that did not answer the most recent listing, with the reason.
-    """
+    """One run on its tiers. `unreached` are those that did not answer the last listing, with the reason."""
 
     def __init__(self, stores: Mapping[str, Store], run: str) -> None:
         self.stores, self.run, self.loop, self.budget = stores, run, LoopThread(), MemoryBudget()

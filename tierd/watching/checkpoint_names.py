@@ -48,16 +48,11 @@ _LATEST_NS = 3_155_760_000 * 10**9  # 2070
 
 @dataclass(frozen=True, slots=True)
 class KnownCheckpoints:
-    """The checkpoints of a run that any place has.
-
-    Attributes:
-        origins: by attempt, the checkpoint from which it resumed.
-        unread: checkpoints of which only the names are known.
-    """
+    """The checkpoints of a run that any place has."""
 
     created: Mapping[CheckpointId, datetime] = field(default_factory=dict)
-    origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
-    unread: frozenset[CheckpointId] = frozenset()
+    origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)  # from which each attempt resumed
+    unread: frozenset[CheckpointId] = frozenset()  # checkpoints of which only the names are known
 
     def with_checkpoint(
         self, checkpoint: CheckpointId, created: datetime, origin: CheckpointId | None

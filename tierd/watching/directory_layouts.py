@@ -53,9 +53,7 @@ from tierd.watching.unit import (
 
 
 class DirectoryLayout(NamedTuple):
-    """The layout of a directory. `is_unfinished`: the program itself proves that it began the save and did not finish
-    it.
-    """
+    """The layout of a directory. `is_unfinished`: the program itself proves that it did not finish the save."""
 
     layout: UnitLayout
     missing_reason: str | None

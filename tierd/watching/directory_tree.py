@@ -81,13 +81,9 @@ class DirectoryTree:
         os.close(self._root)
 
     def listing(self, name: str | None = None) -> Listing:
-        """List everything below the directory.
+        """List everything below the directory, or only an entry, its content, and the top directory's markers.
 
-        With a `name`, list only that entry, its content, and the top directory's markers.
-
-        Raises:
-            ConfigError: there are more than `MAX_NAMES` names.
-            StoreRefused: a directory cannot be listed.
+        Raises `ConfigError` for more than `MAX_NAMES` names, and `StoreRefused` if a directory cannot be listed.
         """
         entries: dict[str, ListedEntry] = {}
         self.unreadable, self.unnamed = [], []
@@ -104,9 +100,7 @@ class DirectoryTree:
         """List everything below the directory by name and kind, with the sizes and times of the units' files only.
 
         Other files are not asked for their sizes, because there may be very many of them, on a network file system.
-
-        Raises:
-            ConfigError, StoreRefused: as `listing` raises them.
+        Raises as `listing`.
         """
         entries: dict[str, ListedEntry] = {}
         self.unreadable, self.unnamed = [], []

@@ -277,9 +277,7 @@ def _add_companions(directory: Directory, groups: dict[_GroupKey, list[str]]) ->
 
 
 def _model_unit(directory: Directory) -> Unit:
-    """Return the unit of a model's directory: its own files alone, because a Trainer saves checkpoints in
-    subdirectories.
-    """
+    """Return the unit of a model's own files: a Trainer saves checkpoints in its subdirectories."""
     kinds = {join_path(directory.path, name): entry.kind for name, entry in sorted(directory.names.items())}
     files = tuple(path for path, kind in kinds.items() if kind == "file")
     strange = tuple(path for path, kind in kinds.items() if kind in ("link", "other"))

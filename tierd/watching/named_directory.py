@@ -77,16 +77,11 @@ _REVISION = re.compile(r"[0-9A-Za-z]+")
 
 @dataclass(frozen=True, slots=True)
 class NamedPath:
-    """A checkpoint, or a directory of checkpoints, that a user named.
-
-    Attributes:
-        directory: the real path of the directory that holds it.
-        name: its name there; None for the root of the file system.
-    """
+    """A checkpoint, or a directory of checkpoints, that a user named."""
 
     given_path: Path
-    directory: Path
-    name: str | None
+    directory: Path  # the real path of the directory that holds it
+    name: str | None  # its name there; None for the root of the file system
 
     @property
     def path(self) -> Path:
@@ -141,12 +136,7 @@ class FollowingTree(DirectoryTree):
     directory that may not be read is noted in `unfollowed`, too.
 
     Args:
-        directory: the real path of the directory.
-        named_path: the real path that the user named: the directory, or an entry of it.
         given_path: this path as the user gave it, because absolute links may be written with it.
-
-    Raises:
-        OSError: the directory cannot be opened.
     """
 
     def __init__(self, directory: Path, named_path: Path, given_path: Path) -> None:
@@ -179,7 +169,7 @@ class FollowingTree(DirectoryTree):
         return self._follow_links(super().list_top_files())
 
     def unclaimed_links(self, units: Iterable[Unit]) -> dict[str, tuple[UnitStatus, str]]:
-        """Return the last listing's links that are no unit's and would be weights, and the directories that may not be
+        """Return the last listing's links that are no unit's and would be weights, and what directories may not be
         read.
         """
         inside = {path for unit in units for path in unit.special_files}

@@ -167,9 +167,7 @@ def updates_beside(names: Iterable[str]) -> dict[str, int]:
 
 
 def names_beside(names: Mapping[str, int | None]) -> dict[str, int]:
-    """Return the steps of names without one that begin with a name that has one, as `net.1000.optim.pt` beside
-    `net.1000.model.pt`.
-    """
+    """Return the steps of names that begin with one that has a step: `net.1000.optim.pt` beside `net.1000.model.pt`."""
     stems = {without_ending(name): step for name, step in names.items() if step is not None}
     steps = dict[str, int]()
     for name in (name for name, step in names.items() if step is None):

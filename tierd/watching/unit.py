@@ -160,31 +160,21 @@ MAX_MARKER = 4096  # bytes of a marker's text
 
 
 class ListedEntry(NamedTuple):
-    """One entry of a directory. If two entries of a file are equal, no writer changed it in between.
-
-    Attributes:
-        mtime_ns: when its content last changed, in ns, by the file system's clock.
-        inode: device and inode, so that a replaced file is distinguishable.
-    """
+    """One entry of a directory. If two entries of a file are equal, no writer changed it in between."""
 
     kind: EntryKind
     size: int = 0
-    mtime_ns: int = 0
-    inode: tuple[int, int] = (0, 0)
+    mtime_ns: int = 0  # when its content last changed, in ns, by the file system's clock
+    inode: tuple[int, int] = (0, 0)  # device and inode, so that a replaced file is distinguishable
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All names below a directory, and the texts of the markers among them.
+    """All names below a directory, and the texts of the markers among them."""
 
-    Attributes:
-        entries: by path from the directory, with components separated by "/".
-        user_layout: a person's own rules about which of its paths are checkpoints; None: the rules of `layouts`.
-    """
-
-    entries: Mapping[str, ListedEntry]
+    entries: Mapping[str, ListedEntry]  # by path from the directory
     texts: Mapping[str, str] = field(default_factory=dict)
-    user_layout: UserLayout | None = None
+    user_layout: UserLayout | None = None  # a person's own rules about which paths are checkpoints
 
     def tree(self) -> dict[str, dict[str, ListedEntry]]:
         tree: dict[str, dict[str, ListedEntry]] = {"": {}}

@@ -48,15 +48,11 @@ _METRIC = re.compile(r"([A-Za-z][\w/.]*?)=(-?\d+\.\d+(?:e[+-]?\d+)?)(?=[-_.]|$)"
 
 @dataclass(frozen=True, slots=True)
 class UnitDescription:
-    """What a unit's files say about it.
-
-    Attributes:
-        ranks: how many ranks wrote it, as far as names of files show it.
-    """
+    """What a unit's files say about it."""
 
     step: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    ranks: int = 1
+    ranks: int = 1  # how many ranks wrote it, as far as names of files show it
 
 
 def describe_unit(unit: Unit, opener: Opener) -> UnitDescription:

@@ -31,23 +31,14 @@ _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tm
 
 
 class DirectoryId(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory, as one node sees it.
-
-    Attributes:
-        node: the node's host name.
-        boot: the kernel's id of this boot of the machine, which its containers share; empty: unknown.
-        path: the directory's absolute path there.
-        device: the number of its file system on that machine.
-        inode: its inode number.
-        kind: the type of its file system, as `ext4`; empty: unknown.
-    """
+    """A directory, as one node sees it."""
 
     node: str
-    boot: str
-    path: str
-    device: int
+    boot: str  # the kernel's id of this boot, which the machine's containers share; empty: unknown
+    path: str  # absolute, on that node
+    device: int  # the number of its file system on that machine
     inode: int
-    kind: str
+    kind: str  # the type of its file system, as `ext4`; empty: unknown
 
     def __str__(self) -> str:
         return f"{self.node}:{self.path}"
@@ -122,39 +113,24 @@ class WatchStopped(Exception):
 
 @dataclass(slots=True)
 class ActiveWatch:
-    """A watch at work.
-
-    Attributes:
-        stepless: whether it takes only the units without a step.
-        leaves_stepless: whether its last listing left such units to another watch of the directory.
-        ending: whether its thread has to end soon.
-        failed_tries: how many times in a row the directory could not be watched.
-        is_untaken: whether the last listing was made and nothing of the directory was ever taken.
-        untaken_s: since when it has files and nothing of it was taken, by the monotonic clock; None: that is not so.
-        untaken_reported: whether an event reported that.
-        series_reported: whether the log has said that the pins of many series last.
-        directory_existed: whether the directory existed at an earlier try.
-        awaited_s: since when the watch waits for the directory, or for a first unit in it after that, by the monotonic
-            clock; None: it does not.
-        refused: the units that are not taken as they are, by path, and why.
-        silent_s: for how many seconds the call that runs has given no sign of life, or has not counted as a failed try,
-            without time in which the daemon was stopped. Negative while it may be silent for longer. None if none runs.
-    """
+    """A watch at work."""
 
     watch: WatchConfig
-    stepless: bool = False
-    leaves_stepless: bool = False
-    ending: bool = False
+    stepless: bool = False  # whether it takes only the units without a step
+    leaves_stepless: bool = False  # whether its last listing left such units to another watch of the directory
+    ending: bool = False  # whether its thread has to end soon
     idle: bool = False
-    failed_tries: int = 0
+    failed_tries: int = 0  # how many times in a row the directory could not be watched
     error: Exception | None = None
-    is_untaken: bool = False
-    untaken_s: float | None = None
-    untaken_reported: bool = False
-    series_reported: bool = False
-    directory_existed: bool = False
-    awaited_s: float | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
+    is_untaken: bool = False  # whether the last listing was made and nothing of the directory was ever taken
+    untaken_s: float | None = None  # since when it has files and nothing of it was taken
+    untaken_reported: bool = False  # whether an event reported that
+    series_reported: bool = False  # whether the log has said that the pins of many series last
+    directory_existed: bool = False  # whether the directory existed at an earlier try
+    awaited_s: float | None = None  # since when it waits for the directory, or then for a first unit in it
+    refused: Mapping[str, str] = field(default_factory=dict)  # the units that are not taken as they are, and why
+    # Seconds since the last sign of life, or failed try, without time in which the daemon was stopped. Negative while
+    # the call may be silent for longer; None if none runs.
     silent_s: float | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 

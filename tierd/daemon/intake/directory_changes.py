@@ -40,9 +40,8 @@ _PAUSE_S = 0.2
 async def locked_directory(directory: Path) -> AsyncIterator[None]:
     """Make the directory if it does not exist, and keep every other `prepare` and `restore --into` out of it.
 
-    Raises:
-        ConfigError: one other command held the directory for an hour; or this account may not make it; or the lock's
-            file is not a plain file.
+    Raises `ConfigError` if a command held it for an hour, or this account may not make it, or the lock is no plain
+    file.
     """
     with explained_refusals(directory):
         directory.mkdir(parents=True, exist_ok=True)

@@ -48,17 +48,11 @@ class PlaceTaken(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class KeptPaths:
-    """What a checkpoint that is put in place leaves as it is, as paths in the directory.
+    """What a checkpoint that is put in place leaves as it is, as paths in the directory."""
 
-    Attributes:
-        intact_files: these files; a checkpoint that has one of them is not put in place.
-        keeps_newer: whether files that were written after all of the checkpoint's are left.
-        all_but: all but these files are left; None: none is left for this reason.
-    """
-
-    intact_files: Set[str] = frozenset()
-    keeps_newer: bool = False
-    all_but: Collection[str] | None = None
+    intact_files: Set[str] = frozenset()  # a checkpoint that has one of these is not put in place
+    keeps_newer: bool = False  # whether files that were written after all of the checkpoint's are left
+    all_but: Collection[str] | None = None  # all but these files are left; None: none is left for this reason
 
 
 KEEPS_NOTHING = KeptPaths()

@@ -122,19 +122,13 @@ _LONGEST = 1 << 12  # bytes
 
 
 class ManualRollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint that was put back, although newer ones may exist.
-
-    Attributes:
-        run, step, attempt: the checkpoint.
-        passed_over: when the newest checkpoint was made that the tiers had then, in a record of an older tierd.
-        newest_attempt, newest_step: the newest checkpoint that the tiers had then. Its time may be in the future.
-    """
+    """A checkpoint that was put back, although newer ones may exist."""
 
     run: str
     step: int
     attempt: str
-    passed_over: datetime | None = None
-    newest_attempt: str = ""
+    passed_over: datetime | None = None  # in a record of an older tierd: when the newest on the tiers was made
+    newest_attempt: str = ""  # with `newest_step`, the newest on the tiers then; its time may be in the future
     newest_step: int = 0
 
     def permits(self, checkpoint: CheckpointId, created: datetime) -> bool:

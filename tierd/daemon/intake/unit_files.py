@@ -37,9 +37,8 @@ ListedEntries = Mapping[str, ListedEntry]
 class ImportSource(Protocol):
     """The checkpoint, or the checkpoints, that an import is given.
 
-    Attributes:
-        name: the path of the only unit, or of a file of it; None for all units that are listed.
-        is_downloaded: whether `downloaded` gives copies of this process's own.
+    `name` is the path of the only unit, or of a file of it; None for all units that are listed. `is_downloaded`:
+    `downloaded` gives copies of this process's own.
     """
 
     is_downloaded: ClassVar[bool]
@@ -172,17 +171,10 @@ def stage_unit(
     stage: Stage,
     going: Callable[[], None],
 ) -> StagedUnit:
-    """Bring a unit's files into a stage.
+    """Bring a unit's files into a stage. `going` is called before each chunk; what it raises ends the work.
 
-    Args:
-        ranks: how many ranks wrote it.
-        pointers: what beside the unit names it.
-        going: called before each chunk; what it raises ends the work.
-
-    Raises:
-        UnitBusy, ChangedFile: the program still writes to the unit, or deletes it.
-        ManifestError: a file's name cannot stand in a manifest, or a file may be somebody else's by a hard link.
-        CorruptChunk, OSError: as `adopt` raises them.
+    Raises `UnitBusy` and `ChangedFile` if the program still writes to the unit, or deletes it; `ManifestError` if a
+    name cannot stand in a manifest, or a file may be somebody else's by a hard link; and as `adopt`.
     """
     described, hows = [], Counter[AdoptionMethod]()
     for path in unit.files:

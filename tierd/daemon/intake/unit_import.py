@@ -119,9 +119,7 @@ async def import_units(
     """Import the checkpoint at a place, or every one below it, in the order of their steps.
 
     Args:
-        origin: a checkpoint's file or directory, or a directory of checkpoints; or such in a bucket.
         spool: where one unit at a time is staged; best on the same file system, where it is linked.
-        run: the run that they become.
         step: the only step to import, or the step of the one checkpoint there if its files do not say it.
 
     Raises:

@@ -31,49 +31,28 @@ Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unkn
 
 @dataclass(slots=True)
 class JudgedUnit:
-    """A unit, and what is known of it so far.
-
-    Attributes:
-        run: the run as which it is taken.
-        step: its step, or its order.
-        modified_at: when its newest file was last written.
-        checkpoint: it was taken as this one.
-        moved: where it lies now, as paths in the directory.
-        replaced: whether a verified copy is in its place now.
-        unreadable: whether a file of it cannot be read, which proves nothing.
-        damaged: the files that are proven damaged; empty if the unit itself is.
-        intact_until: if only some files are damaged, when the newest of the others was last written.
-        has_copy: whether a copy can have what is damaged.
-        entries: what is moved if it is not replaced, as paths in the directory.
-        outgrown: the newest checkpoint as which it was taken before its program wrote more of it, if files that were
-            not written since differ from it.
-        decayed: these files.
-        stays_unreplaced: whether it stays, as unknown, if it is not replaced.
-        absent: the files that are gone since it was taken, if that is all that is wrong.
-        is_pointed_to: whether a pointer names what it lacks.
-        is_shortened: whether its program deleted files of it on purpose, so that it stays, as unknown.
-    """
+    """A unit, and what is known of it so far."""
 
     unit: Unit
-    run: str
-    step: int
-    modified_at: datetime
-    checkpoint: CheckpointId | None = None
+    run: str  # the run as which it is taken
+    step: int  # its step, or its order
+    modified_at: datetime  # when its newest file was last written
+    checkpoint: CheckpointId | None = None  # it was taken as this one
     verdict: Verdict = "unknown"
     reason: str = ""
-    moved: tuple[str, ...] = ()
-    replaced: bool = False
-    unreadable: bool = False
-    damaged: tuple[str, ...] = ()
-    intact_until: datetime | None = None
-    has_copy: bool = True
-    entries: list[str] = field(default_factory=list)
-    outgrown: CheckpointId | None = None
-    decayed: tuple[str, ...] = ()
-    stays_unreplaced: bool = False
-    absent: tuple[str, ...] = ()
-    is_pointed_to: bool = False
-    is_shortened: bool = False
+    moved: tuple[str, ...] = ()  # where it lies now, as paths in the directory
+    replaced: bool = False  # whether a verified copy is in its place now
+    unreadable: bool = False  # whether a file of it cannot be read, which proves nothing
+    damaged: tuple[str, ...] = ()  # the files that are proven damaged; empty if the unit itself is
+    intact_until: datetime | None = None  # if only some files are damaged, when the newest other was last written
+    has_copy: bool = True  # whether a copy can have what is damaged
+    entries: list[str] = field(default_factory=list)  # what is moved if it is not replaced, as paths in the directory
+    outgrown: CheckpointId | None = None  # as which it was taken before its program wrote more of it
+    decayed: tuple[str, ...] = ()  # the files that differ from `outgrown`
+    stays_unreplaced: bool = False  # whether it stays, as unknown, if it is not replaced
+    absent: tuple[str, ...] = ()  # the files that are gone since it was taken, if that is all that is wrong
+    is_pointed_to: bool = False  # whether a pointer names what it lacks
+    is_shortened: bool = False  # whether its program deleted files of it on purpose, so that it stays, as unknown
 
     @property
     def is_intact(self) -> bool:

@@ -87,7 +87,6 @@ class UnitWatch:
     """A watched directory.
 
     Args:
-        spool: the spool to commit to.
         settle_s: as for `SettlingTracker`.
         own: a person's own rules about which paths are checkpoints; None: the usual ones.
         stepless: take the units without a step in their names, and leave the others; otherwise the reverse. Without any
@@ -98,14 +97,11 @@ class UnitWatch:
             ends.
         writes: called before files are written to the spool, with the bytes of the largest.
         reads: called after a listing, before units are read and copied.
-        stores: returns the tiers, on which the newest checkpoints of each series are pinned.
 
     Attributes:
         listing_s: how long the last listing kept the file system and a CPU busy, in seconds. The time in which this
             thread waited for a CPU is left out: beside training it is most of the time.
-        unreadable: the directories that the last listing could not read.
         wanted_checkpoint: the checkpoint of the first unit that the last `observe` left because it might not take any.
-        pins: the pins of the newest checkpoints of each series.
         leaves_stepless: whether the last listing has units without a step that are left to another watch.
     """
 

@@ -46,21 +46,14 @@ _OTHER_DIRECTORY_WARNING = (
 
 
 class WatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one node's watch.
-
-    Attributes:
-        spool: the absolute path of its daemon's spool on that node.
-        lock: the device and the inode number of the spool's lock, which that daemon holds.
-        at_ms: when the record was put, in milliseconds since 1970 by that node's clock.
-        every_s: how long it takes at most until the record is put again, in seconds.
-    """
+    """The record of one node's watch."""
 
     version: Literal[1] = 1
     directory: DirectoryId
-    spool: str
-    lock: tuple[int, int]
-    at_ms: int
-    every_s: float
+    spool: str  # the absolute path of its daemon's spool on that node
+    lock: tuple[int, int]  # the device and the inode number of the spool's lock, which that daemon holds
+    at_ms: int  # when it was put, in milliseconds since 1970 by that node's clock
+    every_s: float  # how long it takes at most until it is put again
     ended: bool = False
 
 
@@ -81,7 +74,6 @@ class RunWatchClaim:
 
     Args:
         who: this node's id among the nodes that share the tier.
-        spool: this node's spool.
         find: returns the store of the first tier, another one after a reload; None if there is none, or if it is not to
             be asked now.
 
