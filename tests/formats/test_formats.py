@@ -17,6 +17,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from safetensors.torch import save as save_safetensors
 from support.bundles import table, write_bundle
 
 from tierd.formats import weight_files
-from tierd.formats.byte_source import ByteSource, DamagedFile, MemorySource, SoundFile, UncheckedFile, UnfinishedFile
+from tierd.formats.byte_source import ByteSource, DamagedFile, SoundFile, UncheckedFile, UnfinishedFile
 from tierd.formats.file_checks import check_file, check_json
 from tierd.formats.tensorflow_files import (
     BundleEntry,
@@ -45,6 +46,18 @@ from tierd.formats.zip_archives import check_zip
 
 ERRORS = (DamagedFile, UnfinishedFile, UncheckedFile)
 STATE = {"weight": torch.arange(40.0), "bias": torch.ones(3, dtype=torch.bfloat16), "step": 7}
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySource:
+    data: bytes | memoryview
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return bytes(self.data[offset : offset + length])
 
 
 def verdict(name: str, data: bytes) -> SoundFile | Exception:

@@ -75,22 +75,8 @@ class SoundFile:
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySource:
-    """Bytes in memory as a source."""
-
-    data: bytes | memoryview
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read(self, offset: int, length: int) -> bytes:
-        return bytes(self.data[offset : offset + length])
-
-
-@dataclass(frozen=True, slots=True)
 class SubSource:
-    """A range of another source. Offsets in errors count from the range's start: see `with_offset`."""
+    """A range of another source. Offsets in errors count from the range's start."""
 
     parent: ByteSource
     offset: int
@@ -98,11 +84,6 @@ class SubSource:
 
     def read(self, offset: int, length: int) -> bytes:
         return self.parent.read(self.offset + offset, length)
-
-
-def with_offset(error: DamagedFile, offset: int, label: str) -> DamagedFile:
-    """Convert the error of a part that begins at `offset` to an error of the whole; `label` names the part."""
-    return DamagedFile(error.offset + offset, f"{label}: {error.reason}")
 
 
 def read_exactly(source: ByteSource, offset: int, length: int, label: str) -> bytes:

@@ -25,15 +25,7 @@ import msgspec
 
 from tierd.core.dcp_pickle import PICKLED_GLOBALS, PickledDict, PickledInstance, interpret
 from tierd.core.errors import ManifestError, StateRefused
-from tierd.formats.byte_source import (
-    ByteSource,
-    DamagedFile,
-    SoundFile,
-    SubSource,
-    UncheckedFile,
-    UnknownFormat,
-    with_offset,
-)
+from tierd.formats.byte_source import ByteSource, DamagedFile, SoundFile, SubSource, UncheckedFile, UnknownFormat
 from tierd.formats.tensorflow_files import TABLE_MAGIC, check_ocdbt_manifest, read_table
 from tierd.formats.torch_pickles import check_pickle, check_tar, is_legacy_save, is_tar, looks_like_pickle
 from tierd.formats.weight_files import HDF5_MAGIC, check_hdf5, check_safetensors, looks_like_safetensors
@@ -164,7 +156,7 @@ def check_extents(source: ByteSource, extents: Iterable[Extent]) -> SoundFile:
             try:
                 check_zip(part)
             except DamagedFile as error:
-                raise with_offset(error, extent.offset, label) from None
+                raise DamagedFile(extent.offset + error.offset, f"{label}: {error.reason}") from None
         else:
             strange = strange or label
     if strange is not None:

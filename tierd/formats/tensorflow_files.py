@@ -183,16 +183,13 @@ def check_bundle_shard(source: ByteSource, entries: Iterable[BundleEntry]) -> So
         if entry.offset < at and entry.size:
             raise DamagedFile(entry.offset, f"{where} overlaps the one before it")
         at = max(at, end)
-        if crc is None or entry.dtype == _VARIANT or (entry.dtype == _STRING and not _has_strings(entry)):
+        has_strings = entry.elements is not None and entry.elements <= entry.size <= _MAX_STRINGS
+        if crc is None or entry.dtype == _VARIANT or (entry.dtype == _STRING and not has_strings):
             plain = True
         elif mask_crc(_crc_of(source, entry, crc)) != entry.crc:
             raise DamagedFile(entry.offset, f"{where}: its {entry.size} bytes do not have their CRC-32C")
     reason = "the tensors' CRC-32C is checked only with awscrt (tierd[s3])" if crc is None else "tensors of variants"
     return SoundFile("TensorFlow shard", reason if plain else None)
-
-
-def _has_strings(entry: BundleEntry) -> bool:
-    return entry.elements is not None and entry.elements <= entry.size <= _MAX_STRINGS
 
 
 def _crc_of(source: ByteSource, entry: BundleEntry, crc: Callable[[bytes, int], int]) -> int:

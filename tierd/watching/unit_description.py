@@ -56,7 +56,7 @@ class UnitDescription:
 
 
 def describe_unit(unit: Unit, opener: Opener) -> UnitDescription:
-    step, metrics = unit.step, _metrics_in_name(basename(unit.path))
+    step, metrics = unit.step, {match[1]: float(match[2]) for match in _METRIC.finditer(basename(unit.path))}
     state = next((path for path in unit.files if basename(path) == _TRAINER_STATE), None)
     if state is not None and isinstance(trainer_state := _read_file(opener, state, read_json), dict):
         step = step if unit.layout is USER_LAYOUT else _valid_step(trainer_state.get("global_step"), step)
@@ -81,10 +81,6 @@ def _read_file(opener: Opener, path: str, read: Any) -> Any:
 def _valid_step(number: object, otherwise: int | None) -> int | None:
     is_step = isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MAX_STEP
     return number if is_step else otherwise  # type: ignore[return-value]  # `is_step` says that it is an int
-
-
-def _metrics_in_name(name: str) -> dict[str, float]:
-    return {match[1]: float(match[2]) for match in _METRIC.finditer(name)}
 
 
 def _logged_metrics(history: object) -> dict[str, float]:

@@ -25,6 +25,7 @@ from tierd.watching.unit import ListedEntry, Listing
 _NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
 MOST_SERIES = 100  # series of which the newest are kept, if nobody says of how many
 _SUPERSEDING = 10  # newer series that begin after the last save of one, until its launch is taken to be over
+_DIGEST_PREFIX = f"{__version__} "  # another version may cut a file into other chunks, so its digests are not compared
 Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
 
 
@@ -96,18 +97,13 @@ def decayed_files(record: TakenRecord, sizes: Sizes, files: Iterable[File]) -> l
     return [
         file.path
         for file, was in recorded
-        if was is not None and was[:2] == sizes[file.path] and was[2] != _digest(file) and _is_own_digest(was[2])
+        if was and was[:2] == sizes[file.path] and was[2] != _digest(file) and was[2].startswith(_DIGEST_PREFIX)
     ]
 
 
 def _digest(file: File) -> str:
-    # Another version of tierd may cut a file into other chunks, so its digests are not compared.
     chunks = [(chunk.size, chunk.xxh3_128) for chunk in file.chunks]
-    return f"{__version__} {xxhash.xxh3_128_hexdigest(repr(chunks).encode())}"
-
-
-def _is_own_digest(digest: str) -> bool:
-    return digest.startswith(f"{__version__} ")
+    return f"{_DIGEST_PREFIX}{xxhash.xxh3_128_hexdigest(repr(chunks).encode())}"
 
 
 def add_to_series(record: TakenRecord, path: str, series: str, pair: tuple[str, int]) -> None:
