@@ -140,8 +140,8 @@ class _Preparation:
 
     async def prepare(self) -> PrepareResult:
         unmoved, stepless = "; nothing was moved", stepless_run(self.run)
-        inventory = await self._observe(self.run, unmoved)
-        stepless_history = known_checkpoints(await self._observe(stepless, unmoved), stepless)
+        inventory = await _observed(self.spool, self.stores, self.run, unmoved)
+        stepless_history = known_checkpoints(await _observed(self.spool, self.stores, stepless, unmoved), stepless)
         self.history = known_checkpoints(inventory, self.run).merge(stepless_history)
         if self.layout is None:
             await check_own_rules(self.run, self.history, self.spool, self.stores)
@@ -158,19 +158,13 @@ class _Preparation:
                 self.fetched = await self._fetch_newest(inventory, tried)
                 break
             except CheckpointNotFound:  # proven corrupt; or pruned, because a newer one is there now
-                inventory = await self._observe(self.run, "")
+                inventory = await _observed(self.spool, self.stores, self.run, "")
                 self.history = known_checkpoints(inventory, self.run).merge(stepless_history)
         self.fetched += await self._fetch_other_series()
         pointers += [path for restored_unit in self.fetched for path in restored_unit.pointers]
         pointers += await self._restore_lost_pointers()
         prepared = (*map(_judged_as_prepared, self.judged), *map(_fetched_as_prepared, self.fetched))
         return PrepareResult(prepared, tuple(dict.fromkeys(pointers)))
-
-    async def _observe(self, run: str, effect: str) -> Inventory:
-        inventory = await observe_places(self.spool, self.stores, run, chunks=False)
-        if silent := [name for name, place in inventory.tiers.items() if place is None]:
-            raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}{effect}")
-        return inventory
 
     async def _judge_units(self, stepless: str) -> None:
         with DirectoryTree(self.directory, user_layout=self.layout) as tree:
@@ -338,6 +332,13 @@ class _Preparation:
                 if pointers and former != newest:
                     break
         return pointer_paths
+
+
+async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, effect: str) -> Inventory:
+    inventory = await observe_places(spool, stores, run, chunks=False)
+    if silent := [name for name, place in inventory.tiers.items() if place is None]:
+        raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}{effect}")
+    return inventory
 
 
 def _common_directory(directory: Path, paths: Set[str]) -> Path:
