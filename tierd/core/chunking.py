@@ -48,13 +48,12 @@ ReadRange: TypeAlias = Callable[[int, int], bytes | bytearray | memoryview]
 
 
 class FileRecord(NamedTuple):
-    """A range of a file. Each record begins where the one before ends.
+    """A range of a file, which begins where the one before ends. `size` and `width`, the size of an element, are in
+    bytes.
 
-    Attributes:
-        size: the size in bytes.
-        key: a key that does not change when a record is inserted elsewhere; empty if there is none.
-        width: the size of an element in bytes; 0 if not known.
-        moving: whether the record is known to change at every step.
+    `key` does not change when a record is inserted elsewhere; it is empty if there is none. A `moving` record is known
+    to
+    change at every step.
     """
 
     size: int
@@ -64,12 +63,8 @@ class FileRecord(NamedTuple):
 
 
 def content_chunk_sizes(read: ReadRange, size: int, limit: int = CHUNK_SIZE) -> list[int]:
-    """The sizes of a file's chunks in bytes.
-
-    Args:
-        read: reads a range of the file; it may give fewer bytes than asked for. Its exceptions are passed on.
-        size: the file's size in bytes.
-        limit: the largest size of a chunk in bytes.
+    """The sizes in bytes of a file's chunks, of at most `limit` bytes. `read` may give fewer bytes than it is asked
+    for.
     """
     grain = grain_of(size, limit)
     if size <= grain:
@@ -134,8 +129,7 @@ _header = msgspec.json.Decoder(dict[str, _Described])
 def safetensors_records(read: ReadRange, size: int) -> list[FileRecord] | None:
     """The header and the tensors of a safetensors file; None for another file, or one with a gap between tensors.
 
-    Raises:
-        msgspec.DecodeError, ValueError, RecursionError: the file only begins like a safetensors file.
+    Raises `msgspec.DecodeError`, ValueError or RecursionError for a file that only begins like one.
     """
     prefix = bytes(read(0, 9))
     start = 8 + int.from_bytes(prefix[:8], "little")
@@ -182,9 +176,7 @@ def zip_records(read: ReadRange, size: int) -> list[FileRecord] | None:
 
     An entry's header and its content are separate records. The header contains the file's own name and the entry's
     number, which may change when the content does not. The bytes before the archives are one record.
-
-    Raises:
-        struct.error: the file only ends like an archive.
+    Raises `struct.error` for a file that only ends like an archive.
     """
     marks: dict[int, bytes] = {}
     end = size

@@ -56,19 +56,16 @@ class PickledInstance:
 
 
 def interpret(data: bytes, names: Mapping[tuple[str, str], PickledGlobal]) -> Any:
-    """Interpret a pickle.
+    """Interpret a whole pickle of protocol 2 to 5, which may name only the globals in `names`, by module and qualified
+    name.
 
-    Args:
-        data: the whole pickle, of protocol 2 to 5.
-        names: the globals that the pickle may name, by module and qualified name.
-
-    Returns:
-        A None, bool, int, float, str, bytes, list, tuple, `PickledDict`, `PickledGlobal` or `PickledInstance`.
+    The result is a None, bool, int, float, str, bytes, list, tuple, `PickledDict`, `PickledGlobal` or
+    `PickledInstance`.
 
     Raises:
-        StateRefused: the pickle names another global, or would change an object that it only names, or makes too many
-            or too deeply nested containers. This is no proof of corruption, because a pickle of other classes may do
-            so.
+        StateRefused: the pickle names another global, would change an object that it only names, or makes too many or
+    too
+            deeply nested containers. This is no proof of corruption, because a pickle of other classes may do so.
         ManifestError: the data is no pickle, or none that Python's pickler makes of plain objects.
     """
     machine = _Machine(data, names)

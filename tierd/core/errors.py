@@ -69,9 +69,8 @@ class StepRefused(TierdError):
 
 
 class StateRefused(TierdError):
-    """A value in the state has no safe encoding, or a value in a checkpoint has no safe decoding.
-
-    The message names the value's path. Nothing was written or loaded.
+    """A value in the state has no safe encoding, or a value in a checkpoint has no safe decoding. The message names its
+    path.
     """
 
 
@@ -103,19 +102,14 @@ class ObjectNotFound(TierdError):
 class CorruptChunk(TierdError):
     """Bytes differ from their recorded digest or size: proven corruption.
 
-    Attributes:
-        read_digest: the digest of the bytes that were read; empty if the message alone identifies the result.
+    `read_digest` is that of the bytes that were read; empty if the message alone identifies the result.
     """
 
     read_digest = ""
 
 
 class ManifestError(TierdError):
-    """A manifest is truncated, altered, oversized, or states what no correct writer states: proven corruption.
-
-    Attributes:
-        read_digest: as for `CorruptChunk`.
-    """
+    """A manifest is truncated, altered, oversized, or states what no correct writer states: proven corruption."""
 
     read_digest = ""
 
@@ -180,9 +174,8 @@ class RequestUnknown(DaemonUnavailable):
 
 
 class LoopFailed(TierdError):
-    """A training loop under check ended early, failed, hung or could not be killed, so nothing could be compared.
-
-    The message has the end of the loop's output.
+    """A training loop under check ended early, failed, hung or could not be killed; the message ends with its output's
+    end.
     """
 
 
@@ -198,9 +191,8 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def as_both(kind: type[Exception]) -> type[StateMismatch]:
-    """Return a class of `StateMismatch` that is also a subclass of the library's own exception.
-
-    The reason is that the library's documentation names its own class for this error.
+    """Return a subclass of `StateMismatch` and of the library's own exception, which its documentation names for this
+    error.
     """
     if kind.__module__ == "builtins" or issubclass(StateMismatch, kind):
         return StateMismatch
@@ -215,11 +207,7 @@ def as_both(kind: type[Exception]) -> type[StateMismatch]:
 
 @contextmanager
 def importing_extras(feature: str, extras: str) -> Iterator[None]:
-    """Run imports of which some are of optional packages.
-
-    Args:
-        feature: the part of tierd that needs them.
-        extras: tierd's extras that install them.
+    """Run imports of optional packages, which `feature` needs and tierd's `extras` install.
 
     Raises:
         ImportError: a package is not installed; the message names it and the command that installs it.

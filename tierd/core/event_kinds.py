@@ -26,8 +26,6 @@ class EventKind(NamedTuple):
     """The meaning of a kind of event.
 
     Attributes:
-        meaning: the meaning, for the reference.
-        level: how serious an event of this kind is.
         is_usual: whether receivers get it that choose no kinds.
         is_urgent: whether it is sent even if a receiver got too many events in this minute.
         persists: whether the status counts it as a problem until the daemon starts again, because nothing that can be
@@ -187,8 +185,7 @@ def is_reference(text: str) -> bool:
 def check_webhook(url: str, headers: Mapping[str, str]) -> None:
     """Check an address and its headers, as far as they are given directly and not by reference.
 
-    Raises:
-        ConfigError: one cannot be used; the message begins with the key.
+    Raises `ConfigError`, whose message begins with the key.
     """
     if not is_reference(url):
         redacted_url(url)
@@ -202,8 +199,7 @@ def check_webhook(url: str, headers: Mapping[str, str]) -> None:
 def redacted_url(url: str) -> str:
     """The part of a webhook's address that messages may show: ``https://host:port/…``.
 
-    Raises:
-        ConfigError: it is no address, contains a user name or password, or would cross a network unencrypted.
+    Raises `ConfigError` if it is no address, contains credentials, or would cross a network unencrypted.
     """
     if url.startswith(("env:", "file:")):
         _refuse(_WAY_OUT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tierd.core.errors import ConfigError, StepRefused
@@ -34,22 +34,14 @@ OWN_KEYS = frozenset({README_KEY, CHECK_KEY, IDENTITY_KEY})  # the tier's own ob
 
 
 def check_run(run: str) -> str:
-    """Return `run` if it can name a run.
-
-    Raises:
-        ConfigError: it is not 1 to 128 characters of ``A-Za-z0-9._-`` that begin with a letter or digit.
-    """
+    """Return `run` if it can name a run: 1 to 128 of A-Za-z0-9._-, a letter or digit first. Raises `ConfigError`."""
     if not isinstance(run, str) or not _RUN.fullmatch(run) or run in OWN_KEYS:
         raise ConfigError(f"run {run!r}: a run's name is 1 to 128 of A-Za-z0-9._-, a letter or digit first")
     return run
 
 
 def check_step(step: object) -> int:
-    """Return `step` as an int.
-
-    Raises:
-        StepRefused: not an integer (a bool or float is not), negative, or beyond `MAX_STEP`.
-    """
+    """Return `step` as an int. Raises `StepRefused` for a bool, a float, or one below 0 or beyond `MAX_STEP`."""
     try:
         if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
             raise TypeError  # numpy 1 and torch accept their booleans as an index
@@ -62,10 +54,8 @@ def check_step(step: object) -> int:
 
 
 def check_attempt(attempt: str) -> str:
-    """Return `attempt` if it has the form of `next_attempt`'s result.
-
-    Raises:
-        ConfigError: it has another form, or a time after `LATEST_MS`.
+    """Return `attempt` if it has the form of `next_attempt`'s result and a time before `LATEST_MS`. Raises
+    `ConfigError`.
     """
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt) or int(attempt[:12], 16) >= LATEST_MS:
         raise ConfigError(
@@ -88,8 +78,6 @@ def next_attempt(now_ms: int, attempts: Iterable[str], token: str) -> str:
     launch made them, and such names could use up the clock's range.
 
     Args:
-        now_ms: the wall clock, milliseconds since 1970.
-        attempts: the attempts that the spool, the daemon or a restored checkpoint shows.
         token: 8 random hex digits, which distinguish two launches of one millisecond.
     """
     bound_ms = max(now_ms, _THEN_MS) + _AHEAD_MS
@@ -134,9 +122,8 @@ class CheckpointId(_Hashed):
 
     @staticmethod
     def parse(run: str, name: str) -> CheckpointId | None:
-        """The checkpoint named `name` inside `run`; None if the name is not a checkpoint's.
-
-        A name whose attempt is of the year 2200 or later also gives None, because no honest launch made it.
+        """The checkpoint named `name` inside `run`; None if the name is not a checkpoint's, or claims the year 2200 or
+        later.
         """
         match = _CHECKPOINT.fullmatch(name)
         if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):
@@ -207,11 +194,7 @@ class PartId:
 
 
 def check_rank(rank: object, world: object) -> tuple[int, int]:
-    """Return `(rank, world)` as ints.
-
-    Raises:
-        ConfigError: not 0 <= rank < world <= `MAX_WORLD`.
-    """
+    """Return `(rank, world)` as ints. Raises `ConfigError` unless 0 <= rank < world <= `MAX_WORLD`."""
     if (
         isinstance(rank, bool)
         or isinstance(world, bool)
@@ -250,42 +233,24 @@ def is_of_run(run: str, key: str) -> bool:
     )
 
 
-def manifests_prefix(run: str) -> str:
-    return f"{run}/manifests/"
+def _prefix_of(kind: str) -> Callable[[str], str]:
+    return lambda run: f"{run}/{kind}/"
 
 
-def quarantine_prefix(run: str) -> str:
-    return f"{run}/quarantine/"
-
-
-def chunks_prefix(run: str) -> str:
-    return f"{run}/chunks/"
-
-
-def pins_prefix(run: str) -> str:
-    return f"{run}/pins/"
-
-
-def flushing_prefix(run: str) -> str:
-    return f"{run}/flushing/"
-
-
-def pruning_prefix(run: str) -> str:
-    return f"{run}/pruning/"
-
-
-def rank_notes_prefix(run: str) -> str:
-    return f"{run}/meetings/"
+manifests_prefix = _prefix_of("manifests")
+quarantine_prefix = _prefix_of("quarantine")
+chunks_prefix = _prefix_of("chunks")
+pins_prefix = _prefix_of("pins")
+flushing_prefix = _prefix_of("flushing")
+pruning_prefix = _prefix_of("pruning")
+rank_notes_prefix = _prefix_of("meetings")
+retention_prefix = _prefix_of("retention")
+heads_prefix = _prefix_of("timeline")
+watching_prefix = _prefix_of("watching")
 
 
 def note_key(run: str, launch: str, name: str) -> str:
-    """The key of a note that the ranks of a launch leave for each other on a tier: ``meetings/<launch>/<name>``.
-
-    Args:
-        run: the run.
-        launch: 32 hex digits.
-        name: the note's name, as in `messages.NotesRequest`.
-    """
+    """The key of a note of the ranks of a launch (32 hex digits) to each other: ``meetings/<launch>/<name>``."""
     return f"{rank_notes_prefix(run)}{launch}/{name}"
 
 
@@ -299,10 +264,6 @@ def parse_pin(run: str, key: str) -> CheckpointId | None:
     return CheckpointId.parse(run, key.removeprefix(prefix)) if key.startswith(prefix) else None
 
 
-def retention_prefix(run: str) -> str:
-    return f"{run}/retention/"
-
-
 def retention_key(run: str, by: str, given: str) -> str:
     """The key of the policy that node `by` (8 hex digits) has for `run`: ``retention/<by>.<given>.json``."""
     return f"{retention_prefix(run)}{by}.{given}.json"
@@ -314,10 +275,6 @@ def parse_retention(run: str, key: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-def heads_prefix(run: str) -> str:
-    return f"{run}/timeline/"
-
-
 def head_key(run: str, by: str) -> str:
     """The key of the head of `run` that node `by` (8 hex digits) wrote: ``timeline/<by>.json``."""
     return f"{heads_prefix(run)}{by}.json"
@@ -326,10 +283,6 @@ def head_key(run: str, by: str) -> str:
 def parse_head(run: str, key: str) -> str | None:
     """`by` of the head with this key; None if the key is not one of `run`'s heads."""
     return _node_of(key, heads_prefix(run))
-
-
-def watching_prefix(run: str) -> str:
-    return f"{run}/watching/"
 
 
 def watching_key(run: str, by: str) -> str:

@@ -32,9 +32,7 @@ MAX_FILES = 100_000
 MAX_METRICS = 1_000
 MAX_COPIES = 16  # the most runs that a manifest remembers as those from which its checkpoint was copied
 
-ChunkPlace: TypeAlias = tuple[
-    int, int
-]  # a chunk's place in a manifest: the file's number, the chunk's index in the file
+ChunkPlace: TypeAlias = tuple[int, int]  # a chunk's place in a manifest: the file's number, the index in the file
 ContentId: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's raw bytes
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
@@ -146,13 +144,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         files: tuple[File, ...] = (),
         started_from: Ancestor | None = None,
     ) -> Manifest:
-        """Make the manifest of a part that tierd writes.
-
-        Args:
-            origin: the checkpoint from which the attempt resumed.
-            writer: the version of tierd.
-            started_from: the checkpoint of another run from which this run started.
-        """
+        """Make the manifest of a part that tierd `writer` (a version) writes. The attempt resumed from `origin`."""
         return cls(
             version=VERSION,
             run=part.checkpoint.run,

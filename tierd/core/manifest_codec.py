@@ -42,8 +42,7 @@ def seal(members: msgspec.Struct) -> bytes:
 def unseal(data: bytes, where: str, limit: int = MAX_MANIFEST_SIZE) -> bytes:
     """Verify the seal and return the JSON object without it.
 
-    Raises:
-        ManifestError: the data is longer than `limit` bytes, truncated, or altered.
+    Raises `ManifestError` for data that is longer than `limit` bytes, truncated, or altered.
     """
     if len(data) > limit:
         raise ManifestError(f"{where}: {len(data)} bytes; at most {limit} are read")
@@ -79,12 +78,9 @@ class EncryptedManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as one JSON object whose last member, `digest`, is the xxh3-128 of every byte before its comma.
+    """The manifest as one sealed JSON object. It is decoded again, so that every written manifest can be read.
 
-    The result is decoded again before it is returned, so that every written manifest can be read.
-
-    Raises:
-        ManifestError: `decode` refuses the manifest, for example for too many files or too long a path.
+    Raises `ManifestError` if `decode` refuses it, for example for too many files or too long a path.
     """
     data = seal(manifest)
     decode(data, manifest.part)
@@ -97,11 +93,7 @@ def wrap(key_id: str, encrypted: bytes) -> bytes:
 
 
 def unwrap(data: bytes, where: str) -> EncryptedManifest | None:
-    """Decode a result of `wrap`; None for an unencrypted object, which has version 1.
-
-    Raises:
-        ManifestError, FormatTooNew: in the same cases as `decode`.
-    """
+    """Decode a result of `wrap`; None for an unencrypted object, which has version 1. Raises like `decode`."""
     body = unseal(data, where)
     try:
         version = version_of(body)
@@ -115,11 +107,7 @@ def unwrap(data: bytes, where: str) -> EncryptedManifest | None:
 
 
 def decode(data: bytes, expected: PartId | None = None) -> Manifest:
-    """Decode and check a manifest from an untrusted source.
-
-    Args:
-        data: the object's or file's bytes.
-        expected: the part that the object's key or the file's path names; a manifest of another part is refused.
+    """Decode and check a manifest from an untrusted source. One of another part than `expected` is refused.
 
     Raises:
         ManifestError: the manifest is truncated, altered, oversized or unsafe; the message says which and where.

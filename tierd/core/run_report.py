@@ -97,12 +97,7 @@ def make_report(
 ) -> Report:
     """Describe `run`, or every run. Without a configuration there are no verdicts, and every copy has `keep` set.
 
-    Args:
-        inventory: the observed places.
-        config: the tiers and their policies; None: no verdicts.
-        run: the only run to describe; None: every run.
-        defaults: whether to judge by the default policy in a place for which no policy was given. If False, such a
-            place has no verdicts.
+    `defaults` says whether the default policy judges in a place for which no policy was given; else it has no verdicts.
     """
     run_names = [name for name in observed_runs(inventory) if run in (None, name)]
     checkpoints = [checkpoint for name in run_names for checkpoint in _run(inventory, config, name, defaults)]
@@ -232,7 +227,6 @@ class LaunchSteps:
     """The checkpoints of one launch, as far as they are known.
 
     Attributes:
-        attempt: the launch.
         first_step, last_step: its oldest and its newest checkpoint.
         from_step, from_attempt: the checkpoint from which it resumed; None: from the beginning, or not known.
         lost_steps: by how many steps the launch that saved that checkpoint had come further, also if retention has
@@ -251,12 +245,7 @@ class LaunchSteps:
 def launch_steps(
     checkpoints: Iterable[Checkpoint], remembered: Callable[[str], Mapping[str, LaunchRecord]]
 ) -> tuple[LaunchSteps, ...]:
-    """Return the launches of every run, by run and in their order.
-
-    Args:
-        checkpoints: those that are known.
-        remembered: a run's launches according to its heads.
-    """
+    """Return the launches of every run, by run and in their order. `remembered` gives a run's launches by its heads."""
     by_launch: dict[tuple[str, str], list[Checkpoint]] = {}
     for checkpoint in checkpoints:
         by_launch.setdefault((checkpoint.run, checkpoint.attempt), []).append(checkpoint)

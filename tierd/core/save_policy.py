@@ -41,11 +41,7 @@ class MetricGoal(msgspec.Struct, frozen=True):
 
 
 def check_goal(goal: MetricGoal) -> MetricGoal:
-    """Return `goal`.
-
-    Raises:
-        ConfigError: its metric is not a metric's name, or its mode is neither `min` nor `max`.
-    """
+    """Return `goal`. Raises `ConfigError` for a name that no metric has, or a mode that is neither `min` nor `max`."""
     if not is_metric_name(goal.metric):
         raise ConfigError(f"best={goal.metric!r}: the name of a metric, 1 to 256 characters")
     if goal.mode not in _MODES:
@@ -114,10 +110,8 @@ class When:
 
 
 def positive_seconds(argument: str, value: object) -> float:
-    """Return a time given as seconds or as a text such as `90s`, in seconds.
-
-    Args:
-        argument: how the argument begins, for messages: `When(every=`.
+    """Return a time given as seconds or as a text such as `90s`, in seconds. Messages begin with `argument`:
+    `When(every=`.
 
     Raises:
         ConfigError: `value` is no time, or is not finite and longer than nothing.
@@ -136,13 +130,9 @@ def positive_seconds(argument: str, value: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SaveHistory:
-    """The last save and the best value of all saves.
+    """The last save, at `at` seconds of the clock of `now` in `is_due`, and the best value of all saves.
 
-    Attributes:
-        at: when the last save was, in seconds of the clock of `now` in `is_due`.
-        step: the step of the last save.
-        epoch: the last epoch that had ended then; -1 before the first; None if it is not known.
-        best: the best value that was saved; None if there is none.
+    `epoch` is the last that had ended then: -1 before the first, None if it is not known.
     """
 
     at: float
@@ -152,11 +142,7 @@ class SaveHistory:
 
 
 def check_epoch(epoch: object) -> int:
-    """Return `epoch` as an int.
-
-    Raises:
-        ConfigError: it is not an integer, or is negative.
-    """
+    """Return `epoch` as an int. Raises `ConfigError` for a negative number, and for what is no integer."""
     try:
         number = operator.index(epoch)  # type: ignore[arg-type]
     except TypeError:
@@ -179,15 +165,9 @@ def is_counted(when: When, saved: SaveHistory, step: int, epoch: int | None) -> 
 
 
 def is_due(when: When, saved: SaveHistory, step: int, epoch: int | None, value: float | None, now: float) -> bool:
-    """Whether a checkpoint is due.
+    """Whether a checkpoint is due at `now`, in seconds of the clock of `saved.at`.
 
-    Args:
-        when: the save policy.
-        saved: the last save and the best value.
-        step: the current step.
-        epoch: the epoch that has just ended; None within an epoch.
-        value: the metric's value; None if it is not known at this step.
-        now: the current time in seconds, of the clock of `saved.at`.
+    `epoch` is the epoch that has just ended, None within one. `value` is None if the metric is not known at this step.
     """
     often = is_counted(when, saved, step, epoch) or now - saved.at >= when.every_s
     if when.goal is None or (often and not when.best_only):
@@ -198,12 +178,7 @@ def is_due(when: When, saved: SaveHistory, step: int, epoch: int | None, value: 
 
 
 def steps_to_wait(left_s: float, step_s: float) -> int:
-    """The number of steps after which to read the clock again: half of the time left, because steps may become slower.
-
-    Args:
-        left_s: the time left until a checkpoint is due, in seconds.
-        step_s: the time of one step, in seconds.
-    """
+    """How many steps later to read the clock again: after half of the time left, because steps may become slower."""
     return max(1, int(min(left_s / 2 / step_s, 1e9))) if step_s > 0 else 1
 
 
@@ -302,15 +277,11 @@ class EarlyStopping:
         return self.waited >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
-        """The metric, its mode, the best value and the saves without a better one; all JSON."""
+        """The metric, its mode, the best value and the calls since then; all JSON."""
         return {"metric": self._goal.metric, "mode": self._goal.mode, "best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state.
-
-        Raises:
-            StateMismatch: the state is of another metric or mode.
-        """
+        """Load the state. Raises `StateMismatch` for the state of another metric or mode."""
         saved = state["metric"], state["mode"]
         if saved != (self._goal.metric, self._goal.mode):
             raise StateMismatch(

@@ -48,9 +48,7 @@ class Placement:
 
     Attributes:
         shape, stride: the shape and strides of the whole tensor, in elements.
-        mesh: the number of ranks along each mesh dimension.
         names: the names of the mesh dimensions; None for a mesh without names.
-        rules: the placement of each mesh dimension.
         coordinate: this rank's coordinate in the mesh; None for a rank outside the mesh, which has no elements.
 
     Raises:
@@ -161,11 +159,7 @@ class Placement:
 
 
 def parse_placement(payload: object) -> Placement:
-    """Parse the result of `as_plain`.
-
-    Raises:
-        ValueError: `payload` is not such a result.
-    """
+    """Parse the result of `as_plain`. Raises `ValueError` for anything else."""
     if type(payload) is not dict or payload.keys() != set(_MEMBERS):
         raise ValueError(f"a placement has the members {', '.join(_MEMBERS)}")
     shape, stride, mesh, names, rules, coordinate = (payload[name] for name in _MEMBERS)

@@ -39,12 +39,8 @@ class ReadVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The result of one read.
-
-    Attributes:
-        digest: the digest of the bytes that were read, or what else identifies the result ("missing").
-        path: how the bytes were read, for example past the page cache.
-        is_right: whether the bytes are as recorded.
+    """The result of one read: the digest of the bytes, or what else identifies it ("missing"), and by which path it
+    came.
     """
 
     digest: str
@@ -53,14 +49,9 @@ class Reading:
 
 
 def judge_readings(readings: Sequence[Reading], paths: int = 1) -> ReadVerdict:
-    """Judge a place by its reads.
+    """Judge a place by all its reads so far.
 
-    Args:
-        readings: all reads so far.
-        paths: the number of different paths by which the same wrong bytes must be read.
-
-    Returns:
-        `CORRUPT` if two reads, by `paths` different paths, gave the same wrong bytes and none gave the right ones.
+    It is corrupt if two reads, by `paths` different paths, gave the same wrong bytes and none gave the right ones.
     """
     if any(reading.is_right for reading in readings):
         return ReadVerdict.RIGHT
@@ -86,11 +77,7 @@ def unstable_error(place: str) -> UnstableRead:
 
 
 def read_until_proven(read: Callable[[], T], place: str) -> T:
-    """Return the result of `read`, which is called again until its errors prove corruption.
-
-    Args:
-        read: reads the place, past memory that an earlier call filled.
-        place: the place, for messages.
+    """Return the result of `read`, called again until its errors prove corruption. It reads past memory that it filled.
 
     Raises:
         CorruptChunk, ManifestError: proven corruption.
@@ -137,12 +124,10 @@ def lacks_inodes(room: DiskRoom) -> bool:
 
 
 def disk_full_remedy(number: int | None, place: str, room: DiskRoom | None = None) -> str:
-    """Return the way out of an error that names a lack of room, or of a permitted size; empty for other errors.
+    """Return the way out of an errno that means a lack of room, or of a permitted size; empty for other errors.
 
-    Args:
-        number: the errno.
-        place: where to keep less, such as `in the spool`.
-        room: the file system's answer to statvfs; None if it gave none.
+    `place` is where to keep less, such as `in the spool`; `room` is the file system's answer to statvfs, if it gave
+    one.
     """
     hint = f"free space on that file system, or keep less {place}"
     if number == errno.EFBIG:

@@ -22,7 +22,6 @@ class StoreScheme:
     """One kind of store.
 
     Attributes:
-        example: a URL, for messages.
         bucket: the form of a bucket's name; None: the URL names a directory of this machine.
         credentials: from where tierd takes credentials, for messages.
         parameters: the form of each parameter after '?', which is a field of `StoreUrl`.

@@ -83,11 +83,9 @@ class StoreUrl:
 
 
 def parse_url(text: str) -> StoreUrl:
-    """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``; likewise ``gs://``
+    """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``; likewise
+    ``gs://``
     and ``az://``.
-
-    The parameters are `StoreUrl`'s fields. s3: endpoint, region, addressing, sse_kms_key_id, storage_class.
-    gs: endpoint. az: account, which is required, and endpoint.
 
     Raises:
         ConfigError: a piece cannot be used; the message names the piece and a remedy.

@@ -139,9 +139,7 @@ def table_rows(
 
     Args:
         costs: the costs with tierd; an infinite `mtbf_s` if no failure rate was given. `flush_s` is not used.
-        state_bytes: the size of one node's state.
         sync_s: the time of a synchronous save, in seconds; None: as long as the tier takes to write the state.
-        intervals: the training between saves in seconds, each with its number of steps.
         tiers: by name, the bytes per second of one node; None is the spool, whose speed follows from `durable_s`.
     """
     rows = []
@@ -200,16 +198,7 @@ def fit_save(
     step_s: float = 0.0,
     drain_s: float | None = None,
 ) -> SaveFit:
-    """Compute whether the state of one node fits into the time of a notice.
-
-    Args:
-        notice_s: how long before its end the node says so.
-        state_bytes: what one node saves.
-        blocked_s, durable_s: the times of a save, as in `Costs`.
-        tier_rate: to the tier, of this node, bytes per second; None: no tier counts.
-        step_s: one training step.
-        drain_s: how long the daemon sends after the same notice ends it, too; None: it runs until the node ends.
-    """
+    """Compute whether the state of one node fits into the time of a notice."""
     due_s = min(KNOWN_S, notice_s) + 2 * step_s
     spooled_s = due_s + max(blocked_s, durable_s)
     if tier_rate is None:

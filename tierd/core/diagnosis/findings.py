@@ -54,7 +54,6 @@ class FindingKind:
     """One row of the table.
 
     Attributes:
-        check: the check that finds it.
         severity: `ok`; `note`: worth knowing; `unknown`: it could not be tried; `warning`: it works, at a cost or a
             risk; `error`: something that tierd needs will fail.
         do: what to do; empty: nothing.

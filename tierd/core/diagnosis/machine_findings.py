@@ -23,13 +23,7 @@ _THREADS = 2048  # as TasksMax= in systemd/tierd.service
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A mounted file system, as the kernel names it.
-
-    Attributes:
-        kind: its type, `ext4`.
-        source: its device or server.
-        read_only: whether it or its mount is read-only.
-    """
+    """A mounted file system, as the kernel names it: its type, such as `ext4`, and its device or server."""
 
     kind: str
     source: str
@@ -79,13 +73,9 @@ def sync_time(seconds: float) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who owns the spool's directory, and who may write there.
+    """Who owns the spool's directory, and who may write there: uids, and permission bits with the sticky bit.
 
-    Attributes:
-        owner, user: uids of the directory's owner and of this process.
-        mode: the directory's permission bits.
-        filled: whether it has any entry.
-        above: the permission bits of the directory above, with the sticky bit.
+    `filled` says whether it has any entry; `above` are the bits of the directory above.
     """
 
     owner: int
@@ -110,12 +100,9 @@ def ownership(observed: Ownership) -> Finding:
 class Space:
     """Room on the spool's disk, in bytes.
 
-    Attributes:
-        free, total: of the file system, for this account.
-        used: by the checkpoints of the run with the largest state, which retention will delete.
-        state: the state's size of all of this node's ranks together; None: the spool has no checkpoint yet.
-        run: the run with that state.
-        keep_last: how many checkpoints the spool keeps.
+    `used` is what the run with the largest state takes, which retention will delete. `state` is that of all ranks of
+    this
+    node together; None if the spool has no checkpoint yet.
     """
 
     free: int
@@ -141,14 +128,7 @@ def space(disk: Space) -> Finding:
 
 
 def memory(total: int, available: int, limit: int | None, state: int | None) -> Finding:
-    """Judge the memory of the machine and of this process's control group.
-
-    Args:
-        total: of the machine, bytes.
-        available: what the kernel would grant now, bytes.
-        limit: of the control group; None: none.
-        state: the state's size; None: not known.
-    """
+    """Judge the memory of the machine and of this process's control group, in bytes. Without a `limit` it has none."""
     text = f"{in_units(available)} of {in_units(total)} available"
     text += f"; the control group's limit is {in_units(limit)}" if limit is not None else "; no control group limits it"
     usable = min(total, limit) if limit is not None else total

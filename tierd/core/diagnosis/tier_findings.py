@@ -54,8 +54,7 @@ def directory_room(place: str, free: int, total: int, state: int | None) -> Find
 def daemon_view(place: str, works: bool, failure: str) -> Finding | None:
     """Compare what was found here with what the daemon says of the tier; `failure` is empty if it reaches the tier.
 
-    Returns:
-        None if both fail, because the operations say why.
+    The result is None if both fail, because the operations say why.
     """
     if works and failure:
         return finding(place, "only here", f"the daemon: {failure}")
@@ -84,13 +83,9 @@ def certificate(place: str, version: str, left_s: float | None) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What is known of credentials without showing them.
+    """What is known of credentials without showing them: the link of the AWS chain that gave them, such as `env`.
 
-    Attributes:
-        source: the link of the AWS chain that gave them, `env`.
-        temporary: whether they are a session's.
-        renewed: whether that link renews them.
-        left_s: seconds until they expire, if that is known.
+    `renewed` says whether that link renews them, `left_s` in how many seconds they expire, if that is known.
     """
 
     source: str
@@ -113,15 +108,9 @@ def credentials(place: str, resolved: Credentials | None) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class LifecycleRule:
-    """One enabled rule of a bucket's lifecycle.
+    """One enabled rule of a bucket's lifecycle, for current objects and `old_versions` with the prefix.
 
-    Attributes:
-        name: its id.
-        prefix: the keys that it concerns.
-        tagged: whether it only concerns objects with a tag, which tierd's have not.
-        expires: whether it deletes current objects.
-        moves_to: the storage classes to which it moves current objects.
-        old_versions: whether it deletes objects that were replaced or deleted.
+    A `tagged` rule only concerns objects with a tag, which tierd's have not.
     """
 
     name: str

@@ -54,14 +54,9 @@ ScrubTimes = Mapping[ScrubbedCopy, float]  # when each copy was last verified, s
 def scrub_agenda(
     inventory: Inventory, remembered: ScrubTimes, period: float, now: float, place: str | None = None
 ) -> list[DueScrub]:
-    """Every copy that this daemon scrubs, the most overdue first.
+    """Every copy that this daemon scrubs, of one place or of all, the most overdue first.
 
-    Args:
-        inventory: the observed places.
-        remembered: when each copy was last verified, seconds since 1970.
-        period: the time within which each copy is to be read again, in seconds.
-        now: seconds since 1970.
-        place: the only place whose copies are wanted; None for all places.
+    Each copy is to be read again within `period` seconds. `now` is in seconds since 1970.
     """
     return sorted(
         (_due_scrub(inventory, copy, facts, remembered, period, now) for copy, facts in _duties(inventory, place)),
@@ -171,12 +166,9 @@ ARRIVAL_TIMEOUT_S = 600.0  # the daemon stops waiting for a checkpoint of which 
 
 
 def listing_pause_s(rescan_s: float, requests: int, tiers: int) -> float:
-    """Seconds until an idle daemon lists a tier again.
+    """Seconds until an idle daemon lists a tier again, at least `rescan_s`.
 
-    Args:
-        rescan_s: the configured minimum, in seconds.
-        requests: the number of requests that the last listing of this tier took.
-        tiers: the number of tiers, each of which gets an equal share of `REQUESTS_AN_HOUR`.
+    Its last listing took `requests`. Each of `tiers` gets an equal share of `REQUESTS_AN_HOUR`.
     """
     return max(rescan_s, requests * tiers * 3600 / REQUESTS_AN_HOUR)
 
@@ -197,8 +189,7 @@ _SHARE = 0.5  # of an interval; the other half is a reserve for a flush that tak
 def flush_spread_s(saved_at: Sequence[float], now: float) -> float:
     """Seconds over which a flush that begins at `now` is spread; 0 if it should run at full speed.
 
-    Args:
-        saved_at: when the run's latest checkpoints were saved, oldest first; monotonic seconds, like `now`.
+    `saved_at` has the times of the run's latest saves, oldest first; monotonic seconds, like `now`.
     """
     if len(saved_at) < _FEWEST:
         return 0.0

@@ -51,7 +51,6 @@ class Demand:
     """One run's checkpoints over all places that answer, and which place wants which of them.
 
     Attributes:
-        config: the tiers and their policies.
         copies: by checkpoint and place, the copy that each answering place shows.
         merged: each checkpoint with the parts that are usable in any place.
         complete_ids: the checkpoints that are complete by their merged parts.

@@ -35,13 +35,7 @@ def judge_tier(
 ) -> tuple[Verdict, ...]:
     """Retention's verdicts over a tier's checkpoints of `run`, judged by this tier's contents alone.
 
-    Args:
-        inventory: the observed places, which give pins and origins.
-        tier: the tier.
-        policy: the run's policy on the tier.
-        run: the run.
-        live: the launches that live, as for `Ranking`.
-        drops: whether to leave out most verdicts that keep.
+    `inventory` gives pins and origins; `live` is as for `Ranking`; `drops` leaves out most verdicts that keep.
     """
     listed = tier.run(run).copies.keys() | tier.owners | tier.interrupted_prunes
     if drops and len(listed) + len(tier.quarantined) <= policy.keep_last:
@@ -149,12 +143,9 @@ def evictable_copies(inventory: Inventory, config: Config) -> tuple[CheckpointId
 def eviction_order(inventory: Inventory, retired: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:
     """The copies that the daemon may delete because the disk is full, in the order of deletion.
 
-    Copies of runs without a trainer and copies that every tier has retired are first. Older copies of the other runs
-    follow. Both groups begin with the oldest launch. Pinned copies and the newest verified copy of a run with a trainer
-    are last, because a restore would have to fetch them.
-
-    Args:
-        retired: the copies that no tier has and that will be sent to none (`retired_copies`, `superseded_copies`).
+    Copies of runs without a trainer and `retired` copies, which no tier has and none will get, are first. Older copies
+    of the other runs follow. Both groups begin with the oldest launch. Pinned copies and the newest verified copy of a
+    run with a trainer are last, because a restore would have to fetch them.
     """
     in_use = {part.checkpoint for part in inventory.busy} | inventory.being_restored | inventory.local_pins
     verified = [copy.id for copy in inventory.spool.checkpoints.values() if inventory.is_on_a_tier(copy)]
@@ -184,10 +175,8 @@ def may_leave_spool(inventory: Inventory, run: str, retired: Collection[Checkpoi
 
 
 def retired_copies(demand: Demand) -> frozenset[CheckpointId]:
-    """The spool's copies of a run that no tier needs.
-
-    Every tier that is not silent lacks such a copy and would prune it at once, because newer checkpoints have retired
-    it there.
+    """The spool's copies of a run that every tier that is not silent lacks and would prune at once, because newer
+    checkpoints have retired them there.
     """
     inventory = demand.inventory
     by_tier = [_retired(demand, name, place) for name, place in inventory.tiers.items() if name not in inventory.silent]

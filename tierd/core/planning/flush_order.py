@@ -33,9 +33,7 @@ class FlushCandidate:
     """A checkpoint of which a tier lacks parts.
 
     Attributes:
-        progress: how many parts of it the tier has; 0 if the tier has a newer complete checkpoint.
         is_permanent: whether a rule wants it however many newer checkpoints follow.
-        copies: how many other tiers have a complete copy.
         is_wanted_elsewhere: whether one of those tiers wants it by its own policy, and does not only hold it for other
             tiers.
     """
@@ -57,11 +55,9 @@ def order_flushes(
 ) -> list[CheckpointId]:
     """The candidates for one tier in the order in which to send them.
 
-    Args:
-        newest: by run, the newest checkpoint that is complete on the tier.
-        sent: the checkpoint that this daemon sent there last, which is finished first.
-        awaited: the checkpoints for which a restore on another node waits.
-        newest_first: the newest checkpoints are first in any case, because the node ends.
+    `newest` is each run's newest checkpoint that is complete there. What was `sent` last is finished first, and then
+    what
+    restores on other nodes have `awaited`. With `newest_first` the newest are first in any case, because the node ends.
     """
     if newest_first:
         return sorted((candidate.checkpoint for candidate in candidates), key=_newest, reverse=True)
@@ -287,10 +283,8 @@ def overshared(tier: Place, part: PartId) -> frozenset[CheckpointId]:
 
 
 def shareable_chunks(base: Manifest, worn_out: Collection[CheckpointId]) -> list[Chunk]:
-    """The chunks of `base`, another checkpoint's manifest on the tier, that a flush may name.
-
-    Args:
-        worn_out: the result of `overshared`.
+    """The chunks of `base`, another checkpoint's manifest on the tier, that a flush may name. `worn_out` is
+    `overshared`.
     """
     chunks = []
     for chunk in base.chunks():

@@ -129,13 +129,7 @@ class Inventory:
         return merge_heads(head for place in self.places.values() for head in place.heads.get(run, ()))
 
     def missing_newest(self, run: str) -> CheckpointId | None:
-        """The newest checkpoint that was complete anywhere according to the heads, if it is not complete any more.
-
-        A checkpoint is complete here if all places together show every part, and none of these is known to be unusable.
-
-        Returns:
-            None if the checkpoint is still complete, if a part of it is quarantined, or if no head knows any.
-        """
+        """The newest checkpoint that was complete anywhere according to the heads, if it is not complete any more."""
         checkpoint = newest_recorded(self.remembered(run), run)
         return None if checkpoint is None or self.has_complete(checkpoint) else checkpoint
 

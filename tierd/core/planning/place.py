@@ -19,14 +19,9 @@ SPOOL = "local"  # the spool's name wherever a tier's name can stand
 
 
 class Trainer(NamedTuple):
-    """A trainer process that runs on this node.
+    """A trainer process that runs on this node and saves a rank of a launch.
 
-    Attributes:
-        attempt: the launch that the trainer belongs to.
-        rank: the rank that the trainer saves.
-        pid: the process id; 0 if the trainer is in another pid namespace.
-        since: when the trainer first saved for this launch, seconds since 1970.
-        world: the number of ranks of the launch.
+    `pid` is 0 for another pid namespace; `since` is when it first saved for the launch, in seconds since 1970.
     """
 
     attempt: str
@@ -53,8 +48,6 @@ class Place:
     """The observed contents of one place, the spool or a tier. A `Place` is immutable.
 
     Attributes:
-        checkpoints: the copies.
-        pins: the pinned checkpoints.
         owners: on a tier, the checkpoints under whose name chunks are stored.
         quarantined: the quarantined parts. Their facts still give origins to the timeline, if they were readable.
         bases: checkpoints whose chunks are named by a manifest that was read for a prune and is not among the facts.

@@ -97,12 +97,8 @@ def is_disk_low(inventory: Inventory, config: Config) -> bool:
 class ForeignRunBacklog:
     """Checkpoints of a run that a tier wants and lacks, and that another node is to send there.
 
-    Attributes:
-        run: the run.
-        tier: the tier.
-        count: how many complete checkpoints the tier lacks.
-        made_s: when the newest of them was made, by its trainer's clock, seconds since 1970; 0 if that is not known.
-        records: what other nodes recorded on the tier.
+    `made_s` is when the newest of them was made, by its trainer's clock, seconds since 1970; 0 if that is not known.
+    `records` is what other nodes recorded on the tier.
     """
 
     run: str
@@ -142,10 +138,7 @@ Backoff = Mapping[str, float]  # tier -> monotonic time before which no action i
 
 
 class RunPlan:
-    """The actions for one run, each computed when it is first asked for.
-
-    The plan depends only on this run's part of the inventory and on the configuration.
-    """
+    """The actions for one run, computed when first asked for, from this run's part of the inventory alone."""
 
     def __init__(self, inventory: Inventory, config: Config, run: str, before: Demand | None = None) -> None:
         self.demand, self._config = Demand(inventory, config, run, before), config
@@ -234,14 +227,8 @@ def plan(
 ) -> tuple[Action, ...]:
     """The next actions, most urgent first: flushes in the order of `order_flushes`, then deletions, oldest first.
 
-    On a full tier, deletions are first. The caller carries out one deletion after each flush.
-
-    Args:
-        inventory: the observed places.
-        config: the tiers and their policies.
-        backoff: tiers for which nothing is planned until the given time.
-        now: monotonic time in seconds, compared with `backoff` only.
-        only: the only place whose actions are wanted; None for all places.
+    On a full tier, deletions are first. The caller carries out one deletion after each flush. Nothing is planned for a
+    tier before its time in `backoff`, by the clock of `now`. `only` names the only place whose actions are wanted.
     """
     return _plan(inventory, _run_plans(inventory, config), _awake(inventory, backoff, now), only)
 

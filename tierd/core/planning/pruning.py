@@ -97,10 +97,6 @@ def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
     A copy counts as verified if a tier has verified it. It also counts as verified if every tier that is not silent
     would prune it at once, because newer checkpoints have retired it there. The spool also keeps copies that it would
     keep if all its copies were verified, or if it held every known checkpoint.
-
-    Args:
-        demand: the run's demand.
-        drops: whether to leave out most verdicts that keep.
     """
     inventory, run, policy = demand.inventory, demand.run, demand.policy(SPOOL)
     outdated = superseded_copies(demand)
@@ -228,8 +224,7 @@ def relied_copies(demand: Demand, name: str, checkpoint: CheckpointId) -> list[t
 def prune_batch(first: Prune, actions: Iterable[Action], place: Place | None) -> list[Prune]:
     """The batch of prunes that begins with `first`: those of the same tier and run, in the order of `actions`.
 
-    Args:
-        place: the tier's contents from which the plan was made.
+    `place` is the tier's contents from which the plan was made.
     """
     batch, parts = [first], _parts(first, place)
     for action in actions:
@@ -280,22 +275,13 @@ class PruneBacklog:
 def tiers_losing(
     inventory: Inventory, before: Inventory, config: Config, place: str, deleted: CheckpointCopy
 ) -> tuple[str, ...]:
-    """The tiers that lose a checkpoint that they wanted, because a place deleted the last copy of it.
+    """The tiers that lose a checkpoint that they wanted, because `place` deleted the last copy of it; none if another
+    place still completes it.
 
     Two places may have deleted their copies at the same time, each while the other still had its own. A tier wanted the
     checkpoint if it did when the deletion was decided (`before`). It also did if it wants the checkpoint now, without
     those deleted since. Checkpoints that arrived since then retire nothing, because a deletion takes long on a slow
     tier and the trainer saves meanwhile.
-
-    Args:
-        inventory: the places as observed after the deletion.
-        before: the places from which the deletion was decided.
-        config: the tiers and their policies.
-        place: the place that deleted its copy.
-        deleted: the deleted copy.
-
-    Returns:
-        The names of the tiers; empty if another place still completes the checkpoint.
     """
     undeleted = _without_what_came(inventory, before)
     if place == SPOOL:

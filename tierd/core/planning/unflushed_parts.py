@@ -19,13 +19,9 @@ _LISTED_PARTS = 5  # parts that a sentence names
 
 
 class UnflushedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part that some tier lacks.
+    """One part that some tier lacks. `size_bytes` is 0 if its manifest cannot be read.
 
-    Attributes:
-        part: the part.
-        size_bytes: the raw size; 0 if its manifest cannot be read.
-        on: the tiers that hold a verified copy.
-        lacks: the tiers that want a copy and have none, and the tiers that did not answer.
+    The tiers in `on` hold a verified copy; those in `lacks` want one and have none, or did not answer.
     """
 
     part: PartId
@@ -35,12 +31,9 @@ class UnflushedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierReadiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether a tier takes checkpoints now.
+    """Whether a tier takes checkpoints now, that is, answered the last listing and has no `error`.
 
-    Attributes:
-        reached: whether the tier answered the daemon's last listing.
-        error: why the tier takes nothing; None if nothing failed.
-        refused: whether the tier refused, so that a person has to act; otherwise the failure may be temporary.
+    A tier that `refused` needs a person; any other failure may be temporary.
     """
 
     reached: bool
@@ -56,8 +49,6 @@ class UnflushedParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """A daemon's answer to `messages.BacklogRequest`.
 
     Attributes:
-        left: the parts that some tier still lacks.
-        tiers: by name, whether each tier takes checkpoints.
         paused: when the pause ends, in RFC 3339, or "until resumed"; None if the daemon is not paused.
         moved_bytes: by tier, the raw bytes of parts in `left` that are confirmed there already.
         left_to_nodes: what tiers with `backfill` lack and other nodes were to send, in words.
@@ -85,11 +76,7 @@ class UnflushedParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def parse_backlog(answer: Mapping[str, Any]) -> UnflushedParts:
-    """The backlog in a daemon's answer.
-
-    Raises:
-        DaemonUnavailable: the answer has another form, so the daemon is of another version.
-    """
+    """The backlog in a daemon's answer. Raises `DaemonUnavailable` if a daemon of another version gave another form."""
     try:
         return msgspec.convert(answer["backlog"], UnflushedParts)
     except (KeyError, msgspec.ValidationError) as error:
@@ -99,9 +86,7 @@ def parse_backlog(answer: Mapping[str, Any]) -> UnflushedParts:
 def list_unflushed(inventory: Inventory, planned: Collection[tuple[PartId, str]]) -> tuple[UnflushedPart, ...]:
     """The parts that some tier lacks and that this daemon sends from the spool or from another tier, newest first.
 
-    Args:
-        inventory: the observed places.
-        planned: the part and the tier of each flush in the current plan.
+    `planned` has the part and the tier of each flush in the current plan.
     """
     remainders = []
     parts = {part for part, _ in planned}
@@ -131,9 +116,7 @@ def unflushed_by_tier(remainders: Sequence[UnflushedPart]) -> dict[str, tuple[in
 def describe_unflushed(remainders: Sequence[UnflushedPart], silent: Collection[str] = ()) -> str:
     """One sentence about the parts that are left. It lists parts on no tier before parts that only some tiers lack.
 
-    Args:
-        remainders: the parts.
-        silent: the tiers that did not answer.
+    The tiers in `silent` did not answer.
     """
     if not remainders:
         return "nothing is left: every part is on every tier that wants it"

@@ -33,11 +33,7 @@ Rate = Annotated[str, Meta(pattern=RATE_PATTERN)]  # "200MB/s", "1.5GiB/s"
 
 
 def parse_rate(text: str) -> int:
-    """A `Rate` in bytes per second, at least 1.
-
-    Raises:
-        ValueError: the text is not a rate, or less than a byte per second; the message shows how to write one.
-    """
+    """A `Rate` in bytes per second, at least 1. Raises `ValueError`, whose message shows how to write one."""
     match = _RATE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no rate: write 800kB/s, 200MB/s or 1GiB/s")
@@ -149,11 +145,7 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def check_policy(policy: object) -> RetentionPolicy:
-    """Check a policy that a program made by the same rules as one from a file.
-
-    Raises:
-        ConfigError: the object is no policy, or one of its values cannot be used.
-    """
+    """Check a policy that a program made by the same rules as one from a file. Raises `ConfigError`."""
     if not isinstance(policy, RetentionPolicy):
         raise ConfigError(f"retention={policy!r}: a tierd.Retention, such as tierd.Retention(keep_last=10)")
     for rule in ("keep_every_steps", "keep_every", "keep_best"):

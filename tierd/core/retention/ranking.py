@@ -52,11 +52,8 @@ class Ages:
         self._attempts = list(self._firsts)
 
     def age_s(self, order: Order, created: datetime) -> float:
-        """How many seconds a checkpoint is older than the newest; 0 for the newest, and for a newer one.
-
-        Args:
-            order: the checkpoint, which may be another than those that the ages were made from.
-            created: the time at which it was made.
+        """How many seconds a checkpoint, perhaps another one, is older than the newest; 0 for the newest, and for a
+        newer one.
         """
         if not self._orders or order >= self._orders[-1]:
             return 0.0
@@ -162,15 +159,10 @@ class CheckpointInfo:
     """The facts that retention needs about one checkpoint in one place.
 
     Attributes:
-        id: the checkpoint.
-        complete: whether every rank's part is there.
-        verified: whether the bytes are verified.
-        pinned: whether any place shows a pin.
         created: when it was made; None if no manifest can be read.
         is_watched: whether it is a watched run's, so that `created` is the time of its files.
         metrics: by name, the metrics that were passed to `save`.
         origin: the checkpoint from which its attempt resumed.
-        quarantined: whether it was proven corrupt and quarantined.
     """
 
     id: CheckpointId
@@ -213,8 +205,6 @@ class Ranking:
     """The ranks by each rule of one run's checkpoints in one place. It judges these checkpoints and any single other.
 
     Args:
-        checkpoints: the checkpoints in the place.
-        policy: the run's policy there.
         origins: the checkpoint from which each attempt resumed, according to all places, so that retention follows the
             same timeline as a resume.
         live: the attempts whose launches live. Each also keeps the checkpoints that it would keep if no later launch

@@ -85,15 +85,12 @@ class RestoreOrder:
         incomplete: checkpoints newer than the first candidate that lack a rank's part.
         unknown_origin: the attempt at which the timeline ends because its origin is unknown; None if there is none.
         unreached: the tiers that did not answer some rank.
-        attempts: the known attempts.
         quarantined: checkpoints that belong among the candidates but were quarantined, in whole or in part, as proven
             corrupt everywhere.
         alone: which rank could ask no tier, and why.
-        origins: the known origins, by attempt.
         goal: the metric and mode by which the best checkpoint was requested; None if it was not.
         values: by metric, the value in rank 0's manifest of each checkpoint; NaN if the manifest has none.
         metrics: some names of metrics that manifests have.
-        complete: all complete checkpoints.
         unread: with `goal`: complete checkpoints of the timeline whose metric no place could give.
         corrupt: with `goal`: complete checkpoints of the timeline whose metric no place will ever give, because rank
             0's manifest is corrupt wherever it was observed.
@@ -166,7 +163,6 @@ def restore_order(
 
     Args:
         views: the run views of ranks 0..world-1; or a single one if ranks cannot communicate or no rank is meant.
-        run: the run.
         step: only this step: the checkpoint on the timeline if there is one, else that of the newest attempt.
         attempt: only this attempt; it selects a branch off the timeline too.
         world: how many ranks restore; None if no ranks are meant.
@@ -303,10 +299,7 @@ def not_found_error(
 def describe_silent(resume: RestoreOrder, world: int = 1, isolated: int | None = None) -> str:
     """Where and why places did not answer, in parentheses, for a message; empty if no details are known.
 
-    Args:
-        resume: the order, whose `silent` has the details.
-        world: the number of ranks.
-        isolated: the only rank whose run view was used, if ranks cannot communicate.
+    `isolated` is the only rank whose run view was used, if ranks cannot communicate.
     """
     texts = []
     for why, numbers in list(resume.silent.items())[:_LISTED_PLACES]:

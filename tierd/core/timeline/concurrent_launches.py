@@ -116,8 +116,6 @@ def concurrent_launches(inventory: Inventory, run: str, now_s: float = 0.0) -> t
     rank that saves here which this node did not write.
 
     Args:
-        inventory: the observed places.
-        run: the run.
         now_s: seconds since 1970 by this node's clock, used only to end the leases of earlier launches.
     """
     trainers = inventory.spool.alive.get(run, ())
@@ -155,8 +153,7 @@ def _has_ended(save_times: Sequence[float], now_s: float) -> bool:
 def _is_foreign(inventory: Inventory, rank: int, copy: CheckpointCopy) -> bool:
     """Whether another node wrote a tier's part of `rank`, which also saves on this node for the same attempt.
 
-    Another node did if the part differs from the part of that name here. It also did if the part is later than every
-    part that this node has committed.
+    Another node did if the part differs from the part of that name here, or is later than every part committed here.
     """
     for part, tier_facts in copy.facts.items():
         spool_facts = inventory.spool.facts(part)

@@ -28,8 +28,6 @@ class Timeline:
     """One run's complete checkpoints, each either on the path or on a branch.
 
     Attributes:
-        path: the complete checkpoints on the timeline, newest first.
-        branches: the complete checkpoints off the timeline, newest first.
         unknown_origin: the attempt at which the walk had to end, because its origin is unknown: its manifests are
             deleted or unreadable.
         unproven: checkpoints, complete or not, of attempts that are newer by name than every attempt whose origin is
@@ -45,13 +43,11 @@ class Timeline:
 def timeline(
     observed: Collection[CheckpointId], complete: Collection[CheckpointId], origins: Mapping[str, CheckpointId | None]
 ) -> Timeline:
-    """Order one run's checkpoints for a resume.
+    """Order one run's checkpoints, `observed` in any place, for a resume.
 
-    Args:
-        observed: every checkpoint that any place shows, complete or not.
-        complete: the checkpoints of which every rank's part is there.
-        origins: by attempt, the checkpoint it resumed from (None: it began from nothing), if a manifest or a head says
-            so. The newest attempt in `origins` counts as the newest. If `origins` is empty, the newest name does.
+    `origins` has by attempt the checkpoint that it resumed from (None: it began from nothing), if a manifest or a head
+    says
+    so. The newest attempt in `origins` counts as the newest. If `origins` is empty, the newest name does.
     """
     steps: dict[str, list[CheckpointId]] = {checkpoint.attempt: [] for checkpoint in observed}
     for checkpoint in complete:
@@ -73,11 +69,9 @@ def timeline(
 
 
 def ancestor_chain(attempt: str, origins: Mapping[str, CheckpointId | None]) -> dict[str, int | None]:
-    """The chain of attempts from `attempt` down to its first ancestor.
+    """The chain of attempts from `attempt` down to its first ancestor, each with its last step on it (None: all steps).
 
-    Returns:
-        The attempts in order, each with its last step that is on the chain (None: all its steps are). The last attempt
-        may be one that `origins` does not contain.
+    The last attempt may be one that `origins` does not contain.
     """
     chain: dict[str, int | None] = {attempt: None}
     # The loop ends because every manifest's origin is an earlier attempt (core/manifest_codec.py).
@@ -94,7 +88,6 @@ def check_origin(manifest: Manifest, origins: dict[str, CheckpointId | None]) ->
     complete by its name, and its parts belong to different histories.
 
     Args:
-        manifest: of a part that is about to be read.
         origins: by attempt, the origin that its other parts name. The manifest's own is added if there is none yet.
     """
     attempt_origin = origins.setdefault(manifest.attempt, manifest.origin)
@@ -132,8 +125,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One node's record of a run in one place.
 
     Attributes:
-        version: the version of the format.
-        run: the run.
         by: the id of the node that wrote the head, 8 hex digits; empty in a spool.
         counter: one more than the counter of the head before; 1 in the first head.
         before: the digest of the head before; None in the first head.
@@ -213,13 +204,11 @@ def launches_to_record(
     origins: Mapping[str, CheckpointId | None],
     remembered: Mapping[str, LaunchRecord],
 ) -> dict[str, LaunchRecord]:
-    """The launches to record in a run's new head.
+    """The launches to record in a run's new head, of those that any place shows.
 
-    Args:
-        complete: the checkpoints that are complete in the head's place.
-        observed: all checkpoints that any place shows.
-        origins: the known origins of launches.
-        remembered: the launches in earlier heads of this place. A launch's newest step never decreases.
+    `complete` is what the head's place has complete, `remembered` what earlier heads of it record. A launch's newest
+    step
+    never decreases.
     """
     steps = {attempt: record.newest for attempt, record in remembered.items()}
     for checkpoint in complete:
@@ -266,14 +255,11 @@ def remember_heads(remembered: Mapping[str, LastHead], current: Mapping[str, Las
 
 
 def rollback_reason(latest: LastHead | None, remembered: LastHead | None, unreadable: str = "") -> str | None:
-    """Why a tier's head is older than one observed there before, or can be older; None if it is not older.
+    """Why a tier's head is older than the one `remembered` there, or can be older; None if it is not older.
 
-    This cannot happen in normal operation, because every head has a larger counter than the one before.
-
-    Args:
-        latest: the latest head that can be read there.
-        remembered: the head that was observed there before.
-        unreadable: why a head there cannot be read; empty if all can be.
+    This cannot happen in normal operation, because every head has a larger counter than the one before. `unreadable`
+    says
+    why a head there cannot be read; it is empty if all can be.
     """
     if remembered is None or (latest and latest.counter >= remembered.counter):
         return None

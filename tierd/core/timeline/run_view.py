@@ -279,9 +279,9 @@ def combine_views(
 ) -> tuple[set[CheckpointId], dict[CheckpointId, int], set[CheckpointId]]:
     """Combine the run views of all ranks.
 
-    Returns:
-        Every checkpoint of which any rank observes a part; the complete ones with their world sizes; and the complete
-        ones that only names show to be so.
+    The result is every checkpoint of which any rank observes a part; the complete ones with their world sizes; and
+    those of the complete
+    ones that only names show to be so.
     """
     proven: dict[CheckpointId, int] = {}
     bare: dict[CheckpointId, int] = {}
