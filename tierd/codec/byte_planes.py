@@ -243,14 +243,9 @@ def _write_pairs(out: _Writer, plane: Bytes) -> int:
 
 
 def unpack(data: Buffer, size: int, into: memoryview | None = None) -> memoryview:
-    """Return the `size` bytes that the object `data` holds.
+    """Return the `size` bytes that the object `data` holds, in `into` or in new memory. After an error it is undefined.
 
-    Args:
-        into: writable memory of `size` bytes for the result; by default new memory. Its content is undefined after an
-            error.
-
-    Raises:
-        ValueError: `data` is not an object of exactly `size` bytes.
+    Raises ValueError if `data` is not an object of exactly `size` bytes.
     """
     reader = _Reader(data)
     magic, promised, log, zeros = reader.heads(HEAD)

@@ -61,11 +61,9 @@ class EncodedChunk:
 
 
 def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> EncodedChunk:
-    """Encode one chunk of `part`. Equal input gives equal output.
+    """Encode one chunk of `part` from its verified bytes. Equal input gives equal output.
 
-    Args:
-        raw: the chunk's bytes, already verified against `chunk`.
-        pack: False stores the chunk raw, for a link that is faster than the compressor (`core.chunking`).
+    Without `pack` it is stored raw, for a link that is faster than the compressor (`core/chunking.py`).
     """
     codec, data = _pack(chunk, raw) if pack else (RAW, raw)
     key = chunk_key(part, chunk.xxh3_128, codec)
@@ -144,11 +142,7 @@ def _repeats(raw: Buffer) -> bool:
 
 
 def check_stored(stored: StoredChunk, data: Buffer, where: str) -> None:
-    """Compare stored bytes with their entry in the manifest.
-
-    Raises:
-        CorruptChunk: size or digest differ.
-    """
+    """Compare stored bytes with their entry in the manifest. Raises `CorruptChunk` if size or digest differ."""
     check_digest(stored, len(data), digest(data) if len(data) == stored.size else "", where)
 
 
@@ -192,16 +186,9 @@ def decode(
 
 
 def identify_object(chunk: Chunk, codec: str, key: str, data: Buffer, where: str) -> tuple[Chunk, Buffer]:
-    """Check whether an object that no manifest at hand describes holds `chunk`.
+    """Check whether an object that no manifest at hand describes holds `chunk`, encoded by `codec`.
 
-    Returns the object's entry for a manifest, and the raw bytes.
-
-    Args:
-        codec: the expected codec.
-        key: the object's key, relative to the run.
-
-    Raises:
-        CorruptChunk, FormatTooNew: as `decode`.
+    Returns its entry for a manifest, with its `key` relative to the run, and the raw bytes. Raises as `decode`.
     """
     stored = StoredChunk(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
     entry = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
@@ -271,15 +258,9 @@ def differing_share(raw: Buffer, base: Buffer) -> float:
 
 
 def apply_patch(patch: Buffer, base: Buffer, into: memoryview | None = None) -> memoryview:
-    """Return the bytes of the chunk.
+    """Return the bytes of the chunk, in `into` or in new memory. The bytes of the base may be in `into` already.
 
-    Args:
-        patch: the patch.
-        base: the bytes of the base; they may be in `into` already.
-        into: writable memory of the chunk's size for the result.
-
-    Raises:
-        ValueError, zstandard.ZstdError: this is no patch of a chunk of that size.
+    Raises ValueError or `zstandard.ZstdError` if this is no patch of a chunk of that size.
     """
     if len(patch) < HEAD.size:
         raise ValueError("it is shorter than the head of a patch")

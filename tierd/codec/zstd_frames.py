@@ -18,8 +18,7 @@ def declared_size(frame: bytes | bytearray | memoryview) -> int:
 def expand_frame(frame: bytes | bytearray | memoryview, size: int, expander: zstandard.ZstdDecompressor) -> bytes:
     """Return the `size` bytes that the frame holds.
 
-    Raises:
-        ValueError, zstandard.ZstdError: these bytes are not exactly one frame, whose header names `size`.
+    Raises ValueError or `zstandard.ZstdError` unless these bytes are exactly one frame, whose header names `size`.
     """
     # Compared first, because decompress() would trust the size that the frame itself names.
     if declared_size(frame) != size:

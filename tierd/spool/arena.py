@@ -26,12 +26,7 @@ _UNLIMITED = 1 << 60  # bytes; version 1 writes "no limit" as a number near 2^63
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A control group that limits memory.
-
-    Attributes:
-        directory: where its files are.
-        limit: bytes that its processes may use together.
-    """
+    """A control group that limits memory: where its files are, and the bytes that its processes may use together."""
 
     directory: Path
     limit: int
@@ -39,8 +34,7 @@ class MemoryGroup:
     def left_bytes(self) -> int:
         """Return the bytes that the group leaves: its limit less its use, where clean page cache does not count as use.
 
-        Raises:
-            OSError, ValueError: the kernel does not say how much is used.
+        Raises OSError or ValueError if the kernel does not say how much is used.
         """
         current = self.directory / "memory.current"
         if not current.is_file():
@@ -55,9 +49,8 @@ class MemoryGroup:
 def limited_groups(groups: str = "", root: Path = _ROOT) -> Iterator[MemoryGroup]:
     """Yield each control group at or above this process that limits memory.
 
-    Args:
-        groups: the content of ``/proc/self/cgroup``, cgroups(7); empty: read it.
-        root: where the control groups are mounted.
+    `groups` is the content of ``/proc/self/cgroup``, cgroups(7), which is read if it is empty; they are mounted at
+    `root`.
     """
     for line in (groups or _read(_GROUPS)).splitlines():
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
@@ -122,17 +115,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Arena:
-    """A block of shared memory.
+    """A block of shared memory, of at least `size` bytes, rounded up to whole pages.
 
-    Args:
-        size: the least size in bytes; rounded up to whole pages.
-        fd: a descriptor to map, which the arena then owns; None allocates new memory.
-
-    Attributes:
-        size: the size in bytes, a multiple of the page.
-        view: the content.
-        fd: the descriptor that other processes map.
-        shared: whether a later trainer may also use the arena.
+    It maps and then owns the descriptor `fd`; without one it allocates new memory. `view` is the content. `shared` says
+    whether
+    a later trainer may also use the arena.
 
     Raises:
         MemoryError: the system has no memory for it.
@@ -165,10 +152,9 @@ class Arena:
 
     @classmethod
     def received(cls, fd: int) -> Arena:
-        """Map the arena behind a descriptor that another process sent. The arena takes the descriptor.
+        """Map the arena behind a descriptor that another process sent, and take the descriptor.
 
-        Raises:
-            ValueError: the descriptor is no sealed memfd of whole pages, so the sender could truncate it during a read.
+        Raises ValueError unless it is a sealed memfd of whole pages, because its sender could truncate another one.
         """
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
@@ -213,9 +199,8 @@ class Arena:
         self._memory.before_unmapping = call
 
     def trim(self, size: int) -> None:
-        """Return the memory after the first `size` bytes to the system.
-
-        The returned memory reads as zeros until a write allocates it again.
+        """Return the memory after the first `size` bytes to the system. It reads as zeros until a write allocates it
+        again.
         """
         begin = -(-size // PAGE) * PAGE
         if begin < self.size:

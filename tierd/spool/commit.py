@@ -52,8 +52,6 @@ class CommittedPart:
     """How a part was written.
 
     Attributes:
-        size: the size of all files together, in bytes.
-        direct: whether the part's largest file was written past the page cache.
         recycled: whether the largest file overwrote the blocks of a removed file.
         metrics: the save's metrics, if the caller reports them.
         blocked_s: the time for which the save blocked training, in seconds; None: not known.
@@ -71,13 +69,7 @@ class CommittedPart:
 def write_part(
     spool: Spool, manifest: Manifest, files: Mapping[str, FileSource], chunk_size: int = CHUNK_SIZE
 ) -> CommittedPart:
-    """Write `files` and commit them as the part of `manifest`.
-
-    Args:
-        spool: the spool to commit to.
-        manifest: the part's manifest without its files; the descriptions of `files` are filled in.
-        files: by path inside the part, the content.
-        chunk_size: the size of the largest chunk, in bytes.
+    """Write `files`, by path inside the part, and commit them as the part of `manifest`, whose files are filled in.
 
     Raises:
         StepRefused: this attempt has committed the part before.
@@ -101,8 +93,7 @@ def write_making_room(
 ) -> CommittedPart:
     """Call `write`, which is `write_part` of these `files`; call it again if the disk is full and `room` frees space.
 
-    Raises:
-        OSError: as `write_part` raises it, also if the disk is still full.
+    Raises OSError as `write_part` does, also if the disk is still full.
     """
     try:
         return write()

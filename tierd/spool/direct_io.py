@@ -73,11 +73,9 @@ def is_overwritable(fd: int) -> bool:
 def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> bool:
     """Write all of `data` at `offset`, in pieces of at most `PIECE` bytes.
 
-    Returns:
-        Whether all whole pages were written past the page cache. A partial last page clears the file's O_DIRECT.
-
-    Raises:
-        OSError: as the system reports it; some of the bytes may have been written.
+    Return whether all whole pages were written past the page cache. A partial last page clears the file's O_DIRECT. If
+    the
+    system raises OSError, some of the bytes may have been written.
     """
     view, direct = memoryview(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
     aligned, position = len(view) - len(view) % PAGE, 0
@@ -98,16 +96,9 @@ def write_pages(fd: int, data: memoryview, offset: int, *, spare_bytes: int = PI
     """Write `data` at `offset`: whole pages of the file past the page cache, the rest through it.
 
     A neighbouring write may share the first or last page with this one, so shared pages use the cache. The cache costs
-    several times the CPU of the write itself.
-
-    Args:
-        fd: the file, whose O_DIRECT is set or cleared as needed.
-        data: the bytes. If they do not lie in whole pages of memory, they are copied piece by piece.
-        offset: where they belong in the file.
-        spare_bytes: the size of such a piece, whole pages.
-
-    Raises:
-        OSError: as `write_all`.
+    several times the CPU of the write itself. The file's O_DIRECT is set or cleared as needed. Data that does not lie
+    in
+    whole pages of memory is copied in pieces of `spare_bytes`, whole pages. Raises OSError as `write_all`.
     """
     edge = -offset % PAGE if len(data) >= LARGE else len(data)
     set_direct(fd, False)
@@ -128,12 +119,9 @@ def _is_aligned(data: memoryview) -> bool:
 
 
 def read_into(fd: int, memory: memoryview, size: int, offset: int) -> int:
-    """Read `size` bytes at `offset` into `memory`.
+    """Read `size` bytes at `offset` into `memory`; return their number, which is less if the file ends earlier.
 
     The read continues to the end of the last page if `memory` has space, because O_DIRECT reads whole pages.
-
-    Returns:
-        The number of bytes that were read; less than `size` if the file ends earlier.
     """
     pages, position = memory[: -(-size // PAGE) * PAGE], 0
     while position < size:
@@ -152,18 +140,12 @@ def read_into(fd: int, memory: memoryview, size: int, offset: int) -> int:
 def read_cached(fd: int, memory: memoryview, size: int, offset: int) -> bool:
     """Read `size` bytes at `offset` into `memory` if the page cache holds all of them; the disk is not waited for.
 
-    A file that was just written is in memory already. Reading it past the cache would load the disk once more.
-
-    Args:
-        fd: the file, without O_DIRECT.
-        memory: the memory, of at least `size` bytes. If the result is False, its content is undefined.
-        size: the number of bytes.
-        offset: where they lie in the file.
+    A file that was just written is in memory already. Reading it past the cache would load the disk once more. The file
+    is
+    open without O_DIRECT. If the result is False, the memory's content is undefined.
     """
-    position, length = (
-        0,
-        PAGE,
-    )  # one page first, because the kernel reads ahead after a miss, and more for a larger request
+    # One page first, because the kernel reads ahead after a miss, and more for a larger request.
+    position, length = 0, PAGE
     while position < size:
         try:
             count = os.preadv(fd, [memory[position : min(position + length, size)]], offset + position, os.RWF_NOWAIT)
@@ -212,13 +194,9 @@ def finish_read(memory: memoryview, size: int) -> memoryview:
 
 @contextmanager
 def ahead(items: Iterator[T], *, worth: bool) -> Iterator[Iterator[T]]:
-    """Yield the items, made ahead by a thread. When the block ends, the thread has ended.
+    """Yield the items, made ahead by a thread if that is `worth` it. When the block ends, the thread has ended.
 
     The thread is not from a pool, because pools accept no work while the interpreter's exit waits for its last save.
-
-    Args:
-        items: the iterator that the thread consumes.
-        worth: if False, no thread is started and items are made as the caller takes them.
     """
     queue: SimpleQueue[T | None] = SimpleQueue()
     failed: list[BaseException] = []

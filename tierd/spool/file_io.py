@@ -40,9 +40,7 @@ class FileWriter:
     Args:
         path: a new file; if `recycled`, a file to overwrite, unless another process holds it.
         name: the file's path inside its part, for the manifest.
-        size: the file's final size, in bytes.
-        chunk_size: the size of the largest chunk, in bytes. The first piece decides where chunks end.
-        recycled: overwrite the file at `path`.
+        size: the file's final size, in bytes. The first piece decides where its chunks end.
 
     Attributes:
         direct: whether all whole pages were written past the page cache.
@@ -75,8 +73,7 @@ class FileWriter:
     def write(self, piece: memoryview) -> None:
         """Write the next bytes: whole pages, except for the file's last piece. The caller may reuse `piece` afterwards.
 
-        Raises:
-            ValueError: there are more bytes than `size`.
+        Raises ValueError for more bytes than `size`.
         """
         if self._written_bytes + len(piece) > self._size:
             raise ValueError(f"{self._name}: more than the {self._size} bytes that were announced")
@@ -91,8 +88,7 @@ class FileWriter:
     def finish(self) -> File:
         """Make the content durable, and return its description with the digests that were taken from memory.
 
-        Raises:
-            ValueError: there are fewer bytes than `size`.
+        Raises ValueError for fewer bytes than `size`.
         """
         if self._written_bytes != self._size:
             raise ValueError(f"{self._name}: {self._written_bytes} bytes, not the {self._size} that were announced")
@@ -178,14 +174,9 @@ def open_directory(path: Path) -> int:
 def remove(path: Path, *, best_effort: bool = False) -> None:
     """Remove a path: a directory with its content, anything else without opening or following it.
 
-    A path that is no directory is not opened, because opening a FIFO would block forever.
-
-    Args:
-        path: the path to remove.
-        best_effort: of a directory, remove as much as possible and ignore errors.
-
-    Raises:
-        OSError: the path does not exist, or cannot be removed.
+    A path that is no directory is not opened, because opening a FIFO would block forever. With `best_effort`, as much
+    as
+    possible of a directory is removed, without errors. Raises OSError if the path does not exist, or cannot be removed.
     """
     if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path, ignore_errors=best_effort)
@@ -240,12 +231,8 @@ def exists(path: Path) -> bool:
 def open_own(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600, *, follow: bool = False) -> int:
     """Open a small file of tierd's in a directory that other programs write; a FIFO in its place never blocks.
 
-    Args:
-        flags, mode: as for `os.open`.
-        follow: open the target of a link.
-
     Raises:
-        ConfigError: the path is a link, a FIFO, a directory or a device; the message says what to do.
+        ConfigError: the path is a link and not `follow`, a FIFO, a directory or a device; the message says what to do.
         OSError: as `os.open`.
     """
     refused = ConfigError(
@@ -269,11 +256,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600, *, follow:
 
 
 def open_plain(path: Path) -> int:
-    """Open a file of a part for reading.
-
-    Raises:
-        CorruptChunk: the file is missing, or the path is not a plain file.
-    """
+    """Open a file of a part for reading. Raises `CorruptChunk` if it is missing, or the path is not a plain file."""
     try:
         return open_own(path)
     except (FileNotFoundError, NotADirectoryError) as error:

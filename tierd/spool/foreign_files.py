@@ -44,9 +44,6 @@ def describe_file(
     read twice then, because a wrong digest would make the right bytes count as corrupt for ever.
 
     Args:
-        path: the file.
-        name: the file's path inside its part, for the manifest.
-        chunk_size: the size of the largest chunk, in bytes.
         written: size in bytes and digest of everything that was written to the file, taken from the writer's memory.
             The file must be synced; its bytes are then verified from the writer's memory on.
         going: called before each chunk; what it raises ends the work.
@@ -97,14 +94,8 @@ def agreed_digest(fd: int, memory: memoryview, size: int, offset: int, path: Pat
     """Digest a range of a file of which no digest is known.
 
     Bytes in the page cache are believed, because their writer has just put them there. Bytes from the disk are read
-    until two reads agree, one of them past the page cache.
-
-    Args:
-        fd: the file, without O_DIRECT.
-        memory: `LARGE` bytes of `memory_for`, which are overwritten.
-        size: the size of the range in bytes.
-        offset: where it begins.
-        path: for messages.
+    until two reads agree, one of them past the page cache. The file is open without O_DIRECT, and `memory` has `LARGE`
+    bytes of `memory_for`, which are overwritten.
 
     Raises:
         CorruptChunk: the file ends inside the range.
@@ -154,12 +145,9 @@ _UNSUPPORTED = (
 def adopt(
     fd: int, size: int, path: Path, name: str, *, link: bool, going: Callable[[], None]
 ) -> tuple[File, AdoptionMethod]:
-    """Put an open file of another program at `path`, durably, and describe it.
+    """Put another program's file, which is open and has `size` bytes, at `path` in a stage, durably, and describe it.
 
     Args:
-        fd: the other program's file, open for reading.
-        size: its size in bytes.
-        path: a path that does not exist, in a stage.
         name: the file's path inside its part, for the manifest.
         link: a hard link is allowed, because the program will not write to this file again.
         going: called before each chunk; what it raises ends the work.

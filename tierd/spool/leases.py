@@ -54,8 +54,6 @@ def acquire_lease(control: Path, part: PartId, owner: _Owner = None, *, among: b
     """Hold, until `release_lease` or the end of this process, the lease of the launch of `part`.
 
     Args:
-        control: the spool's `.tierd/`.
-        part: any part of the launch, with the rank that is saved.
         owner: one of this process's writers of that rank.
         among: keep the leases of this process's other writers of the rank. If False, this lease replaces them.
 
@@ -122,12 +120,10 @@ def living_trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Train
 
 
 def trainers_on_this_machine(run: str, attempt: str) -> dict[int, str]:
-    """Find every trainer of a launch on this machine, in any spool, from the descriptors that /proc lists.
+    """Find every trainer of a launch on this machine, in any spool: by process id, the spool in which it holds its
+    lock.
 
     /proc shows only descriptors of this user's processes, or all of them to root, and only in this PID namespace.
-
-    Returns:
-        By process id, the spool in which the trainer holds its lock.
     """
     spool_by_pid = {}
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):

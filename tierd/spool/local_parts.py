@@ -36,9 +36,7 @@ log = logging.getLogger("tierd")
 class LocalParts:
     """The reading half of `Spool`.
 
-    Args:
-        root: the spool's directory, absolute.
-        made: whether the spool's own directories have been created, so that a missing one was unmounted.
+    `made` says whether the spool's own directories have been created, so that a missing one was unmounted.
     """
 
     def __init__(self, root: Path, *, made: bool) -> None:
@@ -55,12 +53,10 @@ class LocalParts:
         return path
 
     def parts(self, run: str | None = None) -> list[PartId]:
-        """List every committed part, of one run or of all runs, in order.
+        """List every committed part, of one run or of all runs, in order. Raises OSError.
 
-        A symbolic link in place of a run's directory is followed if `check_run_link` allows it, and no other link.
-
-        Raises:
-            OSError: the spool cannot be listed.
+        A symbolic link in place of a run's directory is followed if `check_run_link` allows it. No other link is
+        followed.
         """
         runs = [name for name in self.runs() if run in (None, name)]
         parts = [part for name in runs for names in parts_of_run(self.root, name) if (part := PartId.parse(*names))]
@@ -68,34 +64,24 @@ class LocalParts:
         return sorted(parts)
 
     def newest(self, run: str, count: int) -> list[CheckpointId]:
-        """List the newest checkpoints of a run that have anything in their place here, newest first.
+        """List the `count` newest checkpoints of a run that have anything in their place here, newest first.
 
-        Only names are compared, because thousands of checkpoints must cost a single directory listing.
-
-        Args:
-            run: the run's name.
-            count: the largest number of checkpoints to return.
-
-        Raises:
-            OSError: the run's directory cannot be listed, or the disk does not say what one of these is.
+        Only names are compared, because thousands of checkpoints must cost a single directory listing. Raises OSError
+        if the
+        run's directory cannot be listed, or the disk does not say what one of these is.
         """
         home = self.root / run
         names = sorted(sorted(names_in(home), reverse=True), key=_attempt, reverse=True)  # by attempt, then step
         checkpoints = (checkpoint for name in names if (checkpoint := CheckpointId.parse(run, name)))
-        newest = list(
-            itertools.islice(
-                (checkpoint for checkpoint in checkpoints if _may_have_parts(home / checkpoint.name)), count
-            )
-        )
+        existing = (checkpoint for checkpoint in checkpoints if exists(home / checkpoint.name))  # else pruned since
+        newest = list(itertools.islice(existing, count))
         self.check_mounted()
         return newest
 
     def names(self, run: str, known_names: Container[str] = ()) -> list[str]:
         """List the directories in a run's directory, by name. Raises OSError if the run cannot be listed.
 
-        Args:
-            run: the run.
-            known_names: names that were listed before, which are not asked again whether they are directories.
+        Those in `known_names` were listed before, and are not asked again whether they are directories.
         """
         return directories_in(self.root / run, known_names)
 
@@ -104,13 +90,9 @@ class LocalParts:
         return self.list_parts(checkpoint)[0]
 
     def list_parts(self, checkpoint: CheckpointId) -> tuple[list[PartId], bool]:
-        """List the committed parts of one checkpoint, and report whether its directory exists and is empty.
+        """List the committed parts of one checkpoint, in order, and say whether its directory exists and is empty.
 
-        Returns:
-            The parts in order, and True if the checkpoint's directory exists without any entry.
-
-        Raises:
-            OSError: the directory cannot be listed.
+        Raises OSError if the directory cannot be listed.
         """
         try:
             with os.scandir(f"{self.root}/{checkpoint.run}/{checkpoint.name}") as entries:
@@ -125,13 +107,10 @@ class LocalParts:
         return f"{self.root}/{run}/{name}"
 
     def stamp(self, path: str) -> int:
-        """Return when an entry was last added to, or removed from, a directory that `directory_path` names.
+        """Return when an entry was last added to, or removed from, a directory: nanoseconds since 1970, 0 if it does
+        not exist.
 
-        Returns:
-            Nanoseconds since 1970 by the file system's clock; 0 if the directory does not exist.
-
-        Raises:
-            OSError: the directory's status cannot be read.
+        Raises OSError if its status cannot be read.
         """
         try:
             return os.stat(path).st_mtime_ns  # noqa: PTH116  # thousands of times per listing
@@ -146,17 +125,9 @@ class LocalParts:
     def odd_places(self, run: str, only: Collection[CheckpointId] | None = None) -> dict[CheckpointId, str]:
         """Find the checkpoints of which something other than a directory lies in a checkpoint's or a part's place.
 
-        No such thing is opened or followed: what is behind it counts as absent from the spool.
-
-        Args:
-            run: the run's name.
-            only: ask about these checkpoints only.
-
-        Returns:
-            By checkpoint, the path, what is there, and the remedy.
-
-        Raises:
-            OSError: the directories cannot be listed.
+        No such thing is opened or followed: what is behind it counts as absent from the spool. The result has by
+        checkpoint, of
+        all or of `only` these, the path, what is there, and the remedy. Raises OSError.
         """
         home = self.root / run
         names = (CheckpointId.parse(run, name) for name in names_in(home)) if only is None else only
@@ -240,17 +211,11 @@ class LocalParts:
     def read(
         self, part: PartId, manifest: Manifest, read: Callable[[Path, File], memoryview] = read_file
     ) -> dict[str, memoryview]:
-        """Read and verify every file of a part.
+        """Read and verify every file of a part; by path inside the part, each file's bytes.
 
-        Small files are read first, because their content may decide how the caller reads the large files.
-
-        Args:
-            part: the part to read.
-            manifest: the part's manifest.
-            read: reads one file as `read_file` does.
-
-        Returns:
-            By path inside the part, each file's bytes.
+        Small files are read first, because their content may decide how the caller reads the large files. `read` reads
+        one file
+        as `read_file` does.
 
         Raises:
             ObjectNotFound: the part was removed.
@@ -300,11 +265,6 @@ class LocalParts:
 
 
 _attempt = operator.itemgetter(slice(13, None))  # the attempt in the name of a checkpoint's directory
-
-
-def _may_have_parts(path: Path) -> bool:
-    """Whether there is still anything at `path`, also if it is no directory. Raises OSError, which pathlib may hide."""
-    return exists(path)  # False: pruned since it was listed
 
 
 def _described(path: Path) -> str:

@@ -11,6 +11,7 @@ Invariant: a record is durable before any code relies on it, and is written only
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -35,19 +36,15 @@ from tierd.core.retention.policy import (
     unreadable_policy,
 )
 from tierd.core.storage_faults import Reading, ReadVerdict, judge_readings, read_until_proven, unstable_error
-from tierd.core.timeline.launch_chain import MAX_HEAD_SIZE as HEAD_SIZE
-from tierd.core.timeline.launch_chain import Head
-from tierd.core.timeline.launch_chain import decode_head as decode_head
-from tierd.core.timeline.launch_chain import encode_head as encode_head
+from tierd.core.timeline.launch_chain import MAX_HEAD_SIZE, Head, decode_head, encode_head
 from tierd.spool.file_io import digest, exists, open_plain, sync_directory
 from tierd.spool.spool_access import check_own_directory
+from tierd.spool.spool_directory import names_in
 
 # subdirectories of `.tierd/`
 SAVED, RETENTION, TIMELINE, LOCAL_ONLY = "saved", "retention", "timeline", "local-only"
 NEAR_NS = 2_000_000_000  # changes this close may have the same time, because file times are coarse
-CommittedCache = dict[
-    tuple[str, str], tuple[int, PartId | None]
-]  # by run and name: when a record changed, 0 if read again
+CommittedCache = dict[tuple[str, str], tuple[int, PartId | None]]  # by run and name: when it changed, 0: read again
 _Stamp = tuple[int, int, int]  # a file's inode, size and time of its last change
 _MAX_LOCAL_ONLY = 4096  # bytes of a record of LOCAL_ONLY that are read
 HeadCache = dict[str, tuple[_Stamp, Head]]  # by run
@@ -58,12 +55,7 @@ T = TypeVar("T")
 
 
 def mark_saved(control: Path, part: PartId) -> None:
-    """Record, once for an attempt and a rank, that this node saves it. A restore records nothing.
-
-    Args:
-        control: the spool's `.tierd/`.
-        part: the part that is about to be saved.
-    """
+    """Record, once for an attempt and a rank, that this node saves it. A restore records nothing."""
     checkpoint = part.checkpoint
     marks = control / SAVED / checkpoint.run
     mark_names = checkpoint.attempt, f"{checkpoint.attempt}.{part.name}"
@@ -85,7 +77,7 @@ def saved_attempts(control: Path, runs: Iterable[str]) -> dict[str, frozenset[st
 
     They are the newest attempt that committed a part, and later attempts. Raises OSError.
     """
-    by_run = {run: frozenset(filter(is_attempt, _names(control / SAVED / run))) for run in runs}
+    by_run = {run: frozenset(filter(is_attempt, names_in(control / SAVED / run))) for run in runs}
     return {run: attempts for run, attempts in by_run.items() if attempts}
 
 
@@ -97,7 +89,7 @@ def record_committed(control: Path, part: PartId) -> None:
     """
     marks, attempt = control / SAVED / part.checkpoint.run, part.checkpoint.attempt
     with suppress(OSError):
-        for older in _names(marks):
+        for older in names_in(marks):
             if older < attempt:
                 (marks / older).unlink(missing_ok=True)
         name = marks / f"{attempt}.{part.name}"
@@ -120,16 +112,12 @@ def forget_committed(control: Path, part: PartId) -> None:
 def committed_parts(control: Path, cache: CommittedCache | None = None) -> frozenset[PartId]:
     """Return the newest part that each rank of each run's newest launch committed here, even if it was lost since.
 
-    Call this before listing the parts, because a part committed between the two calls would appear lost. Raises
-    OSError.
-
-    Args:
-        control: the spool's `.tierd/`.
-        cache: the records that an earlier call has read, which are read again only if they changed; updated.
+    Call this before listing the parts, because a part committed between the two calls would appear lost. The records in
+    `cache` are read again only if they changed; it is updated. Raises OSError.
     """
     fresh: CommittedCache = {}
-    for run in _names(control / SAVED):
-        for name in _names(control / SAVED / run):
+    for run in names_in(control / SAVED):
+        for name in names_in(control / SAVED / run):
             if "." not in name:  # a launch's
                 continue
             with suppress(FileNotFoundError):  # deleted since it was listed
@@ -156,15 +144,11 @@ def newest_launches(control: Path, runs: Iterable[str] | None = None) -> dict[st
     """Return, by run, the newest launch that was saved in this spool, and its ranks here. Raises OSError.
 
     A failed save also records its launch; only the places show whether the launch left a part.
-
-    Args:
-        control: the spool's `.tierd/`.
-        runs: these runs only; None for all.
     """
     by_run = {}
-    for run in _names(control / SAVED) if runs is None else runs:
+    for run in names_in(control / SAVED) if runs is None else runs:
         ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-        for name in _names(control / SAVED / run):
+        for name in names_in(control / SAVED / run):
             attempt, _, pair = name.partition(".")
             if numbers := PartId.parse_name(f"{pair}.json"):
                 rank, world = numbers
@@ -185,10 +169,8 @@ def saved_at(control: Path, run: str, attempt: str) -> int:
 
 
 def record_policy(control: Path, run: str, policy: RetentionPolicy) -> None:
-    """Record the retention policy that the trainer of `run` requests.
-
-    Raises:
-        SpoolUnusable, OSError: the record could not be made durable.
+    """Record the policy that the trainer of `run` requests. Raises SpoolUnusable or OSError if it cannot be made
+    durable.
     """
     if any(recorded.retention == policy for recorded in recorded_policies(control, [run]).get(run, ())):
         (control / RETENTION / f"{run}.json").touch()  # so that `forget_run` sees that the trainer repeated its request
@@ -205,29 +187,23 @@ def record_head(control: Path, head: Head) -> None:
 def recorded_heads(control: Path, cache: HeadCache | None = None) -> dict[str, tuple[Head, ...]]:
     """Return, by run, the recorded head, if it can be read. A run may have no other trace here. Raises OSError.
 
-    Args:
-        control: the spool's `.tierd/`.
-        cache: the heads that an earlier call has read, which are read again only if they changed; updated. Finished
-            runs keep theirs, so there may be thousands.
+    The heads in `cache` are read again only if they changed; it is updated. Finished runs keep theirs, so there may be
+    thousands.
     """
     fresh: HeadCache = {}
-    for run in (name.removesuffix(".json") for name in _names(control / TIMELINE) if not name.startswith(".")):
+    for run in (name.removesuffix(".json") for name in names_in(control / TIMELINE) if not name.startswith(".")):
         with suppress(FileNotFoundError, CorruptChunk, TierdError):  # FileNotFoundError: deleted since it was listed
             path, now_ns = f"{control}/{TIMELINE}/{run}.json", time.time_ns()
             now = os.lstat(path)
             stamp = now.st_ino, now.st_size, now.st_mtime_ns
             before = cache.get(run) if cache else None
             if before is None or before[0] != stamp or now_ns - now.st_mtime_ns <= NEAR_NS:
-                before = stamp, _head(Path(path), run)
+                before = stamp, _read_sealed(Path(path), MAX_HEAD_SIZE, functools.partial(decode_head, run=run, by=""))
             fresh[run] = before
     if cache is not None:
         cache.clear()
         cache.update(fresh)
     return {run: (head,) for run, (_, head) in fresh.items()}
-
-
-def _head(path: Path, run: str) -> Head:
-    return _read_sealed(path, HEAD_SIZE, lambda data: decode_head(data, run, ""))
 
 
 def _read_sealed(path: Path, max_bytes: int, decoded: Callable[[bytes], T]) -> T:
@@ -249,14 +225,9 @@ def _read_sealed(path: Path, max_bytes: int, decoded: Callable[[bytes], T]) -> T
 def recorded_policies(
     control: Path, runs: Iterable[str], cache: KnownPolicies | None = None
 ) -> dict[str, tuple[StoredRetention, ...]]:
-    """Return, by run, the policy that its trainer requested. Raises OSError.
+    """Return, by run, the policy that its trainer requested, or why it cannot be read. Raises OSError.
 
-    An unreadable policy is included, with the reason.
-
-    Args:
-        control: the spool's `.tierd/`.
-        runs: the runs.
-        cache: the policies that an earlier call has read, which are read again only if they changed; updated.
+    The policies in `cache` are read again only if they changed; it is updated.
     """
     by_run: dict[str, tuple[StoredRetention, ...]] = {}
     for run in runs:
@@ -302,10 +273,9 @@ def _agreed(fd: int, max_bytes: int, path: Path) -> bytes:
 def set_local_only(control: Path, run: str, attempt: str) -> None:
     """Record that this launch of `run`, and those after it, are neither sent nor pruned, because they name no tier.
 
-    An earlier launch that named none has recorded itself, and that record is kept.
-
-    Raises:
-        SpoolUnusable, OSError: the record could not be made durable.
+    An earlier launch that named none has recorded itself, and that record is kept. Raises SpoolUnusable or OSError if
+    the
+    record cannot be made durable.
     """
     if not exists(control / LOCAL_ONLY / f"{run}.json"):
         _write(control, LOCAL_ONLY, run, json.dumps({"attempt": attempt}).encode())
@@ -324,7 +294,7 @@ def local_only_launches(control: Path) -> dict[str, str]:
     A record that cannot be read gives the empty string, which sorts before every launch.
     """
     by_run = {}
-    for run in (name.removesuffix(".json") for name in _names(control / LOCAL_ONLY) if not name.startswith(".")):
+    for run in (name.removesuffix(".json") for name in names_in(control / LOCAL_ONLY) if not name.startswith(".")):
         path = control / LOCAL_ONLY / f"{run}.json"
         try:
             with os.fdopen(open_plain(path), "rb") as file:
@@ -339,16 +309,13 @@ def local_only_launches(control: Path) -> dict[str, str]:
 def record_files(control: Path, run: str) -> list[Path]:
     """List the files that hold records of a run. The run may have nothing else in the spool."""
     marks, files = control / SAVED / run, [control / room / f"{run}.json" for room in (RETENTION, TIMELINE, LOCAL_ONLY)]
-    return [marks / name for name in _names(marks)] + [path for path in files if exists(path)]
+    return [marks / name for name in names_in(marks)] + [path for path in files if exists(path)]
 
 
 def forget_run(control: Path, run: str, before_ns: int) -> None:
-    """Delete a run's records from before the moment at which the run left the spool.
+    """Delete a run's records from before `before_ns`, when the run left the spool, in nanoseconds since 1970.
 
-    Args:
-        control: the spool's `.tierd/`.
-        run: the run's name.
-        before_ns: that moment in nanoseconds since 1970; later records belong to a launch that has just begun.
+    Later records belong to a launch that has just begun.
     """
     for path in record_files(control, run):
         with suppress(FileNotFoundError):
@@ -361,7 +328,7 @@ def forget_run(control: Path, run: str, before_ns: int) -> None:
 def forget_launch(control: Path, run: str, attempt: str) -> None:
     """Delete the records of a launch whose run has left the spool, and the run's older records."""
     before_ns, marks = saved_at(control, run, attempt), control / SAVED / run
-    for name in sorted(_names(marks)):
+    for name in sorted(names_in(marks)):
         if name.partition(".")[0] == attempt:
             (marks / name).unlink(missing_ok=True)
     forget_run(control, run, before_ns)
@@ -387,10 +354,3 @@ def _sync_room(control: Path, room: str) -> None:
     """Make a subdirectory of `.tierd/` and its entries durable, because no other code syncs the parent directories."""
     for directory in (control.parent, control, control / room):
         sync_directory(directory)
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)  # noqa: PTH208  # a name for each rank, at each observation, and none needs a Path
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -68,11 +68,7 @@ log = logging.getLogger("tierd")
 
 
 class Spool(Leftovers):
-    """A node's local checkpoints, in one directory.
-
-    Args:
-        root: the spool's directory.
-        write: create the directories that are missing. If False, the spool is only read.
+    """A node's local checkpoints, in one directory. Without `write`, the spool is only read, and no directory is made.
 
     Raises:
         SpoolUnusable: `root` is no directory, cannot be created or written to, or is accessible to other users.
@@ -124,12 +120,9 @@ class Spool(Leftovers):
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
         """Delete the local copies of these parts, and no part that another rank commits meanwhile.
 
-        Only `core/planning/plan.py` decides to call this.
-
-        Args:
-            parts: the parts to delete.
-            reuse: writers whose next save may overwrite the blocks of their part's largest file. Overwriting blocks is
-                faster than allocating new ones.
+        Only `core/planning/plan.py` decides to call this. The next save of the writers in `reuse` may overwrite the
+        blocks of
+        their part's largest file, which is faster than allocating new ones.
         """
         self.removals += 1
         for part in parts:
@@ -307,9 +300,7 @@ class Spool(Leftovers):
 def is_spool_held(root: Path, lock: tuple[int, int]) -> bool | None:
     """Whether a daemon holds a spool on this machine; None if that cannot be told, as of a spool on another one.
 
-    Args:
-        root: the spool's directory, which may be absent or another user's.
-        lock: the device and the inode number of the spool's lock.
+    The spool may be absent or another user's. `lock` has the device and the inode number of its lock.
     """
     try:
         fd = os.open(root / ".tierd" / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

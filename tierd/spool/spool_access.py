@@ -31,8 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def keep_private(root: Path) -> None:
     """Make a spool's existing directory private to its owner; access of other users is removed.
 
-    Raises:
-        SpoolUnusable: the directory is another user's, or other users may write to it and it is not empty.
+    Raises `SpoolUnusable` if it is another user's, or if other users may write to it and it is not empty.
     """
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -104,10 +103,7 @@ def check_run_link(link: Path) -> None:
     """Check that a symbolic link in place of a run's directory is safe to follow.
 
     A safe link leads to a directory of this user's on the same file system. No other user can change any step of its
-    path.
-
-    Raises:
-        SpoolUnusable: the link is not safe; the message names the link, the reason and the remedy.
+    path. Raises `SpoolUnusable`, whose message names the link, the reason and the remedy.
     """
     try:
         why = _why_unsafe(link.parent.resolve() / link.name) or _why_unfit(link)
@@ -126,9 +122,7 @@ def _why_unsafe(link: Path, links: int = 40) -> str:
     while steps:
         step, name = directory / steps[0], steps.pop(0)
         if name in (".", ".."):
-            directory = (
-                directory if name == "." else directory.parent
-            )  # `directory` is no link, because each step was resolved
+            directory = directory if name == "." else directory.parent  # it is no link, because each step was resolved
             continue
         status = step.lstat()
         if status.st_uid not in trusted:
@@ -230,10 +224,7 @@ def spool_errors(doing: str, directory: Path | None = None) -> Iterator[None]:
 def spool_error(error: OSError, doing: str, directory: Path | None = None) -> TierdError:
     """Return the `TierdError` that names the condition behind an `OSError` of the spool's file system.
 
-    Args:
-        error: the error.
-        doing: what failed.
-        directory: a directory of that file system, which is asked whether it lacks blocks or inodes.
+    `directory` is one of that file system, which is asked whether it lacks blocks or inodes.
     """
     way_out = space_remedy(error, "in the spool", directory)
     text = f"{doing}: {error.strerror or error}{way_out}"
@@ -243,10 +234,7 @@ def spool_error(error: OSError, doing: str, directory: Path | None = None) -> Ti
 def space_remedy(error: OSError, place: str, directory: Path | None = None) -> str:
     """Return what to do about a lack of room, after a semicolon; empty for other errors.
 
-    Args:
-        error: the error.
-        place: where to keep less, such as `in the spool`.
-        directory: as for `spool_error`.
+    `place` is where to keep less, such as `in the spool`; `directory` is as for `spool_error`.
     """
     room = None
     if directory is not None and is_disk_full(error):

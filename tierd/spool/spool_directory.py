@@ -38,26 +38,23 @@ def parts_of_run(base: Path, run: str) -> Iterator[tuple[str, str, str]]:
             yield run, checkpoint, part
 
 
-def links_in(path: Path) -> list[str]:
-    """List the symbolic links in a directory."""
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    """List what is in a directory, without hidden entries; nothing if it does not exist."""
     try:
         with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_symlink() and not entry.name.startswith("."))
+            return [entry for entry in entries if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def links_in(path: Path) -> list[str]:
+    """List the symbolic links in a directory."""
+    return sorted(entry.name for entry in _entries(path) if entry.is_symlink())
 
 
 def odd_entries_in(path: Path) -> list[str]:
     """List everything in a directory that is no directory itself, as a symbolic link to one; without hidden ones."""
-    try:
-        with os.scandir(path) as entries:
-            return sorted(
-                entry.name
-                for entry in entries
-                if not entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False)
-            )
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return sorted(entry.name for entry in _entries(path) if not entry.is_dir(follow_symlinks=False))
 
 
 def is_plain_directory(path: Path) -> bool:
@@ -92,9 +89,7 @@ def names_in(path: Path) -> list[str]:
 def directories_in(path: Path, known_names: Container[str] = ()) -> list[str]:
     """List the directories in a directory, without links and hidden ones.
 
-    Args:
-        path: the directory.
-        known_names: names that were such directories before, which is not asked again, because there may be thousands.
+    Those in `known_names` were such directories before, which is not asked again, because there may be thousands.
     """
     try:
         if known_names:
@@ -159,10 +154,7 @@ def node_id(root: Path) -> str:
     """Return the id of the node whose spool is at `root`, stable over restarts; made at the first call by its owner.
 
     A spool that an earlier version used keeps that version's id, a digest, because its records on tiers have it. This
-    id also serves where none can be kept: for a reader who does not own the spool, and on a full disk.
-
-    Raises:
-        OSError: the spool cannot be read.
+    id also serves where none can be kept: for a reader who does not own the spool, and on a full disk. Raises OSError.
     """
     place, control = _place(root), root / ".tierd"
     if recorded := _read_record(control, place):
@@ -176,11 +168,7 @@ def node_id(root: Path) -> str:
 
 
 def new_node_id(root: Path) -> str:
-    """Give the spool at `root` another id, because another node has this one; return it.
-
-    Raises:
-        OSError: it cannot be recorded.
-    """
+    """Give the spool at `root` another id, because another node has this one; return it. Raises OSError."""
     return _make_record(root / ".tierd", _place(root), replaces=True)
 
 
@@ -237,10 +225,7 @@ def _is_in_use(control: Path) -> bool:
 def _make_record(control: Path, place: str, *, replaces: bool = False) -> str:
     """Make the record durably, and return its id. Of several threads and processes, the first one makes it.
 
-    Args:
-        control: the spool's `.tierd/`.
-        place: the digest of the place.
-        replaces: make another id although one is recorded.
+    With `replaces`, another id is made although one is recorded.
     """
     lock = open_directory(control)
     try:

@@ -30,15 +30,11 @@ _KEEP = "a library that saves into a stage must keep the directory, and write it
 
 
 class Stage:
-    """A directory that is being filled.
+    """A directory in `room` that is being filled. Its commit renames it to `target`, and calls `committed`.
 
-    It is locked while its writer lives, so that a dead writer's stage differs from a slow writer's stage.
-
-    Args:
-        room: the parent directory of stages, on the file system of `target`.
-        part: the part that is staged.
-        target: the directory that the commit's rename makes visible.
-        committed: called once the part is durable.
+    It is locked while its writer lives, so that a dead writer's stage differs from a slow writer's stage. `room` is on
+    the
+    file system of `target`.
     """
 
     def __init__(self, room: Path, part: PartId, target: Path, committed: Callable[[], None] = lambda: None) -> None:
@@ -50,9 +46,7 @@ class Stage:
         self._fd = make_locked_directory(self.path)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the staged files visible as `part`.
-
-        The caller has made everything in the stage except the manifest durable.
+        """Make the staged files visible as `part`. The caller has made everything except the manifest durable.
 
         Raises:
             ManifestError: the stage's directory was replaced or removed.
@@ -146,10 +140,7 @@ class Stage:
 def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None = None) -> tuple[File, ...]:
     """Digest and sync every file that another library wrote under `home`.
 
-    Args:
-        home: the directory that holds the files.
-        written: for files that are synced already, size and digest as for `describe_file`; if given, it must name all
-            files.
+    `written` has the size and digest of files that are synced already, as for `describe_file`; if given, it names all.
 
     Raises:
         CorruptChunk: a file does not hold what was written to it.
@@ -218,12 +209,8 @@ def wait_for_writer(target: Path, wait_s: float) -> bool:
 
     Invariant: a writer keeps its lock through the rename and until it can no longer take the rename back.
 
-    Args:
-        target: the part's directory.
-        wait_s: how long a living writer is waited for, in seconds.
-
     Raises:
-        TimeoutError: the writer still holds the lock.
+        TimeoutError: the writer still holds the lock after `wait_s` seconds.
         OSError: the part may not be durable.
     """
     end = time.monotonic() + wait_s

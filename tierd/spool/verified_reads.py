@@ -29,15 +29,11 @@ def read_file(
     memory: memoryview | None = None,
     verified: Callable[[int], None] = lambda end: None,
 ) -> memoryview:
-    """Read all bytes of a file into writable memory, verified chunk by chunk.
+    """Read all bytes of a file into writable memory, verified chunk by chunk; one is digested while the next is read.
 
-    One chunk is digested while the next is read.
-
-    Args:
-        path: the file.
-        file: the file's description in the manifest.
-        memory: whole pages to read into; if None, memory is allocated.
-        verified: called after every chunk with the end of the verified bytes, as an offset in bytes.
+    `memory` has whole pages; if it is None, memory is allocated. `verified` is called after every chunk with the end of
+    the
+    verified bytes.
 
     Raises:
         CorruptChunk: size or digest differ; the message names the file and the byte range.
@@ -110,15 +106,8 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
     """Read and verify one chunk of a file: from the page cache if it is there, past it otherwise.
 
     Only for a reader that needs the right bytes. One that asks whether the disk still has them uses `read_chunk`.
-
-    Args:
-        path: the file.
-        file: the file's description in the manifest.
-        index: the chunk's index.
-        memory: `chunk_buffer_size` bytes of `memory_for`; the result is a part of it.
-
-    Raises:
-        CorruptChunk, OSError: as `read_file` raises them.
+    `memory`
+    has `chunk_buffer_size` bytes of `memory_for`; the result is a part of it. Raises as `read_file` does.
     """
     chunk, offset = file.chunks[index], sum(map(operator.attrgetter("size"), file.chunks[:index]))
     fd = open_plain(path)
@@ -135,13 +124,8 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
 def read_chunks(path: Path, file: File, first: int, end: int, memory: memoryview) -> memoryview:
     """Read and verify the chunks from `first` to before `end` of a file as one piece; raises as `read_file` does.
 
-    Args:
-        path: the file.
-        file: the file's description in the manifest.
-        first: the index of the first chunk.
-        end: the index after the last chunk.
-        memory: memory to read into: two pages larger than the chunks. To read past the page cache, it must consist of
-            whole pages of its own (`memory_for` at least `LARGE`).
+    `memory` is two pages larger than the chunks. To read past the page cache, it must consist of whole pages of its own
+    (`memory_for` at least `LARGE`).
     """
     offset = sum(map(operator.attrgetter("size"), file.chunks[:first]))
     size = sum(map(operator.attrgetter("size"), file.chunks[first:end]))
