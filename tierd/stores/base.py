@@ -21,10 +21,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 # No component of a key begins with '.', so no key is '.', '..' or one of a store's own names (FileStore's '.tmp').
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,254})*")
 MAX_KEY = 512
-FIRST_PAGE, PAGE = (
-    16,
-    1000,
-)  # keys per page of an S3 listing: `list_children` needs one key, and a full page takes 20 ms
+FIRST_PAGE, PAGE = 16, 1000  # keys of a listing's page: `list_children` needs one key, and a full page takes 20 ms
 _SKIP_AT = PAGE - 1  # objects of one name after its first, one page of a listing, after which the rest is skipped
 LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
@@ -34,8 +31,6 @@ class ObjectInfo:
     """One object in a listing.
 
     Attributes:
-        key: the object's key in the store.
-        size: its size in bytes.
         token: an opaque string that changes whenever other content replaces the object.
         modified_ns: when it was put, in ns since 1970 by the server's clock; 0 if the store does not say it.
     """
@@ -148,10 +143,9 @@ class Store(ABC):
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete every key, in no particular order; a key that does not exist counts as deleted.
 
-        The call returns when all the deletions are durable, so that no later deletion can take effect before them.
-
-        Raises:
-            DeleteRefused: the store does not permit deletions.
+        The call returns when all the deletions are durable, so that no later deletion can take effect before them. It
+        raises
+        `DeleteRefused` if the store does not permit deletions.
         """
 
     @abstractmethod
@@ -213,10 +207,8 @@ class StoreWrapper(Store):
 
 
 def check_key(key: str) -> str:
-    """Return `key` if it is a valid object key. This is the second check, after the manifest's own bounds.
-
-    Raises:
-        StoreRefused: the key is not valid.
+    """Return `key` if it is a valid object key, else raise `StoreRefused`: the second check, after the manifest's
+    bounds.
     """
     if len(key) > MAX_KEY or not _KEY.fullmatch(key):
         raise StoreRefused(f"{key[:MAX_KEY]!r} is no key: components of A-Za-z0-9._- with no '.' first, joined by '/'")
@@ -240,11 +232,7 @@ def octets(data: Buffer) -> memoryview:
 
 
 def destination(into: memoryview, size: int, doing: str) -> memoryview:
-    """Return the part of a get's `into` that an object of `size` bytes fills.
-
-    Raises:
-        StoreRefused: the object is larger than `into`.
-    """
+    """Return the part of a get's `into` that an object of `size` bytes fills. Raises `StoreRefused` if it is larger."""
     if size > into.nbytes:
         raise StoreRefused(f"{doing}: the object has {size} bytes, and there is room for {into.nbytes}")
     return octets(into)[:size] if size else into[:0]
@@ -257,10 +245,7 @@ def check_size(size: int, doing: str) -> None:
 
 
 async def delete_if_permitted(store: Store, keys: Sequence[str]) -> None:
-    """Delete objects that have no meaning any more.
-
-    If the store does not permit deletions, they are kept and do no harm.
-    """
+    """Delete objects that have no meaning any more. If the store permits no deletions, they are kept and do no harm."""
     try:
         await store.delete(keys)
     except DeleteRefused:

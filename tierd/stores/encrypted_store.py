@@ -62,10 +62,7 @@ _WRAPPED = len(wrap("0" * 16, b""))
 class EncryptedStore(StoreWrapper):
     """Present the encrypted objects of `inner` as plain objects, using `key`.
 
-    Attributes:
-        is_authentic: always true.
-        can_digest: false, because a digest of what lies there is none of the plain bytes.
-        copies_in_memory: one more than of `inner`, because an object in transfer is in memory plain and encrypted.
+    A digest of what lies there is none of the plain bytes. An object in transfer is in memory plain and encrypted.
     """
 
     def __init__(self, inner: Store, key: EncryptionKey) -> None:
@@ -173,10 +170,7 @@ class EncryptedStore(StoreWrapper):
     # -- names ------------------------------------------------------------------------------------------------------
 
     def _hidden(self, key: str) -> str:
-        """Return the object's key in `inner`.
-
-        The digest in a chunk's name is encrypted, because a plain digest would reveal the content.
-        """
+        """Return the object's key in `inner`. A chunk's digest in it is encrypted, because it reveals the content."""
         match = _CHUNK.fullmatch(key)
         return self._rename(match[1], match[2], hide=True) + match[3] if match else key
 

@@ -19,15 +19,9 @@ _MAKE = "openssl rand -hex 32 > FILE makes one"
 
 
 class EncryptionKey:
-    """A tier's key. Each directory of a tier has its own derived keys.
+    """A tier's key of 32 bytes, identified by `id`, 16 hex digits. Each directory of a tier has its own derived keys.
 
-    Args:
-        secret: the 32 bytes.
-        file: the file that holds them, for messages; empty if there is none.
-
-    Attributes:
-        id: 16 hex digits.
-        file: the given one.
+    `file` holds the key, for messages; it is empty if there is none.
     """
 
     __slots__ = ("_secret", "file", "id")
@@ -47,12 +41,7 @@ class EncryptionKey:
 
 
 def read_key(path: Path) -> EncryptionKey:
-    """Read a key from a file that no other user can read.
-
-    Raises:
-        ConfigError: the file cannot be read, is open to other users, or holds no key. The message never shows the
-            file's content.
-    """
+    """Read a key from a file that no other user can read. Raises `ConfigError`, which never shows its content."""
     data = read_private_file(path, 66, f"; {_MAKE}")
     if not _HEX.fullmatch(data):
         raise ConfigError(f"{path}: a key is exactly 64 hex digits and a newline; {_MAKE}")
@@ -62,11 +51,7 @@ def read_key(path: Path) -> EncryptionKey:
 def read_private_file(path: Path, size: int, hint: str = "") -> bytes:
     """Read the first `size` bytes of a file that no other user can read.
 
-    Args:
-        hint: advice on how to create such a file, for the error message.
-
-    Raises:
-        ConfigError: the file cannot be read or is open to other users.
+    Raises `ConfigError` if it cannot be read or is open to other users; `hint` says there how to create such a file.
     """
     try:
         # O_NONBLOCK, so that a FIFO is refused and does not block.

@@ -69,8 +69,7 @@ def unlink(name: str, above: int) -> None:
 def take_lock(fd: int) -> bool:
     """Take the lock without blocking, and return whether it is now held.
 
-    Returns:
-        False also if the file system has no locks. A sweep then removes no file.
+    If the file system has no locks, it is not, and a sweep then removes no file.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,8 +81,7 @@ def take_lock(fd: int) -> bool:
 def remove_unlocked(directory: int, names: re.Pattern[str], limit: int) -> bool:
     """Remove unlocked files whose name matches `names`, among the first `limit` entries of the directory.
 
-    Returns:
-        False if a transient error kept one of the files from being removed, so that a later sweep is worthwhile.
+    Return False if a transient error kept one of them from being removed, so that a later sweep is worthwhile.
     """
     is_complete = True
     with os.scandir(directory) as entries:
@@ -101,9 +99,7 @@ class DirectoryEntries(NamedTuple):
     """The entries of one directory that a scan may show.
 
     Attributes:
-        infos: the first objects, described.
         keys: the sorted keys that follow them; subdirectories end in '/'.
-        is_empty: whether the directory has no entry at all.
     """
 
     infos: list[ObjectInfo]
@@ -116,7 +112,6 @@ class ScanState:
     """The state of one scan.
 
     Attributes:
-        top: the directory where it began.
         pending: a stack of the keys to come in order, the next one last; directories end in '/'.
         relisted: directories that were listed again because one in them was empty.
     """
@@ -148,17 +143,9 @@ class ScanState:
 
 
 def list_directory(root: int, directory: str, prefix: str, after: str, limit: int = 0) -> DirectoryEntries | None:
-    """List the entries of `directory` (empty, or ending in '/') that a scan may show.
+    """List the entries of `directory` (empty, or ending in '/') that a scan may show; None if it does not exist.
 
-    Args:
-        root: the root's descriptor.
-        directory: the directory's key.
-        prefix: as in `Store.scan`.
-        after: as in `Store.scan`.
-        limit: how many of the objects before the first subdirectory are described.
-
-    Returns:
-        These entries; None if the directory does not exist.
+    `limit` is how many of the objects before the first subdirectory are described.
     """
     keys, is_empty = [], True
     if directory and not is_key(directory[:-1]):
@@ -247,8 +234,7 @@ async def read_file_into(file: AsyncFileIO, view: memoryview, on_piece: Callable
 def digest_file(fd: int, size: int, on_piece: Callable[[], None]) -> str:
     """Return the XXH3-128 of an open file of `size` bytes. `on_piece` is called after each piece.
 
-    Raises:
-        OSError: it cannot be read, or is shorter by now.
+    Raises OSError if it cannot be read, or is shorter by now.
     """
     large = size >= LARGE and set_direct(fd, True)
     buffer, hasher = _buffer(size, large=large), xxhash.xxh3_128()

@@ -47,10 +47,8 @@ _REFUSED = frozenset(
 class FileStore(Store):
     """A `Store` below the directory `root`, which must exist. Opens nothing until the first call.
 
-    Args:
-        root: the directory.
-        trial: leave a root without a mark without one. A mark that `tierd doctor` made where another file system was
-            mounted would have a daemon take it for its tier.
+    A `trial` leaves a root without a mark without one. A mark that `tierd doctor` made where another file system was
+    mounted would have a daemon take it for its tier.
     """
 
     can_digest = True

@@ -48,11 +48,8 @@ _UNDELETABLE = (errno.EPERM, errno.EACCES)  # errors for an entry that may not b
 class FileTree:
     """The objects below the directory `root`, which must exist. Opens nothing until the first call.
 
-    Args:
-        root: the directory.
-        trial: as for `FileStore`.
-        remembered: how many directories are known to be durable, because a daemon that never prunes would remember all
-            for years.
+    `remembered` is how many directories are known to be durable, because a daemon that never prunes would remember all
+    for years. `trial` is as for `FileStore`.
     """
 
     def __init__(self, root: Path, *, trial: bool, remembered: int = 10_000) -> None:
@@ -123,25 +120,20 @@ class FileTree:
         raise FileNotFoundError(errno.ENOENT, "not a regular file")
 
     def list_keys(self, directory: str, prefix: str, after: str) -> Sequence[str]:
-        """List the entries of `directory` that a scan may show, as `list_directory` does.
-
-        Each call checks the root, so that a root that vanished never yields a shorter listing.
+        """List the entries of `directory` that a scan may show. A root that vanished raises, and never yields fewer
+        entries.
         """
         with self._root() as root:
             listed = list_directory(root, directory, prefix, after)
             return listed.keys if listed else []
 
     def list_page(self, walk: ScanState, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
-        """Describe a scan's next objects in one thread call, because most directories are small.
+        """Describe a scan's next objects in one thread call, because most directories are small; this advances `walk`.
 
         Where a directory was removed since the one above it was listed, that one is listed again from there. Else a
-        scan could miss both the checkpoint that was deleted and the newer one that is why.
-
-        Args:
-            walk: the scan's state, which is changed.
-            prefix: as in `Store.scan`.
-            after: as in `Store.scan`.
-            limit: how many names are looked at, so that a call ends soon; the objects beside the last one may follow.
+        scan could miss both the checkpoint that was deleted and the newer one that is why. `limit` is how many names
+        are looked
+        at, so that a call ends soon; the objects beside the last one may follow.
         """
         infos, pending = [], walk.pending
         with self._root() as root:

@@ -59,9 +59,7 @@ class _Directory:
 async def check_no_overlap(config: Config, *, answer_s: float = 5.0) -> None:
     """Refuse file tiers and watched directories that overlap the spool or each other. Changes nothing.
 
-    Args:
-        config: names the directories.
-        answer_s: that a directory's mount may take to answer, because a hung mount must not block the other tiers.
+    A directory's mount may take `answer_s` to answer, because a hung mount must not block the other tiers.
 
     Raises:
         ConfigError: two directories overlap. The message names the key, both paths, and the remedy.
@@ -113,20 +111,11 @@ def _inspect(path: str) -> _Directory:
 
 
 def _in_file_system(real: str) -> tuple[str, Path]:
-    """Return the device of the mount that has `real`, and the path in that file system; see proc_pid_mountinfo(5)."""
-    device, inside, longest = "", Path(), -1
-    try:
-        lines = _MOUNTS.read_text(errors="replace").splitlines()
-    except OSError:
+    """Return the device of the mount that has `real`, and the path in that file system."""
+    if (deepest := _deepest_mount(real)) is None:
         return "", Path()
-    for line in lines:
-        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")[2:5]]
-        if len(fields) < 3:
-            continue
-        point = fields[2].rstrip("/")
-        if (real == point or real.startswith(f"{point}/")) and len(point) >= longest:  # of equals the later is on top
-            device, inside, longest = fields[0], Path(f"{fields[1]}/{real[len(point) :]}"), len(point)
-    return device, inside
+    _, _, device, root, point, *_ = deepest[0]
+    return device, Path(f"{root}/{real[len(point.rstrip('/')) :]}")
 
 
 def _identity(path: Path) -> _Identity | None:
@@ -137,33 +126,31 @@ def _identity(path: Path) -> _Identity | None:
     return status.st_dev, status.st_ino
 
 
-_TABLE = Path("/proc/self/mountinfo")
-
-
 def mount_of(path: Path, table: str = "") -> Mount | None:
-    """Return the file system on which an existing path lies; None if the kernel's table does not have it.
+    """Return the file system on which an existing path lies; None if the kernel's table does not have it."""
+    if (deepest := _deepest_mount(os.path.realpath(path), table)) is None:
+        return None
+    fields, (kind, source, options, *_) = deepest
+    return Mount(kind, source, "ro" in fields[5].split(",") or "ro" in options.split(","))
 
-    Args:
-        path: the path.
-        table: the content of ``/proc/self/mountinfo``, proc_pid_mountinfo(5); empty: read it.
-    """
-    real = os.path.realpath(path)
-    deepest: tuple[int, Mount] | None = None
-    for line in (table or _read()).splitlines():
+
+def _deepest_mount(real: str, table: str = "") -> tuple[list[str], list[str]] | None:
+    """Return the fields, before and after the dash, of the mount that has `real`; see proc_pid_mountinfo(5)."""
+    deepest, longest = None, -1
+    for line in (table or _read_mounts()).splitlines():
         before, dash, after = line.partition(" - ")
         fields, source_fields = before.split(" "), after.split(" ")
         if not dash or len(fields) < 6 or len(source_fields) < 3:
             continue
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and (deepest is None or len(point) >= deepest[0]):  # of equals the later one lies on top
-            frozen = "ro" in fields[5].split(",") or "ro" in source_fields[2].split(",")
-            deepest = len(point), Mount(source_fields[0], source_fields[1], frozen)
-    return deepest[1] if deepest else None
+        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in fields]
+        point = fields[4].rstrip("/")
+        if (real == point or real.startswith(f"{point}/")) and len(point) >= longest:  # of equals the later is on top
+            deepest, longest = (fields, source_fields), len(point)
+    return deepest
 
 
-def _read() -> str:
+def _read_mounts() -> str:
     try:
-        return _TABLE.read_text(errors="replace")
+        return _MOUNTS.read_text(errors="replace")
     except OSError:
         return ""

@@ -25,13 +25,10 @@ def open_store(
     attempts: int = 5,
     trial: bool = False,
 ) -> Store:
-    """Open the store at `url`, with deadlines and retries.
-
-    It connects to nothing and reads nothing before the first call.
+    """Open the store at `url`, with deadlines and retries. It connects to nothing before the first call.
 
     Args:
-        up: the most bytes per second that puts move; None for no limit.
-        down: the most bytes per second that gets move; None for no limit.
+        up, down: the most bytes per second that puts and gets move; None for no limit.
         key: the key to encrypt with; None for no encryption.
         attempts: how often a call is tried while the server does not answer.
         trial: put for a trial: what becomes a tier by its first put becomes none.
@@ -96,8 +93,7 @@ def _open_bare(url: StoreUrl, trial: bool) -> Store:
 async def open_tiers(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> dict[str, Store]:
     """Open every tier's store, in order, perhaps for a `trial` as in `open_store`; `stack` closes them.
 
-    Raises:
-        ConfigError: a key cannot be used.
+    Raises `ConfigError` if a key cannot be used.
     """
     stores: dict[str, Store] = {}
     for tier in config.tier:

@@ -26,10 +26,8 @@ _MAX_WIDTH = 64.0  # concurrent requests; the window is no limit at this width, 
 
 
 class StoreThrottled(StoreUnavailable):
-    """The server refuses requests for now because there are too many.
-
-    Attributes:
-        wait_s: the seconds to wait that the server named; 0 if it named none.
+    """The server refuses requests for now because there are too many. It asked to wait `wait_s` seconds, or named none:
+    0.
     """
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
@@ -145,9 +143,8 @@ class RetryingStore(StoreWrapper):
         self._sleep = sleep
         self._window = CongestionWindow(clock=clock, sleep=sleep, rng=rng)
         self._answers = 0
-        self._deadlines: dict[
-            object, float
-        ] = {}  # each attempt under way -> when it could be answered, monotonic seconds
+        # Each attempt under way, and when it could be answered, monotonic seconds.
+        self._deadlines: dict[object, float] = {}
 
     @property
     def retry_after_s(self) -> float:
@@ -277,8 +274,7 @@ class ForeignStore(Store):
     async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
         """Fill `into`, which is not empty, with the bytes of a listed object from `offset` on.
 
-        Raises:
-            ObjectNotFound: the listed object is not there any more, or another one has its name.
+        Raises `ObjectNotFound` if the listed object is not there any more, or another one has its name.
         """
 
 
@@ -312,9 +308,7 @@ async def confirm_absence(
 ) -> AsyncGenerator[None, None]:
     """Confirm an `UnnamedNotFound` of the wrapped request by a listing, because some stores answer so themselves.
 
-    Args:
-        names: lists the store's objects by their prefix.
-        key: the object of the wrapped request.
+    `names` lists the store's objects by their prefix.
 
     Raises:
         ObjectNotFound: the store's listing does not show the key.

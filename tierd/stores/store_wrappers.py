@@ -41,10 +41,7 @@ class _TokenBucket:
                 raise
 
     def charge(self, size: int) -> None:
-        """Count `size` bytes as moved, without waiting; the next `take` waits for them.
-
-        A negative `size` refunds bytes.
-        """
+        """Count `size` bytes as moved, or refund a negative `size`, without waiting; the next `take` waits for them."""
         now = self._clock()
         self._level = min(self._level + (now - self._at) * self._rate, self._capacity)
         self._level = min(self._level - size, self._capacity)
@@ -104,7 +101,7 @@ async def _charge(bucket: _TokenBucket, key: str, size: int) -> None:
 
 
 class CountedStore(StoreWrapper):
-    """Wrap `inner` and count its requests.
+    """Wrap `inner` and count its requests: `put`, `get`, `list` (pages), `delete` (of up to 1,000 keys each).
 
     A listing counts one request for each page that was begun, with the page sizes of `S3Store`. Retries inside `inner`
     are not counted.
@@ -150,11 +147,7 @@ class CountedStore(StoreWrapper):
 
 
 class DeletionGuard(StoreWrapper):
-    """Wrap `inner` and remember which deletions it refuses.
-
-    Args:
-        inner: the store.
-        again_s: how long a refusal counts before the store is asked again.
+    """Wrap `inner` and remember which deletions it refuses, for `again_s` seconds, until the store is asked again.
 
     Attributes:
         refused: the latest reason that the store gave; empty while no refusal is known.
@@ -178,12 +171,9 @@ class DeletionGuard(StoreWrapper):
     async def check(self, key: str) -> None:
         """Find out whether the store permits deletions, before the caller puts an object that must later be deleted.
 
-        Args:
-            key: a key that no object uses. It is deleted if no deletion has succeeded yet. After a refusal an empty
-                object is put there first, because a file system refuses only the deletion of a file that exists.
-
-        Raises:
-            DeleteRefused: the store permits no deletion.
+        The key, which no object uses, is deleted if no deletion has succeeded yet. After a refusal an empty object is
+        put there
+        first, because a file system refuses only the deletion of a file that exists. Raises `DeleteRefused`.
         """
         refused = self.refused
         if not self._worked or refused:

@@ -61,7 +61,6 @@ class ErrorText:
     """What obstore's text tells of a response.
 
     Attributes:
-        status: the HTTP status; 0 if there was no response.
         code: the server's error code; empty if it sent none.
         is_of_credentials: whether the source of the credentials responded, or failed to.
     """
@@ -83,9 +82,7 @@ def parse_error_text(text: str) -> ErrorText:
 def error_from_obstore(place: str, doing: str, error: BaseException) -> TierdError:
     """Return the error that corresponds to an error of obstore.
 
-    Args:
-        place: the store's URL.
-        doing: the operation and the key: ``put``, ``get``, ``scan`` or ``delete`` first.
+    `place` is the store's URL, `doing` the operation and the key: ``put``, ``get``, ``scan`` or ``delete`` first.
     """
     answer, name = parse_error_text(str(error)), type(error).__name__
     if isinstance(error, FileNotFoundError) and not answer.status:  # a store in memory, or one key of a batch
@@ -159,8 +156,7 @@ def _settle() -> None:
 class CloudStore(ForeignStore):
     """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call.
 
-    Args:
-        opening: makes obstore's store; tests give another.
+    `opening` makes obstore's store; tests give another.
     """
 
     copies_in_memory = 2  # while an object is put there is a copy of it
@@ -311,10 +307,8 @@ def _offset(prefix: str, after: str) -> str | None:
 
 
 def _open_store(url: StoreUrl) -> Any:
-    """Make obstore's store for `url`. It takes credentials from the environment.
-
-    Raises:
-        StoreRefused: the configuration in the environment cannot be used.
+    """Make obstore's store for `url`, with credentials from the environment. Raises `StoreRefused` if these are
+    unusable.
     """
     from obstore.store import AzureStore, GCSStore
 

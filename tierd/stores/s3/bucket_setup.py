@@ -25,11 +25,7 @@ _UNSET = {"NoSuchLifecycleConfiguration", "ObjectLockConfigurationNotFoundError"
 
 
 class BucketSetup:
-    """The bucket of a tier's URL. Each method raises `StoreUnavailable` or `StoreRefused`, as a `Store`'s do.
-
-    Attributes:
-        base: the tier's prefix, with its '/'.
-    """
+    """The bucket of a tier's URL, whose prefix with its '/' is `base`. Methods raise the errors of a `Store`."""
 
     def __init__(self, url: StoreUrl) -> None:
         self._url, self._store = url, S3Store(url)
@@ -99,8 +95,7 @@ def parse_lifecycle_rule(members: Mapping[str, Any]) -> LifecycleRule:
 async def describe_credentials(url: StoreUrl) -> Credentials | None:
     """Describe the credentials that the AWS chain gives now; None if it gives none.
 
-    Raises:
-        StoreUnavailable, StoreRefused: a link of the chain failed.
+    Raises StoreUnavailable or StoreRefused if a link of the chain failed.
     """
     try:
         resolved = await get_session().get_credentials()

@@ -32,13 +32,7 @@ _SMALL = 1 << 20  # bytes; computing the checksum of fewer bytes takes no longer
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """One checksum algorithm.
-
-    Attributes:
-        name: the algorithm's name in lower case.
-        field: the parameter of PutObject, and the member of its response, that carry the value.
-        digest: computes the checksum's bytes.
-    """
+    """One checksum algorithm, by its name in lower case. `field` carries the value in PutObject and in its response."""
 
     name: str
     field: str
@@ -85,11 +79,7 @@ class ChecksumProbe:
     """Asks the server once, by a put with a wrong checksum.
 
     Args:
-        url: the store, for the log.
-        name: the object to put.
-        upload: puts an object of this name, with these bytes and these additional parameters; returns the response.
-        remove: deletes an object.
-        limits: of the client.
+        upload: puts an object of a name, with these bytes and these additional parameters; returns the response.
 
     Attributes:
         checksum: the one for each upload; MD5 until a probe has found a better one.
@@ -139,9 +129,9 @@ class ChecksumProbe:
     async def _refuses(self, checksum: Checksum) -> str | None:
         """Put an object with a wrong checksum.
 
-        Returns:
-            "mismatch" if the server refused the value, "unknown" if it does not support the algorithm, "" if it
-            accepted the object. None if the request failed for another reason.
+        Return "mismatch" if the server refused the value, "unknown" if it does not support the algorithm, "" if it
+        accepted the
+        object, and None if the request failed for another reason.
         """
         wrong = await checksum.parameters(memoryview(b"other bytes"))
         data = memoryview(b"a put with a wrong checksum, which a server should refuse")

@@ -54,11 +54,7 @@ class StallTimer:
         self._last, self._moved = now, moved
 
     def left_s(self, now: float, moved: int) -> float:
-        """Return for how many more seconds the caller may wait.
-
-        Raises:
-            NoResponse: the time is over.
-        """
+        """Return for how many more seconds the caller may wait. Raises `NoResponse` when the time is over."""
         if moved != self._moved:
             self._last, self._moved = now, moved
         stalled = self._last + self.stall_s - now
@@ -72,7 +68,8 @@ class StallTimer:
 
 
 class Connection:
-    """A TCP connection, with TLS if the URL says https.
+    """A TCP connection, with TLS if the URL says https. Every method but `abort` blocks, and one thread at a time calls
+    it.
 
     Every method but `abort` blocks, and one thread at a time calls it.
 
@@ -105,10 +102,8 @@ class Connection:
     def connect(self) -> None:
         """Connect, and do the TLS handshake.
 
-        All addresses share one connect timeout; the handshake has another of the same length.
-
-        Raises:
-            Unanswered, botocore.HTTPClientError: the connection failed.
+        All addresses share one connect timeout; the handshake has another of the same length. Raises Unanswered or
+        `botocore.HTTPClientError` if the connection failed.
         """
         try:
             self._reach()
@@ -170,11 +165,10 @@ class Connection:
         self._watch = StallTimer(stall_s, self._watched_at, acknowledged_bytes(self.sock), when)
 
     def send(self, head: bytes, body: memoryview) -> OSError | None:
-        """Send a request.
+        """Send a request, and return the error with which the server closed the connection before it had read all; else
+        None.
 
-        Returns:
-            The error with which the server closed the connection before it had read the whole request; None if it read
-            it all. A server may do so and still respond.
+        A server may do so and still respond.
         """
         parts = [memoryview(head + body)] if len(body) <= _SINGLE_SEND else [memoryview(head), body]
         try:
@@ -196,8 +190,7 @@ class Connection:
     def fill(self, view: memoryview, ahead: bytearray) -> int:
         """Fill `view`, at most 1 MiB per call, first from the bytes in `ahead` and then from the socket.
 
-        Returns:
-            The number of bytes; fewer than requested at the connection's end.
+        Return the number of bytes; fewer than requested at the connection's end.
         """
         view = view[:_PIECE]
         at = min(len(view), len(ahead))

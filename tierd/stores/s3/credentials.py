@@ -23,10 +23,7 @@ from tierd.stores.s3.http1 import S3Limits
 
 
 class RenewableCredentials(AioCredentials):  # type: ignore[misc]  # the library has no types
-    """Credentials that search the AWS chain again when needed.
-
-    `generation` rises whenever a search finds other credentials.
-    """
+    """Credentials that search the AWS chain again when needed. `generation` rises when a search finds other ones."""
 
     def __init__(self, limits: S3Limits) -> None:
         super().__init__("", "", method="tierd")
@@ -49,9 +46,8 @@ class RenewableCredentials(AioCredentials):  # type: ignore[misc]  # the library
         return self
 
     async def get_frozen_credentials(self) -> Any:
-        """Return the credentials that sign a request.
-
-        If there are none, return None: botocore then raises `NoCredentialsError`.
+        """Return the credentials that sign a request. If there are none, None makes botocore raise
+        `NoCredentialsError`.
         """
         if self._resolved is None:
             await self.renew()
@@ -79,8 +75,7 @@ def _descriptions(data_path: str | None) -> Loader:
 async def check_ca_bundle(session: AioSession) -> None:
     """Check that the file of CA certificates can be read, if the environment or AWS's configuration names one.
 
-    Raises:
-        StoreRefused: the file does not exist, cannot be read, or holds no certificate.
+    Raises `StoreRefused` if it does not exist, cannot be read, or holds no certificate.
     """
     path = session.get_config_variable("ca_bundle")
     if isinstance(path, str) and path.strip():

@@ -29,11 +29,9 @@ _PLAIN = {"", "identity", "aws-chunked"}  # Content-Encodings that leave the byt
 
 
 class NoResponse(botocore.HTTPClientError):  # type: ignore[misc]
-    """There was no response, or none that can be used.
+    """There was no response, or none that can be used; `said` is the reason in tierd's own words, which hold no secret.
 
-    Attributes:
-        said: the reason in tierd's own words, which hold no secret.
-        refused: whether no retry can help until the configuration or the server changes.
+    `refused` says that no retry can help until the configuration or the server changes.
     """
 
     fmt = "{said}"
@@ -48,7 +46,6 @@ class MessageHead:
     """The head of a response.
 
     Attributes:
-        status: the HTTP status.
         headers: by lower-case name.
         size: bytes of the body; None for a chunked body, which marks its own end.
         keeps: whether the connection can serve another request.
@@ -63,10 +60,7 @@ class MessageHead:
 
 
 def request_head(method: str, url: SplitResult, headers: Mapping[str, Any]) -> bytes:
-    """Format the head of a request.
-
-    `Expect` is left out, because botocore adds it to every request with a body and does not sign it.
-    """
+    """Format the head of a request, without `Expect`, because botocore adds it to every body and does not sign it."""
     target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
     fields = {name: value.decode() if isinstance(value, bytes) else str(value) for name, value in headers.items()}
     names = {name.lower() for name in fields}
@@ -91,8 +85,7 @@ def check_begin(data: bytes | bytearray) -> None:
 def parse_head(raw: bytes, method: str) -> MessageHead:
     """Parse a response's head, given without the empty line after it.
 
-    Raises:
-        NoResponse: the head is invalid, does not say where the body ends, or announces an encoded body.
+    Raises `NoResponse` for a head that is invalid, does not say where the body ends, or announces an encoded body.
     """
     first, *lines = raw.decode("latin-1").split("\r\n")
     match = _STATUS.fullmatch(first)
@@ -140,11 +133,7 @@ def _size(fields: dict[str, str]) -> int | None:
 
 
 def chunk_size(line: bytes) -> int:
-    """Parse the size of a chunked body's next chunk; 0 marks the end.
-
-    Raises:
-        NoResponse: the line holds no size.
-    """
+    """Parse the size of a chunked body's next chunk; 0 marks the end. Raises `NoResponse` if the line holds none."""
     match = _CHUNK.fullmatch(line)
     if not match:
         raise NoResponse(f"a body in chunks, one of which has no size but {line[:20]!r}")
@@ -152,12 +141,9 @@ def chunk_size(line: bytes) -> int:
 
 
 def check_xml(body: bytes) -> None:
-    """Check that a successful response is XML, as all of S3's responses but objects are.
+    """Check that a successful response is XML, as all of S3's responses but objects are. Raises `NoResponse`.
 
     botocore would report any other body as the server's error 500.
-
-    Raises:
-        NoResponse: the body is not XML.
     """
     try:
         expat.ParserCreate().Parse(body, True)

@@ -74,10 +74,7 @@ class ExchangeState(Enum):
 
 
 class HttpConnection:
-    """One connection, and the state of its exchanges.
-
-    Every method but `abort` blocks, and one thread at a time calls it.
-    """
+    """One connection, and the state of its exchanges. Methods but `abort` block; one thread at a time calls them."""
 
     def __init__(self, url: SplitResult, tls: Callable[[], ssl.SSLContext], limits: S3Limits) -> None:
         self.place = url.scheme, url.netloc
@@ -87,19 +84,15 @@ class HttpConnection:
         self._job: Future[Any] | None = None  # a cancelled call that may still be running
         self._ahead = bytearray()  # received, and not yet parsed
         self._head: MessageHead | None = None
-        self._remaining = self._received = (
-            0  # bytes of the body, or of its chunk, still to be read; and bytes read so far
-        )
+        self._remaining = self._received = 0  # bytes of the body, or of its chunk, to be read; and bytes read so far
         self._has_more_chunks = False  # whether further chunks follow
         self._idle_since = 0.0
 
     # -- exchanges --------------------------------------------------------------------------------------------------
 
     def exchange(self, url: SplitResult, request: Any) -> MessageHead:
-        """Send a request, and read the response up to its body.
-
-        Raises:
-            botocore.HTTPClientError: there was no response, or none that can be used.
+        """Send a request, and read the response up to its body. Raises `botocore.HTTPClientError` if no response can be
+        used.
         """
         with self._fatal():
             if self.state is ExchangeState.NEW:
@@ -117,11 +110,7 @@ class HttpConnection:
             return head
 
     def _read_answer(self, method: str, cut: OSError | None) -> MessageHead:
-        """Read the response's head.
-
-        Args:
-            cut: the error with which the server stopped reading the request; None if it read it all.
-        """
+        """Read the response's head. `cut` is the error with which the server stopped reading the request, if it did."""
         try:
             head = self._read_head(method)
         except (NoResponse, OSError):
@@ -249,9 +238,8 @@ class HttpConnection:
         return self.state is ExchangeState.IDLE and not self.connection.aborted
 
     def is_fresh(self) -> bool:
-        """Return whether a parked line is still usable.
-
-        It is not after a long idle time, after the connection's end, or if an unrequested byte has arrived.
+        """Return whether a parked line is still usable: not idle for long, still connected, and without an unrequested
+        byte.
         """
         idle_s = time.monotonic() - self._idle_since
         return self.is_idle() and idle_s <= self._limits.idle_s and self.connection.is_quiet()

@@ -56,12 +56,7 @@ for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens
 
 
 class S3Store(ForeignStore):
-    """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call.
-
-    Args:
-        url: the bucket.
-        limits: of the client.
-    """
+    """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call."""
 
     # Bytes/s; the transport itself gives up stalled transfers, so no deadline may cut off one that progresses.
     slowest_rate = SLOWEST_RATE
@@ -312,17 +307,13 @@ async def _bounded(raw: Any, max_bytes: int) -> Buffer:
 
 
 def _with_md5(params: dict[str, Any], **_: Any) -> None:
-    """Put an MD5 into DeleteObjects, which needs a checksum.
-
-    Every server supports MD5, but not botocore's choice, CRC-32.
-    """
+    """Put an MD5 into DeleteObjects, which needs a checksum; not every server supports botocore's choice, CRC-32."""
     params["context"].pop("checksum", None)
     params["headers"]["Content-MD5"] = MD5.value(memoryview(params["body"]))
 
 
 def _without_redirect(params: dict[str, Any], **_: Any) -> None:
-    """Stop botocore from asking HeadBucket for the region after a redirect.
-
-    botocore would loop forever if that request is redirected too.
+    """Stop botocore from asking HeadBucket for the region after a redirect, which it would do forever after another
+    one.
     """
     params["context"].setdefault("s3_redirect", {})["redirected"] = True

@@ -68,14 +68,11 @@ def response_error(
     """Return the error that corresponds to a server's error response.
 
     Args:
-        place: the store's URL.
         doing: the operation and the key: ``put``, ``get``, ``scan`` or ``delete`` first.
         code: S3's error code, or the HTTP status if the response has none.
         status: the HTTP status; 0 if the error is one item in the response to a batch request.
         message: the server's own text.
-        after: the header Retry-After.
-        date: the header Date: the server's clock when it responded.
-        region: the header x-amz-bucket-region: where the bucket is.
+        after, date, region: the headers Retry-After, Date and x-amz-bucket-region.
     """
     kind, advice = _condition(doing, code, status, message)
     if region and (code in _PLACE or 300 <= status < 400):
@@ -158,8 +155,7 @@ def _denial(doing: str, code: str, status: int) -> tuple[type[TierdError], str]:
 def no_response_error(place: str, doing: str, error: BaseException, *, heard: bool) -> TierdError:
     """Return the error that corresponds to a missing or incomplete response.
 
-    Args:
-        heard: whether the server has responded to this store before; then host, port and scheme are right.
+    `heard` says whether the server has responded to this store before; then host, port and scheme are right.
     """
     name = type(error).__name__
     if isinstance(error, (botocore.MetadataRetrievalError, botocore.CredentialRetrievalError)):
@@ -187,9 +183,8 @@ def silence_error(place: str, doing: str, error: StoreUnavailable, *, heard: boo
 
 
 def _tls_trouble(error: BaseException) -> str:
-    """Describe a TLS error that no retry can resolve: a bad certificate, or TLS on one side only.
-
-    Return an empty string for other errors.
+    """Describe a TLS error that no retry can resolve: a bad certificate, or TLS on one side only; empty for other
+    errors.
     """
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in _reason(cause):

@@ -36,11 +36,7 @@ class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
         self._stall_s = limits.stall_s
 
     async def send(self, request: Any) -> AioAWSResponse:
-        """Send one of botocore's prepared requests.
-
-        Raises:
-            botocore.HTTPClientError: there is no response, or none that can be used.
-        """
+        """Send one of botocore's prepared requests. Raises `botocore.HTTPClientError` if no response can be used."""
         if request.stream_output:
             return await super().send(request)
         request.stream_output = True  # so that aiohttp reads nothing of the body yet
@@ -103,8 +99,7 @@ class HttpResponse:
     async def read(self, max_bytes: int | None = None) -> bytes:
         """Read the whole body, or its first `max_bytes` bytes, and close the answer.
 
-        Raises:
-            NoResponse: the body is longer than `LONGEST_REPLY`, and `max_bytes` was not given.
+        Raises `NoResponse` if `max_bytes` was not given and the body is longer than `LONGEST_REPLY`.
         """
         if self._session is None or self.line is None or self.head is None or self.head.opaque or self.line.is_idle():
             self.close()
@@ -129,15 +124,7 @@ class HttpResponse:
 
 
 class DirectSession:
-    """An HTTP session for `AioConfig(http_session_cls=...)`.
-
-    Args:
-        limits: of the client.
-        verify: see `_tls`.
-
-    Attributes:
-        in_use: how many slots are taken.
-    """
+    """An HTTP session for `AioConfig(http_session_cls=...)`, of whose slots `in_use` are taken."""
 
     def __init__(self, limits: S3Limits, *, verify: bool | str | None = True, **_: Any) -> None:
         self._limits = limits
@@ -169,10 +156,7 @@ class DirectSession:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes sent and received so far by all exchanges, those in flight included.
-
-        The difference between two readings gives the throughput.
-        """
+        """Bytes sent and received so far by all exchanges, those in flight included."""
         return self._moved + sum(line.connection.moved_bytes for line in self._busy)
 
     @property
@@ -183,8 +167,7 @@ class DirectSession:
     async def send(self, request: Any) -> AioAWSResponse:
         """Send one of botocore's prepared requests. At most `S3Limits.connections` run at once; others wait.
 
-        Raises:
-            botocore.HTTPClientError: there is no response, or none that can be used.
+        Raises `botocore.HTTPClientError` if no response can be used.
         """
         await self._slots.acquire()
         self.in_use += 1
@@ -261,11 +244,7 @@ class DirectSession:
 def response_scope(doing: str) -> Iterator[None]:
     """Wrap one call of a store: close every open answer at its end, and translate a missing response into an error.
 
-    Args:
-        doing: the store and the call, for the error message.
-
-    Raises:
-        StoreUnavailable, StoreRefused: there was no response, or none that can be used.
+    `doing` is the store and the call, for the message of StoreUnavailable or StoreRefused.
     """
     opened: list[HttpResponse] = []
     token = _call_answers.set(opened)
