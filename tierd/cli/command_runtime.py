@@ -24,7 +24,7 @@ from tierd.ipc.messages import EXIT_BAD_INPUT, EXIT_HELD
 
 @dataclass(frozen=True)
 class CliTimings:
-    """How long commands wait.
+    """How long commands wait, in seconds.
 
     Attributes:
         poll_s: between two questions for the daemon's backlog.
@@ -95,11 +95,7 @@ def collector_paused() -> Iterator[None]:
 
 
 class Meter:
-    """How far a transfer is.
-
-    Args:
-        label: for people, in the `-ing` form.
-    """
+    """How far a transfer is. Its label is for people, in the `-ing` form."""
 
     def __init__(self, label: str) -> None:
         self._label = label

@@ -131,6 +131,13 @@ class Places:
     config: Config | None
     has_policy: bool
 
+    @property
+    def node_spool(self) -> Spool:
+        """The spool; raises `ConfigError` if there is none, as before the first daemon of a configuration."""
+        if self.spool is None:
+            raise ConfigError("the spool that --config names is not there yet: no daemon has run")
+        return self.spool
+
 
 def best_goal(best: str | None, mode: Literal["min", "max"], step: int | None) -> MetricGoal | None:
     """Return what --best asks for; None without it. Raises `ConfigError` for it beside --step, or an unknown form."""
@@ -149,8 +156,7 @@ def resolve_places(
 ) -> Places:
     """Resolve the options. `run_option` says whether the command takes a run by `--run`, for a hint.
 
-    Raises:
-        ConfigError: no place was named, options exclude each other, or a place cannot be used.
+    Raises `ConfigError` if no place was named, options exclude each other, or a place cannot be used.
     """
     if config is not None:
         if spool or urls or keep_last or key_file:

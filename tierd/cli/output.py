@@ -52,14 +52,12 @@ class _Line:
 
 
 def lay_out_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, key: int = 0) -> list[str]:
-    """Lay out a table.
+    """Lay out a table of printable cells.
 
     A row that does not fit takes several lines, of which all but the first are indented. Each column stands below its
     head. Columns without any text are left out then, unless no cell has any.
 
     Args:
-        columns: the heads.
-        rows: printable cells, as many in each row as there are heads.
         width: of the lines, in columns of the terminal; None: one line a row, however long.
         key: so many columns tell which thing a row is about. If rows take several lines, these have lines of their
             own, which are left out where they repeat those of the row before.

@@ -69,8 +69,9 @@ class StepRefused(TierdError):
 
 
 class StateRefused(TierdError):
-    """A value in the state has no safe encoding, or a value in a checkpoint has no safe decoding. The message names its
-    path.
+    """A value in the state has no safe encoding, or a value in a checkpoint has no safe decoding.
+
+    The message names the value's path. Nothing was written or loaded.
     """
 
 

@@ -227,6 +227,7 @@ class LaunchSteps:
     """The checkpoints of one launch, as far as they are known.
 
     Attributes:
+        attempt: the launch.
         first_step, last_step: its oldest and its newest checkpoint.
         from_step, from_attempt: the checkpoint from which it resumed; None: from the beginning, or not known.
         lost_steps: by how many steps the launch that saved that checkpoint had come further, also if retention has

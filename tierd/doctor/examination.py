@@ -21,14 +21,11 @@ from tierd.threads import call_in_thread
 
 @dataclass(frozen=True, slots=True)
 class ExaminationScope:
-    """What is to be examined.
+    """What is to be examined. Without a spool none was named.
 
-    Attributes:
-        spool: the spool's directory; None: no spool was named.
-        keep_last: how many checkpoints the spool keeps.
-        drain_s: how long the daemon flushes after SIGTERM, in seconds.
-        tiers: the tiers.
-        group_s: seconds for one group of checks.
+    The spool keeps `keep_last` checkpoints; the daemon flushes for `drain_s` seconds after SIGTERM; one group of checks
+    may
+    take `group_s`.
     """
 
     spool: Path | None
@@ -126,7 +123,6 @@ class _Group:
 
     Attributes:
         check: the check that a failure of the whole group counts for.
-        source: makes the findings.
         hung: the finding if the deadline passes.
         checks: the checks that are reported as not tried if the tier cannot be reached.
     """

@@ -43,9 +43,7 @@ _MAX_CHECKPOINTS = 100  # checkpoints of a run whose sizes are added up
 class StateSize:
     """The largest state that the spool knows: of all of this node's ranks together, in bytes.
 
-    Attributes:
-        size: of its newest checkpoint.
-        used: by all checkpoints of its run.
+    `size` is that of its newest checkpoint, `used` that of all checkpoints of its run.
     """
 
     run: str
@@ -240,12 +238,9 @@ GRACE = "TIERD_GRACE_PERIOD"  # what a pod's manifest may tell, because Kubernet
 
 @dataclass(frozen=True, slots=True)
 class DaemonAnswer:
-    """How the spool's daemon answered.
+    """How the spool's daemon, with process id `pid` or 0, answered, and the finding of it.
 
-    Attributes:
-        finding: what that amounts to.
-        pid: its process id; 0: none answered.
-        failures: for each tier that it has observed, by URL, its last error; empty: the tier answers.
+    `failures` has each tier that it has observed, by URL, with its last error; empty: the tier answers.
     """
 
     finding: Finding

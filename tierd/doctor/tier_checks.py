@@ -37,14 +37,7 @@ _CLEAN_S = 5.0  # seconds for the deletion of the timed object
 
 @dataclass(frozen=True, slots=True)
 class ExaminedTier:
-    """A tier to be tried.
-
-    Attributes:
-        place: the tier's name.
-        url: where it is.
-        store: the open store.
-        spool: the spool's directory, which may be absent; None: no spool was named.
-    """
+    """A tier to be tried: `place` is its name. The spool's directory may be absent; None: no spool was named."""
 
     place: str
     url: StoreUrl
@@ -56,9 +49,7 @@ async def examine_directory(of: ExaminedTier, state: int | None = None) -> Async
     """Yield the findings about the directory of a file tier, then about its operations.
 
     A directory that does not answer is not touched again, because a thread that hangs in it would keep this process.
-
-    Args:
-        state: the size of the largest state in the spool, bytes; None: not known.
+    `state` is the size of the largest state in the spool in bytes, if it is known.
     """
     path = Path(of.url.path)
 
@@ -229,13 +220,9 @@ _CONNECT_S = 10.0  # for a connection with its handshake
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is.
+    """Where the server of the tier `place` is: `http(s)://host[:port]`, with the file of CA certificates.
 
-    Attributes:
-        place: the tier's name.
-        url: `http(s)://host[:port]`.
-        authorities: the file of CA certificates.
-        answer_s: seconds for the head of an answer.
+    `answer_s` are the seconds for the head of an answer.
     """
 
     place: str

@@ -23,16 +23,10 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Alert(Generic[S]):
-    """A failure that lasts.
+    """A failure of `doing` something to a `subject` that lasts, in the spool, a tier or a receiver.
 
-    Attributes:
-        place: the spool, a tier or a receiver.
-        doing: the action that fails.
-        subject: the object of the action, for example a part.
-        why: the last error.
-        began: when the first try failed, monotonic seconds.
-        since: the same moment, RFC 3339.
-        tries: failed tries in a row.
+    Its first try failed at `began`, monotonic seconds, which is `since` in RFC 3339; `tries` failed in a row, the last
+    by `why`.
     """
 
     place: str
@@ -57,14 +51,9 @@ class _SubjectFailures:
 class _WorkFailures(Generic[S]):
     """A thing that fails.
 
-    Attributes:
-        place: the spool, a tier or a receiver.
-        last: the subject that failed last.
-        row: failed tries since any subject worked.
-        by_subject: by subject, the failed tries since that subject worked.
-        reported: whether the failure is an alert.
-        next_report_at: when the alert is reported next, monotonic seconds.
-        alert_after: the number of failed tries in a row that make an alert.
+    `row` counts failed tries since any subject worked, `by_subject` those since that subject worked. `reported` says
+    whether
+    the failure is an alert, which is reported next at `next_report_at`, monotonic seconds.
     """
 
     place: str
@@ -120,20 +109,10 @@ class Alerts(Generic[S]):
         *,
         alert_after: int = TRIES,
     ) -> tuple[Alert[S], bool] | None:
-        """Record a failed try.
+        """Record a failed try, `now` in monotonic seconds and `at` in RFC 3339; `alert_after` tries in a row make an
+        alert.
 
-        Args:
-            work: the kind of work and its owner.
-            doing: the action that failed.
-            place: the spool, a tier or a receiver.
-            subject: the object of the action.
-            why: the error.
-            now: monotonic seconds.
-            at: the same moment, RFC 3339.
-            alert_after: the number of failed tries in a row that make an alert.
-
-        Returns:
-            The alert that is to be reported now, and whether it is new; None if there is nothing to report.
+        Return the alert that is to be reported now, and whether it is new; None if there is nothing to report.
         """
         failing = self._failing.setdefault(work, _WorkFailures(place, subject, alert_after=alert_after))
         tried = failing.by_subject.setdefault(subject, _SubjectFailures(doing, why, now, at))
@@ -149,7 +128,7 @@ class Alerts(Generic[S]):
     def record_success(
         self, work: WorkKey, subject: S | None = None, *, clears_siblings: bool = True
     ) -> Alert[S] | None:
-        """Record a try that worked.
+        """Record a try that worked, of one subject or of all, and return the alert that ended, if one did.
 
         Args:
             work: the kind of work and its owner.

@@ -18,7 +18,7 @@ import msgspec
 from tierd.core.errors import printable
 from tierd.core.event_kinds import EVENT_KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
-from tierd.events.alerts import ANSWER, BACKLOG, READ, Alert, Alerts, WorkKey
+from tierd.events.alerts import ANSWER, BACKLOG, READ, TRIES, Alert, Alerts, WorkKey
 
 log = logging.getLogger("tierd.daemon")
 
@@ -50,10 +50,7 @@ class AlertStatus(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The daemon's memory of its events.
-
-    Args:
-        on_event: called with every event as it happens.
+    """The daemon's memory of its events. `on_event` is called with every event as it happens.
 
     Attributes:
         warnings: what lasts and is no failure, by the thing that it concerns.
@@ -72,15 +69,7 @@ class Journal:
         self._on_event = on_event or (lambda event: None)
 
     def record(self, kind: str, place: str, subject: Subject, why: str, **members: Any) -> None:
-        """Report an event.
-
-        Args:
-            kind: the kind of event.
-            place: the spool, a tier or a receiver.
-            subject: the part, the checkpoint, or other words.
-            why: the event's text.
-            members: members of `Event` that do not follow from `subject`.
-        """
+        """Report an event. `members` are those of `Event` that do not follow from `subject`."""
         why = printable(why)  # here, because receivers show it to people by means of their own
         event = Event(
             at=utc_timestamp(),
@@ -107,13 +96,19 @@ class Journal:
 
     # -- tries ------------------------------------------------------------------------------------------------------
 
-    def record_failure(self, work: WorkKey, doing: str, place: str, subject: Subject, why: str) -> None:
-        """Record a failed try. The third failure in a row of the same thing is an alert."""
-        why = printable(why)
-        if failing := self._alerts.record_failure(work, doing, place, subject, why, time.monotonic(), utc_timestamp()):
+    def record_failure(
+        self, work: WorkKey, doing: str, place: str, subject: Subject, why: str, *, at_once: bool = False
+    ) -> None:
+        """Record a failed try. The third failure in a row of the same thing is an alert, or the first one `at_once`."""
+        why, now_s = printable(why), time.monotonic()
+        failing = self._alerts.record_failure(
+            work, doing, place, subject, why, now_s, utc_timestamp(), alert_after=1 if at_once else TRIES
+        )
+        if failing:
             alert, fresh = failing
             self.counters["alerts"] += fresh
-            self._record_alert("failing", alert, f"{alert.tries} tries in a row failed; the last: {why}")
+            text = why if at_once else f"{alert.tries} tries in a row failed; the last: {why}"
+            self._record_alert("failing", alert, text)
 
     def record_success(self, work: WorkKey, subject: Subject | None = None, *, clears_siblings: bool = True) -> None:
         """Record a try that worked, as `Alerts.record_success` does."""
@@ -122,27 +117,17 @@ class Journal:
 
     def record_backlog(self, tier: str, copies: int, grows: bool) -> None:
         """Record how many copies wait to be deleted from a tier. A growing number is an alert at once."""
-        work, now_s = (BACKLOG, tier), time.monotonic()
+        why = f"{copies} copies that retention gave up are still there"
         if grows:
-            why = f"{copies} copies that retention gave up are still there, ever more for ten minutes"
-            if failing := self._alerts.record_failure(
-                work, "prune", tier, BACKLOG, why, now_s, utc_timestamp(), alert_after=1
-            ):
-                alert, fresh = failing
-                self.counters["alerts"] += fresh
-                self._record_alert("failing", alert, why)
-        elif over := self._alerts.record_success(work):
-            self._record_alert("works again", over, f"{copies} copies that retention gave up are still there")
+            self.record_failure(
+                (BACKLOG, tier), "prune", tier, BACKLOG, f"{why}, ever more for ten minutes", at_once=True
+            )
+        elif over := self._alerts.record_success((BACKLOG, tier)):
+            self._record_alert("works again", over, why)
 
     def record_silence(self, tier: str, why: str) -> None:
         """Record that requests to a tier wait for an answer, which is an alert at once."""
-        failing = self._alerts.record_failure(
-            (ANSWER, tier), "wait", tier, ANSWER, why, time.monotonic(), utc_timestamp(), alert_after=1
-        )
-        if failing:
-            alert, fresh = failing
-            self.counters["alerts"] += fresh
-            self._record_alert("failing", alert, why)
+        self.record_failure((ANSWER, tier), "wait", tier, ANSWER, why, at_once=True)
 
     def record_answer(self, tier: str) -> None:
         """Record a sign of life of a tier."""
@@ -151,13 +136,7 @@ class Journal:
 
     def record_unstable_read(self, place: str, part: PartId, why: str) -> None:
         """Record that reads of a copy differ from each other, which is an alert at once."""
-        why = printable(why)
-        if failing := self._alerts.record_failure(
-            (READ, place), READ, place, part, why, time.monotonic(), utc_timestamp(), alert_after=1
-        ):
-            alert, fresh = failing
-            self.counters["alerts"] += fresh
-            self._record_alert("failing", alert, why)
+        self.record_failure((READ, place), READ, place, part, why, at_once=True)
 
     def record_stable_read(self, place: str, part: PartId) -> None:
         """Record that a copy could be read, or is gone. The alert ends with the last copy of its place."""

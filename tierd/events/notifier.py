@@ -24,15 +24,10 @@ _MINUTE = 60.0  # seconds
 
 
 class Outbox:
-    """Events for one receiver, in order. Times are monotonic seconds.
+    """Events of the kinds in `events` for one receiver, in order. Times are monotonic seconds.
 
     A minute begins with the first event after the last minute. After `per_minute` events, the others of that minute are
-    held back. An urgent event counts too, and passes in any case.
-
-    Args:
-        events: the kinds of event that the receiver subscribes to.
-        per_minute: the largest number of events a minute.
-        room: the largest number of queued events.
+    held back. An urgent event counts too, and passes in any case. At most `room` events are queued.
 
     Attributes:
         unreported_drops: by kind, events that were dropped and not reported yet.
@@ -63,14 +58,8 @@ class Outbox:
             return True
         if len(self._waiting) >= self._room:
             self.overflowed += 1
-            plain = (
-                next(
-                    (waiting_event for waiting_event in self._waiting if not EVENT_KINDS[waiting_event.what].is_urgent),
-                    None,
-                )
-                if urgent
-                else event
-            )
+            queued = (waiting for waiting in self._waiting if not EVENT_KINDS[waiting.what].is_urgent)
+            plain = next(queued, None) if urgent else event
             self.count_dropped(event if plain is None else plain)
             if plain is None or plain is event:
                 return True
@@ -141,12 +130,7 @@ class NotifyStatus(msgspec.Struct, frozen=True):
 class Channel:
     """One receiver, its outbox, and the thread between them.
 
-    Args:
-        name: `notify[0]`, `notify[1]` … in the order of the configuration.
-        config: the receiver's configuration.
-        receiver: the webhook or the command.
-        head: members that are added to every event.
-        again_s: seconds before the second try.
+    `head` are members that are added to every event; `again_s` are the seconds before the second try.
     """
 
     def __init__(
@@ -290,11 +274,8 @@ class Channel:
 class Notifier:
     """All receivers of a configuration.
 
-    Args:
-        configs: the configured receivers.
-        spool: the spool's path, a member of every event besides the node.
-        again_s: seconds before the second try to deliver an event; then twice as long.
-        end_s: seconds to send queued events in `close`.
+    The spool's path is a member of every event besides the node. The second try to deliver an event is after `again_s`
+    seconds, then after twice as long; `close` sends queued events for `end_s`.
 
     Raises:
         ConfigError: a secret or file to which a `[[notify]]` refers cannot be read.

@@ -46,12 +46,7 @@ class DeliveryFailed(Exception):
 
 
 class Receiver(Protocol):
-    """A webhook or a command.
-
-    Attributes:
-        name: the part of its address that may be shown.
-        tries: the largest number of tries for one event.
-    """
+    """A webhook or a command. `name` may be shown; one event is tried at most `tries` times."""
 
     name: str
     tries: int

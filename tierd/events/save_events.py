@@ -83,14 +83,9 @@ class NewCheckpoints:
     ) -> list[tuple[CheckpointId, float]]:
         """Return the checkpoints that became complete on a tier, each with the seconds since the spool first listed it.
 
-        Call this after each observation of the spool or the tier, before any flush that follows from it.
-
-        Args:
-            tier: the tier's name.
-            spool: the observed spool.
-            place: the observed tier.
-            now: monotonic seconds.
-            other_tiers: the other tiers; a checkpoint that one of them holds may still be flushed to this tier.
+        Call this after each observation of the spool or the tier, before any flush that follows from it. `now` is in
+        monotonic
+        seconds. A checkpoint that one of the other tiers holds may still be flushed to this tier.
         """
         listings = [observation.checkpoints for observation in (spool, place, *other_tiers)]
         last_listings = self._last_listings.get(tier, [])
@@ -209,11 +204,8 @@ class SaveEvents:
             self._rolled_back[tier, run] = why
 
     def report_append_only(self, tier: str, why: str) -> None:
-        """Record whether a tier permits deletions. A refusal is reported once, until the tier permits them again.
-
-        Args:
-            tier: the tier's name.
-            why: the tier's refusal; empty if it permits deletions.
+        """Record whether a tier permits deletions. A refusal is reported once, until the tier permits them again: `why`
+        is empty.
         """
         if why and tier not in self._append_only:
             self._append_only.add(tier)
@@ -256,10 +248,8 @@ class SaveEvents:
         ):
             copy = place.checkpoints[checkpoint]
             facts = copy.facts.values()
-            raw, stored = (
-                sum(part_facts.size for part_facts in facts),
-                sum(part_facts.stored_size for part_facts in facts),
-            )
+            raw = sum(part_facts.size for part_facts in facts)
+            stored = sum(part_facts.stored_size for part_facts in facts)
             ranks = max((world for world, ranks in copy.ranks.items() if len(ranks) == world), default=0)
             why = f"every part of {ranks} ranks is there, verified; {len(facts)} of them read, {raw} bytes as {stored}"
             sizes = {"raw_bytes": raw, "stored_bytes": stored} if len(facts) == ranks else {}

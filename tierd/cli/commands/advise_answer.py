@@ -257,8 +257,7 @@ def _row(name: str, choice: IntervalChoice) -> list[str]:
 def draw_curve(file: Path, answer: AdviceReport) -> None:
     """Draw goodput over the interval, or the table, as a picture.
 
-    Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+    Raises `ConfigError` if matplotlib is missing, or the file cannot be written.
     """
     try:
         figures: Any = importlib.import_module("matplotlib.figure")

@@ -50,10 +50,9 @@ _YOUNG_S = 60.0  # a directory so young may belong to an import that has not tak
 def import_spool(path: Path | None) -> Iterator[Spool]:
     """Make a spool for one command: beside the path, where files can be linked, or else where temporary files go.
 
-    What killed imports left in the same directory is removed first.
-
-    Raises:
-        SpoolHeld: another import of the path is at work.
+    What killed imports left in the same directory is removed first. Raises `SpoolHeld` if another import of the path is
+    at
+    work.
     """
     with ExitStack() as stack:
         spool = _sibling_spool(path) if path else None
@@ -80,20 +79,15 @@ def _sibling_spool(path: Path) -> Spool | None:
 
 
 def _sweep(above: Path, prefix: str, inside: str, own_spool: Path | None = None) -> None:
-    """Remove the directories of imports that ended without removing them; what cannot be removed is left.
+    """Remove the directories of imports in `above` that ended without removing them; what cannot be removed is left.
 
-    Args:
-        above: the directory in which they lie.
-        prefix: how their names begin.
-        inside: the spool's name in them; empty if they are spools themselves.
-        own_spool: the spool of this import.
+    `inside` is the spool's name in them; it is empty if they are spools themselves.
     """
     for leftover in above.glob(f"{prefix}*"):
         with suppress(OSError, TierdError):
             status = leftover.lstat()
-            is_own_directory = (
-                stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            )  # others may write to /tmp
+            # Others may write to /tmp.
+            is_own_directory = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             if leftover == own_spool or not is_own_directory or time.time() - status.st_mtime < _YOUNG_S:
                 continue
             spool = Spool(leftover / inside, write=False)

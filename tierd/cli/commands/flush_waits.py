@@ -15,7 +15,14 @@ import typer
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_UNFINISHED, Meter, show_progress
 from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs
-from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, Places, RunArgument, SpoolOption, resolve_places
+from tierd.cli.options import (
+    AttemptOption,
+    ConfigOption,
+    JsonOption,
+    RunArgument,
+    SpoolOption,
+    resolve_places,
+)
 from tierd.cli.output import console, format_size, make_table, pause_text, print_json, print_lines
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
@@ -23,6 +30,7 @@ from tierd.core.planning.unflushed_parts import UnflushedPart, UnflushedParts, p
 from tierd.core.retention.policy import parse_duration
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.spool.spool import Spool
 
 _MARGIN_S = 10.0  # that the daemon's answer may take beyond the time in the request
 _LONGEST_S = 7 * 86400.0
@@ -92,7 +100,7 @@ def drain(
 ) -> None:
     """Have the daemon flush everything now, newest first, and wait for it; exit code 9 when something is left."""
     end = time.monotonic() + _parse_time("--deadline", deadline)
-    with _connect(resolve_places(spool, None, config), config) as link:
+    with _connect(resolve_places(spool, None, config).node_spool, config) as link:
         backlog = _drain(link, end)
     remaining = tuple(_left_part(part) for part in backlog.left)
     if json:
@@ -180,7 +188,11 @@ def wait(
     if step is not None:
         check_step(step)
     where = resolve_places(spool, None, config)
-    with naming_known_runs(where, run), _connect(where, config) as link, show_progress("flushing") as meter:
+    with (
+        naming_known_runs(where, run),
+        _connect(where.node_spool, config) as link,
+        show_progress("flushing") as meter,
+    ):
         names = [status["name"] for status in link.ask(messages.StatusRequest())["status"]["tiers"]]
         if tier is not None and tier not in names:
             raise ConfigError(f"--tier {tier!r}: the daemon has no tier of that name; it has {', '.join(names)}")
@@ -234,11 +246,8 @@ def _wait(
         summary = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
 
 
-def _connect(where: Places, config: Path | None) -> DaemonConnection:
+def _connect(spool: Spool, config: Path | None) -> DaemonConnection:
     """Connect to the daemon of the spool; the error says how to flush without a daemon."""
-    spool = where.spool
-    if spool is None:
-        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
     try:
         return DaemonConnection(spool)
     except DaemonUnavailable as error:

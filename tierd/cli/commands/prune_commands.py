@@ -189,9 +189,8 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Prune
 async def _check_identities(where: Places, stores: Mapping[str, Store], tier: str = "", *, keep: bool = True) -> None:
     """Compare the tiers' identities as `check_identities` does.
 
-    Raises:
-        ConfigError: two tiers are one place.
-        StoreUnavailable: a tier did not answer, so it is not known.
+    Raises `ConfigError` if two tiers are one place, and `StoreUnavailable` if a tier did not answer, so it is not
+    known.
     """
     assert where.config is not None
     if silent := await check_identities(where.config.urls(), stores, tier, keep=keep):

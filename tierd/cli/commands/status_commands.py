@@ -62,10 +62,7 @@ def status(
     spool: SpoolOption = None, config: ConfigOption = None, check: CheckOption = False, json: JsonOption = False
 ) -> None:
     """How the node's daemon does: each tier's backlog, failures and last events. Without a daemon: how it last did."""
-    where = resolve_places(spool, None, config)
-    if where.spool is None:
-        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    answer = _answer(where.spool, last=not check)
+    answer = _answer(resolve_places(spool, None, config).node_spool, last=not check)
     if json:
         print_json(answer)
     elif not check:
@@ -305,12 +302,10 @@ def _parse_duration(text: str) -> float:
 def _set_pause(
     spool: Path | None, config: Path | None, request: messages.Pause | messages.Resume, *, json: bool
 ) -> None:
-    node_spool = resolve_places(spool, None, config).spool
-    if node_spool is None:
-        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    until = _ask_pause(node_spool, request)
+    home = resolve_places(spool, None, config).node_spool
+    until = _ask_pause(home, request)
     if json:
-        print_json({"spool": str(node_spool.root), "paused": until})
+        print_json({"spool": str(home.root), "paused": until})
     else:
         console().print(pause_text(until) or "not paused")
 

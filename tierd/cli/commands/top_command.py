@@ -24,7 +24,7 @@ from rich.text import Text
 from tierd.cli.commands.top_lines import headline, top_lines
 from tierd.cli.options import ConfigOption, SpoolOption, format_duration, resolve_places
 from tierd.cli.output import console
-from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
+from tierd.core.errors import DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
 from tierd.daemon import status_file
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection
@@ -44,10 +44,7 @@ def register(app: typer.Typer) -> None:
 
 def top(spool: SpoolOption = None, config: ConfigOption = None) -> None:
     """The node's runs, tiers, problems and events, live: the daemon's page on a terminal. Elsewhere, print it once."""
-    node_spool = resolve_places(spool, None, config).spool
-    if node_spool is None:
-        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    view = DaemonView(node_spool)
+    view = DaemonView(resolve_places(spool, None, config).node_spool)
     if not sys.stdout.isatty():
         view.refresh()
         if view.error:
@@ -66,7 +63,6 @@ class DaemonView:
     Attributes:
         status: as `tierd status --json` prints it; the last one that was recorded if no daemon has answered yet.
         runs: as `/runs` has it over HTTP; None: not known.
-        error: why the daemon does not answer now; None: it does.
     """
 
     def __init__(self, spool: Spool) -> None:

@@ -27,10 +27,7 @@ _FAILURE_KINDS = ("failing", "persist failed", "corrupt", "quarantined", "given 
 def top_lines(status: Members, runs: Members | None, width: int) -> list[Text]:
     """Lay out all sections. A member that a daemon of another version lacks leaves out its section.
 
-    Args:
-        status: as `tierd status --json` prints it.
-        runs: as `/runs` has it over HTTP; None: not known.
-        width: of the lines.
+    `status` is as `tierd status --json` prints it, `runs` as `/runs` has it over HTTP, if it is known.
     """
     texts: list[Text] = []
     sections: list[tuple[str, Callable[[], Iterator[Text]]]] = [
