@@ -9,8 +9,6 @@ in the page cache.
 from __future__ import annotations
 
 import argparse
-import json
-import select
 import shutil
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from tierd.bench import process_counters
 from tierd.bench.overhead_result import SaveMethodResult, SizeResult
 from tierd.bench.save_worker import CEILINGS
 from tierd.bench.training import SAVE_METHODS, Training
+from tierd.bench.worker_pipe import WorkerPipe
 
 WAYS = ("tierd", "torch.load")
 
@@ -85,69 +84,22 @@ _TRAINING = 1.4  # memory of one training process, in units of its state: gradie
 _PROCESS = 500e6  # bytes of a process that has loaded torch, and of its helper
 _SHARE = 0.6  # of the available memory that processes may be planned to take
 _BLOCK = 5  # rounds of a process that is not kept
-_SAMPLE = 0.05  # seconds between two samples of a process tree's memory
-_PATIENCE = 900.0  # seconds that one answer may take
-_END = 60.0  # seconds that a process may take to end
 _RESTORES = 5  # rounds of restoring, at most; each is a fresh process
 
 
-class WorkerProcess:
-    """One worker process and the pipe to it."""
+class WorkerProcess(WorkerPipe):
+    """The worker of one arm, with a directory of its own, which `close` removes."""
 
     def __init__(self, arm: str, gigabytes: float, directory: Path, device: str = "cpu") -> None:
-        self.arm, self._directory = arm, directory / arm
+        self._directory = directory / arm
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._log = directory / f"{arm}.log"
         # A worker of an older checkout (benchmarks/before.py) knows no device.
         on = [device] if device != "cpu" else []
         command = [sys.executable, "-m", "tierd.bench.save_worker", arm, str(gigabytes), str(self._directory), *on]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-
-    def request(self, do: str, *, watch: bool = False, **arguments: int) -> tuple[dict[str, Any], int]:
-        """Send a request, and return its answer and the peak memory of the tree meanwhile if that was asked for.
-
-        Raises:
-            ChildProcessError: the process ended or did not answer in time; the message has the end of its log.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        peak_bytes, remaining_s = 0, _PATIENCE
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise self._failure(do) from error
-        pause = _SAMPLE if watch else _PATIENCE
-        while not select.select([self._process.stdout], [], [], pause)[0]:
-            remaining_s -= pause
-            if remaining_s <= 0:
-                raise self._failure(do)
-            peak_bytes = max(peak_bytes, process_counters.memory_bytes(self._process.pid))
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._failure(do)
-        return json.loads(line), peak_bytes
-
-    def _failure(self, do: str) -> ChildProcessError:
-        self._process.kill()
-        tail = self._log.read_text(errors="replace")[-1500:].strip()
-        return ChildProcessError(f"arm {self.arm}: {do} failed; its log ends with:\n{tail}")
+        super().__init__(f"arm {arm}", command, directory / f"{arm}.log")
 
     def close(self) -> None:
-        """End the process and its descendants, and remove its files."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        started = {pid: process_counters.start_ticks(pid) for pid in process_counters.process_tree(self._process.pid)}
-        self._process.stdin.close()
-        try:
-            self._process.wait(_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        del started[self._process.pid]
-        process_counters.end_processes(started)
+        super().close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -7,21 +7,20 @@ sizes that it had finished. Only this module imports matplotlib, and its absence
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from statistics import median
 
-import msgspec
 import torch
 
 from tierd.bench import interleaved_run, overhead_result, process_counters, training
 from tierd.bench.overhead_result import FORMAT, OverheadResult, SaveMethodResult, SizeResult, advise_input
+from tierd.bench.report_page import MET, SIGNS, machine_text, markdown_table, median_or_none, number_text, write_result
 from tierd.bench.training import SAVE_METHODS
 from tierd.core.errors import ConfigError
 
-JSON, MARKDOWN, PNG = "overhead.json", "overhead.md", "overhead.png"
+PNG = "overhead.png"
 _PACKAGES = ("tierd", "torch", "torch_checkpointing")
 
 
@@ -73,11 +72,10 @@ def overhead(
 
 def write(result: OverheadResult, out: Path, say: Callable[[str], None]) -> None:
     """Write the three files."""
-    (out / JSON).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     missing = draw_overhead(result, out / PNG)
     if missing:
         say(missing)
-    (out / MARKDOWN).write_text(overhead_page(result, None if missing else PNG), encoding="utf-8")
+    write_result(out, "overhead", result, overhead_page(result, None if missing else PNG))
 
 
 def _check(sizes: Sequence[float], rounds: Sequence[int], arms: Sequence[str]) -> list[int]:
@@ -115,8 +113,6 @@ def versions() -> dict[str, str]:
 
 
 _SEEDED_AT = 1.0  # GB: the size that the post's table is scaled from, or the one closest to it
-_SIGNS = {"<=": "≤", "<": "<", ">=": "≥"}
-_MET = {True: "met", False: "**not met**", None: "not measured"}
 _ARM_COLUMNS = (
     "arm",
     "blocked: median",
@@ -163,13 +159,11 @@ def overhead_page(result: OverheadResult, plot: str | None = None) -> str:
 
 
 def _about(result: OverheadResult) -> str:
-    machine = result.machine
-    packages = ", ".join(f"{name} {version}" for name, version in sorted(machine.packages.items()))
+    trained_on = _trained_on(result)
     return (
         f"Written by `tierd bench overhead` on {result.created[:10]}. Believe the ratios: they are taken in one run, "
-        f"arms interleaved.\nThe seconds are this machine's: {machine.processor}, {machine.cores} cores "
-        f"({machine.training_threads} for training), {machine.memory_bytes / 2**30:.0f} GiB, {machine.filesystem}, "
-        f"{_trained_on(result)}Linux {machine.kernel}, Python {machine.python}, {packages}."
+        f"arms interleaved.\nThe seconds are this machine's, {trained_on}with {result.machine.training_threads} "
+        f"threads for training: {machine_text(result.machine)}."
     )
 
 
@@ -183,19 +177,19 @@ def _targets(result: OverheadResult) -> str:
         (
             verdict.target,
             f"{verdict.gigabytes:g} GB",
-            f"{_SIGNS[verdict.relation]} {_number(verdict.limit)}",
-            _number(verdict.measured),
-            _MET[verdict.met],
+            f"{SIGNS[verdict.relation]} {number_text(verdict.limit)}",
+            number_text(verdict.measured),
+            MET[verdict.met],
             verdict.by,
         )
         for verdict in overhead_result.target_verdicts(result)
     ]
-    return "## Targets\n\n" + _table(("target", "state", "limit", "measured", "", "from"), rows)
+    return "## Targets\n\n" + markdown_table(("target", "state", "limit", "measured", "", "from"), rows)
 
 
 def _size(size: SizeResult) -> str:
     copy, fresh, over = (size.ceiling(name) for name in ("memcpy_s", "raw_fresh_s", "raw_overwrite_s"))
-    restores = ", ".join(f"{kind} {_seconds(_median(values))}" for kind, values in size.restore.items())
+    restores = ", ".join(f"{kind} {_seconds(median_or_none(values))}" for kind, values in size.restore.items())
     gigabytes = size.state_bytes / 1e9
     dropped = "the system's page cache dropped" if size.cache_dropped else "its files dropped from the page cache"
     return "\n\n".join(
@@ -206,7 +200,7 @@ def _size(size: SizeResult) -> str:
             f"In the same run: memcpy floor {_rate(copy, gigabytes)}, raw O_DIRECT into a fresh file "
             f"{_rate(fresh, gigabytes)}, over an existing file {_rate(over, gigabytes)}. Restore in a fresh process, "
             f"{dropped}, median: {restores}.",
-            _table(_ARM_COLUMNS, [_arm(size, name, arm) for name, arm in size.arms.items()]),
+            markdown_table(_ARM_COLUMNS, [_arm(size, name, arm) for name, arm in size.arms.items()]),
         )
     )
 
@@ -221,12 +215,12 @@ def _arm(size: SizeResult, name: str, arm: SaveMethodResult) -> Sequence[str]:
         name,
         _seconds(blocked),
         _seconds(arm.p95("blocked_s")),
-        _seconds(_median(arm.first.get("first_blocked_s", []))) if arm.kind != "none" else "",
+        _seconds(median_or_none(arm.first.get("first_blocked_s", []))) if arm.kind != "none" else "",
         _seconds(arm.median("added_s")),
         _seconds(arm.p95("added_s")),
         _seconds(arm.median("durable_s")),
         _seconds(quiet),
-        "" if cpu is None else f"{cpu:.2f}",
+        number_text(cpu, ".2f"),
         "" if memory is None else f"{memory:.2f} x",
         _times(blocked, size.ceiling("memcpy_s")),
         _times(blocked, reference.median("blocked_s") if reference else None),
@@ -254,16 +248,7 @@ def _seed(result: OverheadResult) -> str:
         used=used or "nothing was",
     )
     columns = ("save every", "", "overhead", "efficiency")
-    return "\n\n".join(("## The overhead table this project started from", text, _table(columns, rows)))
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
+    return "\n\n".join(("## The overhead table this project started from", text, markdown_table(columns, rows)))
 
 
 def _seconds(value: float | None) -> str:
@@ -280,10 +265,6 @@ def _rate(seconds: float | None, gigabytes: float) -> str:
 
 def _times(numerator: float | None, denominator: float | None) -> str:
     return "" if numerator is None or not denominator else f"{numerator / denominator:.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 _FIGURES = {"blocked_s": "blocked", "added_s": "added to training", "durable_s": "until durable"}

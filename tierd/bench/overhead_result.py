@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import mean, median
+from statistics import mean
 
 import msgspec
 
 from tierd.bench.process_counters import Machine
+from tierd.bench.report_page import is_met, median_or_none
 
 FORMAT = 1
 
@@ -46,7 +47,7 @@ class SaveMethodResult(msgspec.Struct):
 
     def median(self, figure: str) -> float | None:
         """Return the median of a figure; None if the arm has no such figure."""
-        return median(self.samples[figure]) if self.samples.get(figure) else None
+        return median_or_none(self.samples.get(figure, ()))
 
     def cost_s(self, added: str = "added_s") -> float | None:
         """Cost of one save to training, in seconds: the median added time, but at least the median time in the call.
@@ -89,7 +90,7 @@ class SizeResult(msgspec.Struct):
         return {name: arm for name, arm in self.arms.items() if arm.skipped is None}
 
     def ceiling(self, name: str) -> float | None:
-        return median(self.ceilings[name]) if self.ceilings.get(name) else None
+        return median_or_none(self.ceilings.get(name, ()))
 
     def cpu_per_gb(self, name: str) -> float | None:
         """CPU seconds for each gigabyte of a quiet save; a mean, because the kernel counts in ticks of 10 ms."""
@@ -242,16 +243,14 @@ def _efficiency(size: SizeResult) -> list[TargetVerdict]:
 
 
 def _restoring(size: SizeResult) -> list[TargetVerdict]:
-    ratio = _ratio(_restore_median(size, "torch.load"), _restore_median(size, "tierd"))
+    ratio = _ratio(*(median_or_none(size.restore.get(kind, ())) for kind in ("torch.load", "tierd")))
     return [_judge(size, "torch.load / verified restore, cold cache", ">=", 1.5, ratio, "median seconds")]
 
 
 def _judge(
     size: SizeResult, target: str, relation: str, limit: float | None, measured: float | None, by: str
 ) -> TargetVerdict:
-    met = None
-    if limit is not None and measured is not None:
-        met = {"<=": measured <= limit, "<": measured < limit, ">=": measured >= limit}[relation]
+    met = is_met(relation, measured, limit)
     return TargetVerdict(target, size.gigabytes, relation, limit, measured, met, by)
 
 
@@ -259,18 +258,13 @@ def _median(size: SizeResult, arm: str, figure: str) -> float | None:
     return size.measured_methods[arm].median(figure) if arm in size.measured_methods else None
 
 
-def _restore_median(size: SizeResult, kind: str) -> float | None:
-    return median(size.restore[kind]) if size.restore.get(kind) else None
-
-
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
 
 
 POST_STEP_S, POST_STEPS = 0.05, 100_000
-POST_STATE_GB = (
-    1.4  # a writer's share that makes the post's printed rows: 1.4 s a save at its 1 GB/s, 14 s at its 0.1 GB/s
-)
+# A writer's share that makes the post's printed rows: 1.4 s a save at its 1 GB/s, 14 s at its 0.1 GB/s.
+POST_STATE_GB = 1.4
 POST_ROWS = {  # save every -> local and network: overhead in seconds, efficiency
     100: ((1406.4, 0.780), (14064.0, 0.262)),
     500: ((284.8, 0.946), (2812.8, 0.640)),

@@ -42,7 +42,7 @@ def cpu_seconds(root: int) -> float:
 
 def memory_bytes(root: int) -> int:
     """Return the tree's proportional set size: memory that two of its processes share counts once."""
-    return sum(_pss(pid) for pid in process_tree(root))
+    return sum(pss_bytes(pid) for pid in process_tree(root))
 
 
 def end_processes(processes: dict[int, str]) -> None:
@@ -67,7 +67,8 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def _pss(pid: int) -> int:
+def pss_bytes(pid: int) -> int:
+    """Return the proportional set size of one process; 0 if it has ended."""
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     except OSError:

@@ -14,10 +14,8 @@ page cache, and include the fsync.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ import torch
 
 from tierd.bench import process_counters
 from tierd.bench.training import LibraryUnavailable, SaveMethod, Training, Wait
+from tierd.bench.worker_pipe import serve
 from tierd.state import cuda
 
 _PIECE = 16 << 20  # bytes of one pwrite
@@ -233,28 +232,19 @@ def _make_arm(name: str, training: Training, directory: Path) -> SaveMethod:
 
 
 def main() -> None:
-    """Answer on the original standard output, and redirect all other output to standard error."""
+    """Serve one arm."""
     parser = argparse.ArgumentParser()
     parser.add_argument("arm")
     parser.add_argument("gigabytes", type=float)
     parser.add_argument("directory", type=Path)
     parser.add_argument("device", nargs="?", default="cpu")
     options = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker = SaveMeasurer(options.arm, options.gigabytes, options.directory, options.device)
-    verbs: dict[str, Callable[..., dict[str, Any]]] = {
-        "base": worker.base,
-        "start": worker.start,
-        "round": worker.round,
-        "memory": worker.memory,
-    }
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(verbs[request.pop("do")](**request)), file=answers)
-    worker.close()
-    answers.close()
-    os._exit(0)  # the interpreter would join DCP's process for ever at its end, because nothing stops that process
+
+    def open_verbs() -> dict[str, Callable[..., Any]]:
+        worker = SaveMeasurer(options.arm, options.gigabytes, options.directory, options.device)
+        return {verb.__name__: verb for verb in (worker.base, worker.start, worker.round, worker.memory, worker.close)}
+
+    serve(open_verbs)
 
 
 if __name__ == "__main__":

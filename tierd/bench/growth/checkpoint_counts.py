@@ -7,9 +7,12 @@ are theirs.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +21,7 @@ import tierd
 from tierd.bench.growth.growth_result import Clock, Figures, Rows, Samples, timed
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import MANIFEST_NAME, VERSION, Chunk, File, Manifest, StoredChunk
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, StoredChunk
 from tierd.core.manifest_codec import decode, encode
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.daemon_status import make_status
@@ -45,21 +48,8 @@ def encoded_manifest(which: PartId, *, stored: bool) -> bytes:
     key = f"chunks/{which.checkpoint.name}/{which.rank:05}/{raw}.raw"
     location = StoredChunk(codec="raw", size=len(DATA), xxh3_128=raw, key=key) if stored else None
     file = File(path="weights.bin", size=len(DATA), chunks=(Chunk(size=len(DATA), xxh3_128=raw, stored=location),))
-    return encode(
-        Manifest(
-            version=VERSION,
-            run=which.checkpoint.run,
-            step=step,
-            attempt=ATTEMPT,
-            resumed_from=None,
-            rank=which.rank,
-            world_size=which.world,
-            created=(START + timedelta(minutes=step)).isoformat(),
-            writer="tierd",
-            metrics={"loss": 1 / (step + 1)},
-            files=(file,),
-        )
-    )
+    metrics, created = {"loss": 1 / (step + 1)}, START + timedelta(minutes=step)
+    return encode(Manifest.of(which, None, metrics, created, "", (file,)))
 
 
 def put_in_spool(spool: Spool, which: PartId) -> None:
@@ -73,9 +63,15 @@ def put_in_spool(spool: Spool, which: PartId) -> None:
 
 
 def put_on_tier(tier: Path, which: PartId) -> None:
-    for key, data in ((which.manifest_key, encoded_manifest(which, stored=True)),):
-        (tier / key).parent.mkdir(parents=True, exist_ok=True)
-        (tier / key).write_bytes(data)
+    path = tier / which.manifest_key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded_manifest(which, stored=True))
+
+
+def put_runs_on_tier(tier: Path, runs: int, checkpoints: int, ranks: int) -> None:
+    """Put so many runs on a tier."""
+    for run, step, rank in itertools.product(range(runs), range(checkpoints), range(ranks)):
+        put_on_tier(tier, make_part(step, f"run{run:04}", rank, ranks))
 
 
 def spool_restores(home: Path, count: int) -> Samples:
@@ -133,6 +129,20 @@ def make_daemon(home: Path, tiers: int = 1) -> tuple[Reconciler, list[FileStore]
     return Reconciler(settings, spool, stores), list(stores.values())
 
 
+@asynccontextmanager
+async def running(daemon: Reconciler, stores: Sequence[FileStore]) -> AsyncIterator[None]:
+    """Run a daemon, in this process and context, until the block ends; then close its stores."""
+    mark_foreground()  # what is measured must not wait for other work on this machine
+    work = asyncio.ensure_future(daemon.run())
+    try:
+        yield
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        for store in stores:
+            await store.aclose()
+
+
 async def wait_flushed(daemon: Reconciler, count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         await daemon.until(lambda: daemon.journal.counters["flushed"] >= count)
@@ -156,50 +166,39 @@ async def steady_flushes(home: Path, count: int) -> Samples:
 
 async def _flushes(home: Path, count: int) -> list[Figures]:
     home.mkdir()
-    daemon, (store,) = make_daemon(home)
+    daemon, stores = make_daemon(home)
     for step in range(count):
         put_in_spool(daemon.spool, make_part(step))
         put_on_tier(home / "tier", make_part(step))
     samples: list[Figures] = []
-    mark_foreground()  # what is measured must not wait for other work on this machine
-    work = asyncio.ensure_future(daemon.run())
-    await asyncio.sleep(3.0)  # what has just changed is looked at again for two seconds
-    for step in range(count, count + 4 * ROUNDS):
-        clock, before = Clock(), daemon.journal.counters["flushed"]
-        put_in_spool(daemon.spool, make_part(step))
-        daemon.wake()
-        await wait_flushed(daemon, before + 1)
-        await asyncio.sleep(0.3)  # what follows a flush is part of it
-        samples.append(clock.read())
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    await store.aclose()
+    async with running(daemon, stores):
+        await asyncio.sleep(3.0)  # what has just changed is looked at again for two seconds
+        for step in range(count, count + 4 * ROUNDS):
+            clock, before = Clock(), daemon.journal.counters["flushed"]
+            put_in_spool(daemon.spool, make_part(step))
+            daemon.wake()
+            await wait_flushed(daemon, before + 1)
+            await asyncio.sleep(0.3)  # what follows a flush is part of it
+            samples.append(clock.read())
     return samples
 
 
 async def backlog_flushes(home: Path, count: int) -> Samples:
     """So many checkpoints wait in the spool, and a tier that wants all of them is empty; by tenths of them."""
-    daemon, (store,) = make_daemon(home)
+    daemon, stores = make_daemon(home)
     for step in range(count):
         put_in_spool(daemon.spool, make_part(step))
     samples: list[Figures] = []
-    mark_foreground()
-    work = asyncio.ensure_future(daemon.run())
-    for tenth in range(1, 11):
-        clock = Clock()
-        await wait_flushed(daemon, count * tenth // 10)
-        samples.append({figure: value / (count / 10) for figure, value in clock.read().items()})
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    await store.aclose()
+    async with running(daemon, stores):
+        for tenth in range(1, 11):
+            clock = Clock()
+            await wait_flushed(daemon, count * tenth // 10)
+            samples.append({figure: value / (count / 10) for figure, value in clock.read().items()})
     return {TIERD_NAME: samples}
 
 
 def ls_command(home: Path, runs: int, checkpoints: int, ranks: int) -> Samples:
-    for run in range(runs):
-        for step in range(checkpoints):
-            for rank in range(ranks):
-                put_on_tier(home, make_part(step, f"run{run:04}", rank, ranks))
+    put_runs_on_tier(home, runs, checkpoints, ranks)
     samples: Samples = {TIERD_NAME: [], "least": []}
     for _ in range(2):
         clock = Clock()

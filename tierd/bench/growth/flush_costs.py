@@ -30,7 +30,7 @@ import torch
 import zstandard
 
 import tierd
-from tierd.bench.growth.checkpoint_counts import RUN, TIERD_NAME, make_daemon, tier_directories, wait_flushed
+from tierd.bench.growth.checkpoint_counts import RUN, TIERD_NAME, make_daemon, running, tier_directories, wait_flushed
 from tierd.bench.growth.growth_result import Clock, Figures, Rows, Samples
 from tierd.bench.process_counters import drop_cache
 from tierd.bench.training import Training
@@ -58,16 +58,11 @@ def _state(kind: str) -> dict[str, torch.Tensor]:
 
 async def _flush(home: Path, tiers: int) -> Figures:
     """Flush what the spool holds to so many tiers that are empty."""
-    mark_foreground()  # here, because the context of a caller would stay hasty
     daemon, stores = make_daemon(home, tiers)
     clock, read = Clock(), _read_bytes()
-    work = asyncio.ensure_future(daemon.run())
-    await wait_flushed(daemon, tiers)
-    figures, read = clock.read(), _read_bytes() - read
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    for store in stores:
-        await store.aclose()
+    async with running(daemon, stores):
+        await wait_flushed(daemon, tiers)
+        figures, read = clock.read(), _read_bytes() - read
     return {**figures, "read_bytes": read - sum(map(_stored, tier_directories(home, tiers)))}
 
 

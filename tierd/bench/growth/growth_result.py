@@ -10,12 +10,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from tierd.bench.process_counters import Machine
+from tierd.bench.report_page import is_met, median_or_none
 
 T = TypeVar("T")
 Figures = dict[str, float]  # of one sample, by figure: `wall_s`, `cpu_s`, and a part's own
@@ -180,8 +180,7 @@ class GrowthVerdict(msgspec.Struct, frozen=True):
 
 def median_figure(samples: Samples, arm: str, figure: str) -> float | None:
     """Median of an arm's figure; None if it has none."""
-    values = [figures[figure] for figures in samples.get(arm, ()) if figure in figures]
-    return median(values) if values else None
+    return median_or_none([figures[figure] for figures in samples.get(arm, ()) if figure in figures])
 
 
 def goal_verdicts(result: GrowthResult) -> list[GrowthVerdict]:
@@ -204,15 +203,9 @@ def _judge_goal(goal: GrowthGoal, rows: dict[str, Samples]) -> list[GrowthVerdic
         arm_figure = median_figure(rows.get(name, {}), goal.arm, goal.figure)
         base_figure = median_figure(base, goal.divisor, goal.divisor_figure or goal.figure) if goal.divisor else 1.0
         measured = _ratio(goal, arm_figure, base_figure)
-        ceiling_figure = (
-            median_figure(rows.get(name, {}), goal.ceiling, goal.ceiling_figure or goal.figure)
-            if goal.ceiling
-            else None
-        )
-        best = _ratio(goal, ceiling_figure, base_figure)
-        met = None
-        if measured is not None:
-            met = measured <= goal.limit if goal.relation == "<=" else measured >= goal.limit
+        ceiling = median_figure(rows.get(name, {}), goal.ceiling, goal.ceiling_figure or goal.figure)
+        best = _ratio(goal, ceiling, base_figure)
+        met = is_met(goal.relation, measured, goal.limit)
         verdicts.append(GrowthVerdict(goal.text, name, goal.relation, goal.limit, measured, best, met))
     return verdicts
 

@@ -18,6 +18,7 @@ from tierd.bench import process_counters, training
 from tierd.bench.growth import checkpoint_counts, cold_restores, flush_costs, save_costs
 from tierd.bench.growth.growth_result import FORMAT, Figures, GrowthResult, Rows, goal_verdicts
 from tierd.bench.overhead import versions
+from tierd.bench.report_page import MET, SIGNS, machine_text, markdown_table, number_text, write_result
 from tierd.core.errors import ConfigError
 
 TITLES = {
@@ -35,22 +36,17 @@ TITLES = {
     "ls": "`tierd ls` over runs x checkpoints x ranks on a file tier",
     "status": "The daemon's answer to `status` with runs x checkpoints in its spool",
 }
-_SIGNS = {"<=": "≤", ">=": "≥"}
-_MET = {True: "met", False: "**not met**", None: "not measured"}
 _COLUMNS = ("cpu_s", "wall_s", "blocked_s", "added_s", "quiet_durable_s", "raw_overwrite_s", "lost_share", "sent_share",
             "read_bytes", "daemon_cpu_s", "decode_gb_per_cpu_s", "encode_gb_per_cpu_s", "stored_share")  # fmt: skip
 
 
 def growth_page(result: GrowthResult) -> str:
     """The whole page."""
-    machine = result.machine
-    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     return "\n".join(
         (
             "# Costs that must not grow",
             "",
-            f"`tierd bench growth`, {result.created[:10]}: {machine.processor}, {machine.cores} cores, "
-            f"{machine.memory_bytes / 1e9:.0f} GB, {machine.filesystem}; Python {machine.python}, {packages}. "
+            f"`tierd bench growth`, {result.created[:10]}: {machine_text(result.machine)}. "
             "Each figure is the median of its samples, all of which are in `growth.json`. Arms of one row take turns, "
             "so that a busy machine affects all of them; trust ratios and CPU seconds more than wall times.",
             "",
@@ -62,34 +58,32 @@ def growth_page(result: GrowthResult) -> str:
 
 
 def _goals(result: GrowthResult) -> Iterator[str]:
-    yield from (
-        "## Goals",
-        "",
-        "| goal | row | limit | measured | ceiling | |",
-        "| --- | --- | --- | --- | --- | --- |",
-    )
+    rows = []
     for verdict in goal_verdicts(result):
-        limit = f"{_SIGNS[verdict.relation]} {verdict.limit:g}"
         ceiling = ""
         if verdict.ceiling and verdict.measured:
             reached = (
                 verdict.measured / verdict.ceiling if verdict.relation == ">=" else verdict.ceiling / verdict.measured
             )
             ceiling = f"{verdict.ceiling:.3g} ({reached:.0%} of it)"
-        measured = "" if verdict.measured is None else f"{verdict.measured:.3g}"
-        yield f"| {verdict.goal} | {verdict.row} | {limit} | {measured} | {ceiling} | {_MET[verdict.met]} |"
+        limit = f"{SIGNS[verdict.relation]} {verdict.limit:g}"
+        rows.append((verdict.goal, verdict.row, limit, number_text(verdict.measured, ".3g"), ceiling, MET[verdict.met]))
+    yield from ("## Goals", "", markdown_table(("goal", "row", "limit", "measured", "ceiling", ""), rows))
 
 
 def _part(name: str, result: GrowthResult) -> Iterator[str]:
     rows = result.parts[name]
     all_figures = [figures for samples in rows.values() for arm in samples.values() for figures in arm]
     shown_figures = [figure for figure in _COLUMNS if any(figure in figures for figures in all_figures)]
-    heads = ["", "arm", *(figure.replace("_", " ") for figure in shown_figures)]
     yield from ("", f"## {TITLES[name]}", "", f"Measured on {result.measured.get(name, result.created[:10])}.", "")
-    yield from (f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads))
-    for row, samples in rows.items():
-        for arm, arm_samples in samples.items():
-            yield f"| {row} | {arm} | {' | '.join(_figure(arm_samples, figure) for figure in shown_figures)} |"
+    yield markdown_table(
+        ("", "arm", *(figure.replace("_", " ") for figure in shown_figures)),
+        [
+            (row, arm, *(_figure(arm_samples, figure) for figure in shown_figures))
+            for row, samples in rows.items()
+            for arm, arm_samples in samples.items()
+        ],
+    )
 
 
 def _figure(samples: list[Figures], figure: str) -> str:
@@ -110,9 +104,6 @@ def _number(figure: str, value: float) -> str:
     return f"{value:.2f} s" if abs(value) >= 10 else f"{1000 * value:,.1f} ms"
 
 
-JSON, MARKDOWN = "growth.json", "growth.md"
-
-
 def growth(
     only: Sequence[str],
     scale: float,
@@ -123,13 +114,8 @@ def growth(
 ) -> GrowthResult:
     """Measure these parts, and write the files to `out` after each row.
 
-    Args:
-        only: names of parts, as in `TITLES`.
-        scale: so many times as many checkpoints and runs.
-        s3: the URL of a place in a bucket, for cold restores; empty for none.
-
-    Raises:
-        ConfigError: an option cannot be used.
+    `only` names parts, as in `TITLES`; `scale` is so many times as many checkpoints and runs; `s3` is the URL of a
+    place in a bucket, for cold restores, or empty. Raises `ConfigError` if an option cannot be used.
     """
     if unknown := set(only) - set(TITLES):
         raise ConfigError(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(TITLES)}")
@@ -158,20 +144,13 @@ def growth(
                 with tempfile.TemporaryDirectory(dir=scratch) as home:
                     result.parts[part][row] = measure(Path(home))
                 if out is not None:
-                    write(result, out)
+                    write_result(out, "growth", result, growth_page(result))
     return result
 
 
 def _take_over(result: GrowthResult, out: Path | None) -> None:
     """Take over what an earlier run left in `out`."""
-    path = out / JSON if out else None
+    path = out / "growth.json" if out else None
     if path is not None and path.exists():
         before = msgspec.json.decode(path.read_bytes(), type=GrowthResult)
         result.parts, result.measured = before.parts, before.measured
-
-
-def write(result: GrowthResult, out: Path) -> None:
-    """Write the samples and the page."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / JSON).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    (out / MARKDOWN).write_text(growth_page(result), encoding="utf-8")
