@@ -7,7 +7,6 @@ round, so that a noisy machine's drift hits both alike. Writes `results/before.j
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import tempfile
@@ -16,6 +15,7 @@ from statistics import median
 
 from tierd.bench import process_counters
 from tierd.bench.interleaved_run import WorkerProcess, steps_for
+from tierd.bench.report_page import markdown_table, write_result
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("tierd", "tierd-overlapped")
@@ -32,50 +32,46 @@ FIGURES = {
 
 def measure(checkouts: dict[str, Path], gigabytes: float, rounds: int, room: Path) -> dict[str, dict[str, list[float]]]:
     """By checkout and arm, the samples of each figure, seconds."""
-    lanes, found, steps = {}, {}, 0
+    workers, found, steps = {}, {}, 0
     try:
         for arm in ARMS:
             for name, path in checkouts.items():
                 os.environ["PYTHONPATH"] = str(path)  # the process is started elsewhere, so this decides
                 which = f"{name} {arm}"
                 (room / name).mkdir(exist_ok=True)
-                lanes[which] = WorkerProcess(arm, gigabytes, room / name)
-                facts, _ = lanes[which].request("base", steps=steps)
+                workers[which] = WorkerProcess(arm, gigabytes, room / name)
+                facts, _ = workers[which].request("base", steps=steps)
                 steps = steps or steps_for(gigabytes, facts["step_s"])
-                lanes[which].request("start")
+                workers[which].request("start")
                 found[which] = {}
         for number in range(rounds):
             print(f"{gigabytes:g} GB: round {number + 1} of {rounds}", flush=True)
-            for which in sorted(lanes, reverse=bool(number % 2)):
-                samples, _ = lanes[which].request("round", steps=steps)
+            for which in sorted(workers, reverse=bool(number % 2)):
+                samples, _ = workers[which].request("round", steps=steps)
                 for figure, value in samples.items():
                     found[which].setdefault(figure, []).append(value)
                 process_counters.sync_filesystem(room)
     finally:
-        for lane in lanes.values():
-            lane.close()
+        for worker in workers.values():
+            worker.close()
     return found
 
 
 def page(result: dict) -> str:
     """The table: medians, and the ratio of the medians of the rounds."""
-    lines = [
-        "# The save path, before and after",
-        "",
-        f"`python benchmarks/before.py`: {result['gigabytes']:g} GB, {result['rounds']} rounds in turns, "
-        f"{result['before']} and {result['after']}; medians in seconds. {result['machine']}.",
-        "",
-        "| arm | figure | before | after | after / before |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for arm in ARMS:
-        for figure, what in FIGURES.items():
+        for figure, label in FIGURES.items():
             old, new = (result["samples"][f"{name} {arm}"].get(figure) for name in ("before", "after"))
             if old and new:
                 a, b = median(old), median(new)
-                ratio = f"{b / a:.2f}" if abs(a) > 1e-3 else ""
-                lines.append(f"| {arm} | {what} | {a:.3f} | {b:.3f} | {ratio} |")
-    return "\n".join(lines) + "\n"
+                rows.append((arm, label, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}" if abs(a) > 1e-3 else ""))
+    return (
+        "# The save path, before and after\n\n"
+        f"`python benchmarks/before.py`: {result['gigabytes']:g} GB, {result['rounds']} rounds in turns, "
+        f"{result['before']} and {result['after']}; medians in seconds. {result['machine']}.\n\n"
+        f"{markdown_table(('arm', 'figure', 'before', 'after', 'after / before'), rows)}\n"
+    )
 
 
 def commit(path: Path) -> str:
@@ -101,8 +97,7 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, Linux {os.uname().release}",
         "samples": samples,
     }
-    (HERE / "results" / "before.json").write_text(json.dumps(result, indent=1) + "\n")
-    (HERE / "results" / "before.md").write_text(page(result))
+    write_result(HERE / "results", "before", result, page(result))
     print(page(result))
 
 

@@ -11,31 +11,22 @@ import argparse
 import json
 import os
 import platform
-import resource
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from tierd.bench.growth.checkpoint_counts import make_part, put_on_tier
+from tierd.bench.growth.checkpoint_counts import put_runs_on_tier
+from tierd.bench.growth.growth_result import Figures, median_figure, timed
+from tierd.bench.report_page import write_result
 
 SAMPLES = 5
 
 
-def fill(tier: Path, runs: int, checkpoints: int, ranks: int) -> None:
-    for run in range(runs):
-        for step in range(checkpoints):
-            for rank in range(ranks):
-                put_on_tier(tier, make_part(step, f"run-{run:04}", rank, ranks))
-
-
-def measured(command: list[str]) -> dict[str, float]:
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "tierd", *command], check=True, stdout=subprocess.DEVNULL)
-    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"wall_s": wall, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+def measured(command: list[str]) -> Figures:
+    """What a command takes, as a process of its own."""
+    command = [sys.executable, "-m", "tierd", *command]
+    return timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))[1]
 
 
 def main() -> None:
@@ -50,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.dir) as room:
         tier = Path(room) / "tier"
         tier.mkdir()
-        fill(tier, given.runs, given.checkpoints, given.ranks)
+        put_runs_on_tier(tier, given.runs, given.checkpoints, given.ranks)
         samples = {"runs": [measured(["runs", str(tier)]) for _ in range(SAMPLES)]}
         if given.ls:
             samples["ls"] = [measured(["ls", str(tier)])]
@@ -60,12 +51,11 @@ def main() -> None:
         "ranks": given.ranks,
         "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()},
         "median": {
-            name: {key: statistics.median(it[key] for it in some) for key in some[0]} for name, some in samples.items()
+            name: {figure: median_figure(samples, name, figure) for figure in ("wall_s", "cpu_s")} for name in samples
         },
         "samples": samples,
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "runs.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(given.out, "runs", result)
     print(json.dumps(result["median"]))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import time
@@ -23,9 +22,10 @@ from typing import Any
 
 import zstandard
 
+from tierd.bench.report_page import markdown_table, write_result
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, StoredChunk
+from tierd.core.manifest import CHUNK_SIZE, TENSORS, Chunk, File, Manifest, StoredChunk
 from tierd.core.manifest_codec import encode
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
@@ -59,19 +59,8 @@ def manifest(part: PartId, size: int) -> Manifest:
         held = min(left, CHUNK_SIZE)
         lies = StoredChunk(codec="zst", size=int(held * 0.84), xxh3_128=stored, key=key, checked="crc64nvme")
         chunks.append(Chunk(size=held, xxh3_128=raw, stored=lies))
-    return Manifest(
-        version=VERSION,
-        run=RUN,
-        step=step,
-        attempt=part.checkpoint.attempt,
-        resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
-        rank=part.rank,
-        world_size=part.world,
-        created=(START + timedelta(minutes=step)).isoformat(),
-        writer="tierd",
-        metrics={"loss": 1 / (step + 1)},
-        files=(File(path=TENSORS, size=size, chunks=tuple(chunks)),),
-    )
+    file = File(path=TENSORS, size=size, chunks=tuple(chunks))
+    return Manifest.of(part, origin, {"loss": 1 / (step + 1)}, START + timedelta(minutes=step), "", (file,))
 
 
 def filled(ranks: int, checkpoints: int) -> MemoryStore:
@@ -80,8 +69,8 @@ def filled(ranks: int, checkpoints: int) -> MemoryStore:
     for step in range(checkpoints):
         for rank in range(ranks):
             part = PartId(checkpoint(step), rank, ranks)
-            store._objects[part.manifest_key] = (encode(manifest(part, CHUNK_SIZE)) if rank < LOCAL else b"", 1)
-    store._keys = sorted(store._objects)
+            store.objects[part.manifest_key] = (encode(manifest(part, CHUNK_SIZE)) if rank < LOCAL else b"", 1)
+    store.keys = sorted(store.objects)
     return store
 
 
@@ -165,41 +154,37 @@ ABOUT = """# A tier of many ranks
 seconds of an observation are the daemon's own work and the dictionary's, without a network. The spool holds 8 ranks.
 Memory counts Python's allocations. `held`: by the places of spool and tier and the facts of manifests. `peak`: the most
 during a first observation and a plan.
-
-| ranks x checkpoints | first observation | a later one | held | peak |
-| --- | --- | --- | --- | --- |
-"""
-PLANS = """
-| ranks x checkpoints | in the spool | policy | plan | report | candidates |
-| --- | --- | --- | --- | --- | --- |
 """
 NOTES = f"""
 *few*: {FEW} checkpoints; *all*: every one; *half unsent*: every one, and the tier lacks every second one. *keep all*:
 `keep_last` of the total number; *keep some*: the last 3, every tenth, the best 3.
 
 A manifest's size on a tier, of one file in chunks of 32 MiB, and its size with zstd (manifests are not compressed):
-
-| part | chunks | manifest | zstd |
-| --- | --- | --- | --- |
 """
 
 
 def page(result: dict[str, Any]) -> str:
-    observations, plans, manifests = [], [], []
-    for one in result["worlds"]:
-        name = f"{one['ranks']:,} x {one['checkpoints']:,}"
-        took = f"{one['look_first_s']:.2f} s | {one['look_again_s']:.2f} s"
-        observations.append(
-            f"| {name} | {took} | {one['held_bytes'] / 1e6:.0f} MB | {one['peak_bytes'] / 1e6:.0f} MB |"
+    observations, plans = [], []
+    for world in result["worlds"]:
+        name = f"{world['ranks']:,} x {world['checkpoints']:,}"
+        times = (f"{world[key]:.2f} s" for key in ("look_first_s", "look_again_s"))
+        observations.append((name, *times, *(f"{world[key] / 1e6:.0f} MB" for key in ("held_bytes", "peak_bytes"))))
+        for case in world["spools"]:
+            times = (f"{case[key]:.3f} s" for key in ("plan_s", "report_s", "candidates_s"))
+            plans.append((name, case["spool"], case["policy"], *times))
+    manifests = [
+        (f"{size['part_gb']} GB", f"{size['chunks']:,}", *(f"{size[key] / 1e3:,.1f} kB" for key in ("bytes", "zstd")))
+        for size in result["manifests"]
+    ]
+    return "\n\n".join(
+        (
+            ABOUT.format(**result).strip(),
+            markdown_table(("ranks x checkpoints", "first observation", "a later one", "held", "peak"), observations),
+            markdown_table(("ranks x checkpoints", "in the spool", "policy", "plan", "report", "candidates"), plans),
+            NOTES.strip(),
+            markdown_table(("part", "chunks", "manifest", "zstd"), manifests) + "\n",
         )
-        for case in one["spools"]:
-            times = " | ".join(f"{case[key]:.3f} s" for key in ("plan_s", "report_s", "candidates_s"))
-            plans.append(f"| {name} | {case['spool']} | {case['policy']} | {times} |")
-    for one in result["manifests"]:
-        sizes = f"{one['bytes'] / 1e3:,.1f} kB | {one['zstd'] / 1e3:,.1f} kB"
-        manifests.append(f"| {one['part_gb']} GB | {one['chunks']:,} | {sizes} |")
-    pieces = (ABOUT.format(**result), *observations, PLANS.rstrip("\n"), *plans, NOTES.rstrip("\n"), *manifests)
-    return "\n".join(piece.rstrip("\n") for piece in pieces) + "\n"
+    )
 
 
 def main() -> None:
@@ -213,8 +198,7 @@ def main() -> None:
         "worlds": [measured(*map(int, world.split("x"))) for world in asked.worlds.split(",")],
         "manifests": sizes(),
     }
-    (asked.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
-    (asked.out / "scale.md").write_text(page(result))
+    write_result(asked.out, "scale", result, page(result))
     print(page(result))
 
 

@@ -20,12 +20,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
 
+from tierd.bench.report_page import write_result
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import VERSION, Manifest
+from tierd.core.manifest import Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.place import SPOOL
@@ -68,21 +70,7 @@ def commit(spool: Spool, step: int, noise: random.Random) -> PartId:
             name, data = f"{number:02}.bin", noise.randbytes(noise.randint(200, 1500))
             data += bytes([number]) * (noise.randint(100, 2000) if number % 2 else 0)
             files.append(write_file(stage.path / name, name, data))
-        stage.commit(
-            Manifest(
-                version=VERSION,
-                run="run",
-                step=step,
-                attempt=part.checkpoint.attempt,
-                resumed_from=None,
-                rank=0,
-                world_size=1,
-                created="2026-01-01T00:00:00+00:00",
-                writer="benchmark",
-                metrics={},
-                files=tuple(files),
-            )
-        )
+        stage.commit(Manifest.of(part, None, {}, datetime(2026, 1, 1, tzinfo=UTC), "benchmark", tuple(files)))
     return part
 
 
@@ -236,9 +224,8 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as directory:
         result = asyncio.run(run(Path(directory), 100, 1000, int(sys.argv[1]) if len(sys.argv) > 1 else 1))
-    text = json.dumps(result, indent=2) + "\n"
-    (Path(__file__).parent / "results" / "scrub.json").write_text(text)
-    print(text, end="")
+    write_result(Path(__file__).parent / "results", "scrub", result)
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

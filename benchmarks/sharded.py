@@ -28,7 +28,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
@@ -38,7 +37,8 @@ from torch.distributed.fsdp import fully_shard
 
 import tierd
 import tierd.dcp
-from tierd.bench.process_counters import Machine, describe_machine
+from tierd.bench.process_counters import describe_machine
+from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
 
 Waits = Callable[[], None]
 ABOUT = {
@@ -185,37 +185,29 @@ def measured(samples: list[dict[str, Any]], arm: str, name: str) -> list[float]:
 
 
 def page(result: dict[str, Any]) -> str:
-    where: Machine = result["machine"]
     samples = result["samples"]
     middle = {arm: statistics.median(measured(samples, arm, "blocked_s")) for arm in ABOUT}
-    lines = [
-        "# Saving a sharded model",
-        "",
-        "Written by `benchmarks/sharded.py`; every sample is in [sharded.json](sharded.json). Medians (and ranges) of",
-        f"the slowest rank's: {result['ranks']} ranks with gloo, a model of {LAYERS} layers under FSDP2 with AdamW,",
-        f"{result['bytes'] / 1e6:.0f} MB of state on all of them; {result['rounds']} rounds, arms in turns in the same",
-        f"processes. {where.processor}, {where.cores} cores, which other work shared; torch {torch.__version__};",
-        f"{result['date']}.",
-        "",
-        "| arm | blocked s | of `dcp.async` | in the call s | durable s | written MB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for arm in ABOUT:
-        blocked = measured(samples, arm, "blocked_s")
         called, durable = (statistics.median(measured(samples, arm, name)) for name in ("called_s", "durable_s"))
         written = statistics.median(measured(samples, arm, "bytes")) / 1e6
-        lines.append(
-            f"| {arm} | {middle[arm]:.4f} ({min(blocked):.4f}-{max(blocked):.4f}) "
-            f"| {middle[arm] / middle['dcp.async']:.3f} | {called:.4f} | {durable:.2f} | {written:.0f} |"
-        )
-    lines += [
-        "",
-        "*Blocked* is the time in the call, and in the next step as far as it waits for a copy. *Durable* counts from",
-        "the call, beside training; a copy behind training is kept only when the next step has confirmed it.",
-        "",
-    ]
-    lines += [f"- **{arm}**: {text}." for arm, text in ABOUT.items()]
-    return "\n".join(lines) + "\n"
+        blocked = spread_text(measured(samples, arm, "blocked_s"), ".4f")
+        ratio = f"{middle[arm] / middle['dcp.async']:.3f}"
+        rows.append((arm, blocked, ratio, f"{called:.4f}", f"{durable:.2f}", f"{written:.0f}"))
+    columns = ("arm", "blocked s", "of `dcp.async`", "in the call s", "durable s", "written MB")
+    return f"""# Saving a sharded model
+
+Written by `benchmarks/sharded.py`; every sample is in [sharded.json](sharded.json). Medians (and ranges) of
+the slowest rank's: {result["ranks"]} ranks with gloo, a model of {LAYERS} layers under FSDP2 with AdamW,
+{result["bytes"] / 1e6:.0f} MB of state on all of them; {result["rounds"]} rounds, arms in turns in the same
+processes. {machine_text(result["machine"])}, shared with other work; {result["date"]}.
+
+{markdown_table(columns, rows)}
+
+*Blocked* is the time in the call, and in the next step as far as it waits for a copy. *Durable* counts from
+the call, beside training; a copy behind training is kept only when the next step has confirmed it.
+
+""" + "".join(f"- **{arm}**: {text}.\n" for arm, text in ABOUT.items())
 
 
 def main() -> None:
@@ -250,8 +242,7 @@ def main() -> None:
     }
     print(page(result))
     if args.out:
-        (args.out / "sharded.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-        (args.out / "sharded.md").write_text(page(result))
+        write_result(args.out, "sharded", result, page(result))
 
 
 if __name__ == "__main__":

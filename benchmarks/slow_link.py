@@ -28,6 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 
 import tierd
+from tierd.bench.report_page import write_result
 
 KEEP = 3
 _PIECE = 16 << 10  # bytes
@@ -133,7 +134,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slow-link-") as room:
         found = measure(asked, Path(room))
-    (Path(__file__).parent / "results" / "slow_link.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result(Path(__file__).parent / "results", "slow_link", found)
     print(json.dumps(found))
     return 0
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 
 import tierd
+from tierd.bench.process_counters import pss_bytes
+from tierd.bench.report_page import write_result
 
 KEEP = 3
 TIERS = ("near", "far")
@@ -45,7 +47,7 @@ def main() -> int:
     asked = options.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.dir, prefix="soak-") as room:
         found = soak(Path(room), asked.minutes * 60, asked.every, round(asked.megabytes * 1e6))
-    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(asked.out.parent, asked.out.stem, found)
     print(json.dumps({name: value for name, value in found.items() if name != "samples"}, indent=1))
     return 0 if found["ok"] else 1
 
@@ -112,15 +114,10 @@ def _train(
 def _sample(daemon: int, saves: int) -> dict[str, float]:
     found: dict[str, float] = {"saves": saves}
     for name, pid in (("trainer", os.getpid()), ("daemon", daemon)):
-        found[f"{name}_bytes"] = _pss(pid)
+        # Of one process and not of its tree, because the trainer is the daemon's parent here.
+        found[f"{name}_bytes"] = pss_bytes(pid)
         found[f"{name}_descriptors"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return found
-
-
-def _pss(pid: int) -> int:
-    # Of one process and not of its tree, because the trainer is the daemon's parent here.
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def _places(room: Path, spool: Path) -> dict[str, Path]:

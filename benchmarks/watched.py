@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 import tierd
+from tierd.bench.report_page import markdown_table, write_result
 from tierd.codec import byte_planes
 from tierd.spool.direct_io import PIECE, memory_for, read_into, set_direct, write_pages
 from tierd.spool.file_io import digest
@@ -55,9 +56,9 @@ from tierd.cli import run
 from tierd.core.planning import background_schedule
 from tierd.daemon import daemon_timings
 from tierd.daemon.intake import intake, unit_watch
-flush_window._FEWEST = int(os.environ["SPREAD"])
-quick = dataclasses.replace(timings.USUAL, watch_s=0.05)
-timings.given = lambda: quick
+background_schedule._FEWEST = int(os.environ["SPREAD"])
+quick = dataclasses.replace(daemon_timings.USUAL, watch_s=0.05)
+daemon_timings.given = lambda: quick
 intake.UnitWatch = functools.partial(unit_watch.UnitWatch, settle_s=0.0)
 sys.exit(run())
 """
@@ -307,7 +308,8 @@ def prepare(room: Path, gigabytes: float, units: int) -> dict[str, object]:
         torch.save(model(gigabytes, step), outputs / f"model_{step}.pt")
     size = sum(path.stat().st_size for path in outputs.iterdir())
     common = ["--run", "watched", "--to", f"file://{tier}"]
-    nothing, _ = read_bytes([*TIERD, "prepare", str(empty(room)), *common])
+    (room / "empty").mkdir()
+    nothing, _ = read_bytes([*TIERD, "prepare", str(room / "empty"), *common])
     watched = [*TIERD, "watch", str(outputs), *common, "--keep-last", str(units), "--until-idle"]
     subprocess.run(watched, check=True, stdout=subprocess.DEVNULL)
     cold()
@@ -322,12 +324,6 @@ def prepare(room: Path, gigabytes: float, units: int) -> dict[str, object]:
         "seconds": took,
         "cat_s": plain,
     }
-
-
-def empty(room: Path) -> Path:
-    made = room / "empty"
-    made.mkdir(exist_ok=True)
-    return made
 
 
 # -- export -----------------------------------------------------------------------------------------------------------
@@ -426,27 +422,37 @@ def page(result: dict[str, Any]) -> str:
         "least": "least: read, verify, decode, verify, write",
         "tierd": "`tierd export`",
     }
+    rows = (
+        (
+            f"a checkpoint of {taken['gigabytes']:g} GB until it is on a tier, verified, to `cp` and `sync`",
+            f"{taken['ratio']:.2f}",
+            "1.2",
+        ),
+        ("the least code that verifies what it wrote, to `cp` and `sync`", f"{taken['least_to_cp']:.2f}", ""),
+        ("the watch, as a share of the least code's pace", f"{taken['share_of_least']:.0%}", ""),
+        ("the watch, to `cp` and `sync` at its own priority", f"{taken['to_polite']:.2f}", ""),
+        ("CPU seconds of the daemon for each GB", f"{statistics.median(taken['cpu_seconds_per_gb']):.2f}", ""),
+        (
+            "training loses beside a watch; beside `cp`",
+            f"{beside['lost']['tierd']:.1%}; {beside['lost']['cp']:.1%}",
+            "no more than beside `cp`",
+        ),
+        (f"bytes that `prepare` reads, to those of {prepared['units']} checkpoints", f"{prepared['ratio']:.4f}", "1"),
+        (
+            f"an export of {exported['raw_bytes'] / 1e9:g} GB, to `cat` of the tier's files",
+            f"{exported['ratio']:.1f}",
+            "1.3",
+        ),
+        ("the least code that decodes and writes, to `cat`", f"{exported['least_to_cat']:.1f}", ""),
+        ("the export, as a share of the least code's pace", f"{exported['share_of_least']:.0%}", ""),
+    )
     lines = [
         "# What a watch, a `prepare` and an export cost",
         "",
         f"`python -m benchmarks.watched`, {result['created']}: {result['machine']}. Medians of the samples in",
         "`watched.json`; arms of one row were measured in turns. The benchmark's text says what each arm does.",
         "",
-        "| | measured | asked |",
-        "| --- | --- | --- |",
-        f"| a checkpoint of {taken['gigabytes']:g} GB until it is on a tier, verified, to `cp` and `sync` | "
-        f"{taken['ratio']:.2f} | 1.2 |",
-        f"| the least code that verifies what it wrote, to `cp` and `sync` | {taken['least_to_cp']:.2f} | |",
-        f"| the watch, as a share of the least code's pace | {taken['share_of_least']:.0%} | |",
-        f"| the watch, to `cp` and `sync` at its own priority | {taken['to_polite']:.2f} | |",
-        f"| CPU seconds of the daemon for each GB | {statistics.median(taken['cpu_seconds_per_gb']):.2f} | |",
-        f"| training loses beside a watch; beside `cp` | {beside['lost']['tierd']:.1%}; {beside['lost']['cp']:.1%} | "
-        "no more than beside `cp` |",
-        f"| bytes that `prepare` reads, to those of {prepared['units']} checkpoints | {prepared['ratio']:.4f} | 1 |",
-        f"| an export of {exported['raw_bytes'] / 1e9:g} GB, to `cat` of the tier's files | {exported['ratio']:.1f} "
-        "| 1.3 |",
-        f"| the least code that decodes and writes, to `cat` | {exported['least_to_cat']:.1f} | |",
-        f"| the export, as a share of the least code's pace | {exported['share_of_least']:.0%} | |",
+        markdown_table(("", "measured", "asked"), rows),
         "",
         "`cp` verifies nothing and reads nothing back. `cat` decodes nothing and writes nothing. So on a fast disk the",
         "rest of the work decides, and *least* is what that work takes at the least. The daemon works at the lowest",
@@ -459,9 +465,10 @@ def page(result: dict[str, Any]) -> str:
         f"Of the exported checkpoint's chunks {exported['compressed_share_of_chunks']:.0%} were compressed. Of",
         f"the export's time, {parts['start'] / parts['tierd']:.0%} is the command's start, which imports torch.",
         "",
-        "| export | wall | CPU |",
-        "| --- | --- | --- |",
-        *(f"| {text} | {parts[arm]:.1f} s | {used[arm]:.1f} s |" for arm, text in called.items()),
+        markdown_table(
+            ("export", "wall", "CPU"),
+            [(text, f"{parts[arm]:.1f} s", f"{used[arm]:.1f} s") for arm, text in called.items()],
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -492,9 +499,7 @@ def main() -> None:
             print(name, json.dumps(result[name]))
             machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
             result |= {"created": datetime.now(UTC).date().isoformat(), "machine": machine}
-            RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    if parts.keys() <= result.keys():
-        RESULT.with_suffix(".md").write_text(page(result))
+            write_result(RESULT.parent, RESULT.stem, result, page(result) if parts.keys() <= result.keys() else "")
 
 
 if __name__ == "__main__":

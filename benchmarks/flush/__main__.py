@@ -31,12 +31,13 @@ import host
 import measures
 import msgspec
 from bench import Bench
-from lanes import HERE
 from page import FORMAT, Result, page, verdicts
 
 from tierd.bench import process_counters
+from tierd.bench.report_page import write_result
 
-JSON, MARKDOWN = "flush.json", "flush.md"
+HERE = Path(__file__).resolve().parent
+
 _TOLD = ("parts", "sizes", "sizes_e", "rounds", "rounds_e", "window", "train_steps", "train_seconds")
 
 
@@ -113,28 +114,18 @@ def _data(
         path = checkpoints.file_of(directory, kind, size)
         if not path.exists():
             _say(f"{size:g} GB {kind}: training for at most {steps} steps or {seconds:g} s")
-            script = [
-                sys.executable,
-                str(HERE / "checkpoints.py"),
-                kind,
-                str(size),
-                str(path),
-                str(steps),
-                str(seconds),
-            ]
-            subprocess.run(script, env=env, check=True)
+            arguments = (kind, str(size), str(path), str(steps), str(seconds))
+            subprocess.run([sys.executable, str(HERE / "checkpoints.py"), *arguments], env=env, check=True)
         found[f"{kind}, {size:g} GB"] = checkpoints.about(path)
     return found
 
 
 def _write(result: Result, bench: Bench, out: Path) -> None:
     """Both files, so far."""
-    out.mkdir(parents=True, exist_ok=True)
     packages = host.versions(bench.peer_packages)
     result.machine = msgspec.structs.replace(result.machine, packages=packages)
     result.cache_dropped = bench.dropped
-    (out / JSON).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    (out / MARKDOWN).write_text(page(result), encoding="utf-8")
+    write_result(out, "flush", result, page(result))
 
 
 def _numbers(text: str) -> Sequence[float]:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import checkpoints
 import msgspec
-from host import Bucket, Daemon, busy_seconds, settle
-from lanes import Lane, cpu_seconds
+from host import Bucket, Daemon, busy_seconds
+
+from tierd.bench.process_counters import cpu_seconds, sync_filesystem
+from tierd.bench.worker_pipe import WorkerPipe
 
 Say = Callable[[str], None]
 Figures = dict[str, float]
@@ -67,10 +69,10 @@ class Bench:
     dropped: bool = True
     save: Callable[[], None] = lambda: None
 
-    def lane(self, script: str, home: Path) -> closing[Lane]:
+    def worker(self, script: str, home: Path) -> closing[WorkerPipe]:
         """A worker, for the time of a `with`."""
-        python = self.peer_python if script == PEER else sys.executable
-        return closing(Lane(python, script, self.env, home / "worker.log"))
+        command = [self.peer_python if script == PEER else sys.executable, str(Path(__file__).parent / script)]
+        return closing(WorkerPipe(script, command, home / "worker.log", self.env, 1800.0))
 
     def daemon(self, home: Path, *urls: str) -> closing[Daemon]:
         """A daemon of the turn's spool, for the time of a `with`."""
@@ -115,11 +117,12 @@ class Bench:
                     for figure, value in turn(case, home).items():
                         case.samples.setdefault(figure, []).append(value)
                 except Exception as error:
-                    case.errors.append(f"{type(error).__name__}: {error}")
+                    reason = " / ".join(str(error).splitlines()[-3:])
+                    case.errors.append(f"{type(error).__name__}: {reason}")
                     self.say(f"{what}: failed: {error}")
                 finally:
                     shutil.rmtree(home, ignore_errors=True)
-                    settle(self.directory)
+                    sync_filesystem(self.directory)
                 self.save()
 
 
@@ -128,9 +131,9 @@ class Costs:
 
     def __init__(self, *pids: int) -> None:
         self._pids = pids
-        self._begun, self._own, self._all = time.monotonic(), cpu_seconds(pids), busy_seconds()
+        self._begun, self._own, self._all = time.monotonic(), sum(map(cpu_seconds, pids)), busy_seconds()
 
     def figures(self) -> Figures:
-        own = cpu_seconds(self._pids) - self._own
+        own = sum(map(cpu_seconds, self._pids)) - self._own
         others = busy_seconds() - self._all - own
         return {"cpu_s": own, "others_cores": others / (time.monotonic() - self._begun)}

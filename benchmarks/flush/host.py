@@ -13,17 +13,17 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from botocore.client import BaseClient
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import get_session
-from lanes import ArmFailed, end_process, until
 
 import tierd
 from tierd.bench import process_counters
+from tierd.bench.worker_pipe import end_process
 from tierd.core.errors import TierdError
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import StatusRequest
@@ -46,6 +46,15 @@ def environment(endpoint: str) -> dict[str, str]:
             found[theirs] = found[f"TIERD_TEST_S3_{ours}"]
     found["AWS_EC2_METADATA_DISABLED"] = "true"
     return found
+
+
+def until(awaited: str, holds: Callable[[], bool], patience_s: float) -> None:
+    """Wait until something holds; raises `ChildProcessError`."""
+    end = time.monotonic() + patience_s
+    while not holds():
+        if time.monotonic() > end:
+            raise ChildProcessError(f"{awaited}: not within {patience_s:g} s")
+        time.sleep(0.1)
 
 
 class Daemon:
@@ -73,7 +82,7 @@ class Daemon:
 
     def _ready(self) -> bool:
         if self._process.poll() is not None:
-            raise ArmFailed(f"the daemon ended: {self._log.read_text(errors='replace')[-500:]}")
+            raise ChildProcessError(f"the daemon ended: {self._log.read_text(errors='replace')[-500:]}")
         try:
             with DaemonConnection(self._spool) as link:
                 return all(tier["reached"] for tier in link.ask(StatusRequest(), 10.0)["status"]["tiers"])
@@ -182,21 +191,6 @@ def busy_seconds() -> float:
     """CPU seconds that all processes of this machine have had so far, the kernel's own included."""
     fields = [int(field) for field in (_PROC / "stat").read_text().splitlines()[0].split()[1:8]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
-
-
-def settle(directory: Path) -> None:
-    """Nothing that an arm left to be written is on the next one's bill."""
-    process_counters.sync_filesystem(directory)
-
-
-def drop_caches(directory: Path) -> bool:
-    """Whether the system's page cache could be dropped, which root may ask."""
-    process_counters.drop_cache(directory)
-    try:
-        (_PROC / "sys/vm/drop_caches").write_text("3")
-    except OSError:
-        return False
-    return True
 
 
 def versions(peer: Mapping[str, Any]) -> dict[str, str]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import checkpoints
 from bench import OURS, PEER, Bench, Case, Costs, Figures
-from host import RSS, Watch, drop_caches, settle
-from lanes import ArmFailed
+from host import RSS, Watch
 
-from tierd.bench import process_counters
+from tierd.bench.process_counters import available_bytes, drop_cache, sync_filesystem
+from tierd.bench.worker_pipe import WorkerPipe
 
 SAVES = {"tierd": 0, "dcp + zstd": 0, "dcp + zstd, 2 threads": 2}  # arm: threads of its compressor
 RESTORES = ("tierd restore(state)", "tierd restore --to", "download + torch.load")
@@ -25,6 +25,11 @@ _SAVED = {
 }
 _LIVE = 2.4  # memory of a training that saves its own state, in units of it: gradients and the arena are in it
 _SHARE = 0.7  # of the available memory that it may be planned to take
+
+
+def ask(worker: WorkerPipe, do: str, **arguments: object) -> dict[str, Any]:
+    """A worker's answer to a request."""
+    return worker.request(do, **arguments)[0]
 
 
 def saves(bench: Bench, gigabytes: float, kinds: Sequence[str]) -> None:
@@ -39,24 +44,24 @@ def saves(bench: Bench, gigabytes: float, kinds: Sequence[str]) -> None:
 
 def _save(bench: Bench, case: Case, home: Path) -> Figures:
     url = bench.bucket.url("a")
-    with bench.emptied("a"), bench.daemon(home, url) as daemon, bench.lane(OURS, home) as lane:
-        lane.ask("load", path=str(bench.file(case)))
-        lane.ask("ready", spool=str(home / "spool"), state_bytes=case.raw_bytes)
-        settle(home)
-        costs = Costs(lane.pid, daemon.pid)
-        found = lane.ask("save", tiers=["s3"]) | costs.figures()
+    with bench.emptied("a"), bench.daemon(home, url) as daemon, bench.worker(OURS, home) as worker:
+        ask(worker, "load", path=str(bench.file(case)))
+        ask(worker, "ready", spool=str(home / "spool"), state_bytes=case.raw_bytes)
+        sync_filesystem(home)
+        costs = Costs(worker.pid, daemon.pid)
+        found = ask(worker, "save", tiers=["s3"]) | costs.figures()
         return found | {"stored_bytes": bench.bucket.size("a")}
 
 
 def _peer_save(bench: Bench, case: Case, home: Path) -> Figures:
-    with bench.emptied("a"), bench.lane(PEER, home) as lane:
-        reported = lane.ask("load", path=str(bench.file(case)), endpoint=bench.bucket.endpoint)
+    with bench.emptied("a"), bench.worker(PEER, home) as worker:
+        reported = ask(worker, "load", path=str(bench.file(case)), endpoint=bench.bucket.endpoint)
         bench.peer_packages = reported["packages"]
-        lane.ask("ready", home=str(home))
-        settle(home)
-        costs = Costs(lane.pid)
+        ask(worker, "ready", home=str(home))
+        sync_filesystem(home)
+        costs = Costs(worker.pid)
         asked = {"home": str(home), "bucket": bench.bucket.name, "prefix": "a", "threads": SAVES[case.arm]}
-        found = lane.ask("save", **asked) | costs.figures()
+        found = ask(worker, "save", **asked) | costs.figures()
         return found | {"stored_bytes": bench.bucket.size("a")}
 
 
@@ -76,7 +81,7 @@ def restores(bench: Bench, gigabytes: float, kinds: Sequence[str]) -> None:
             with bench.emptied("d"):
                 _put(bench, cases[0], urls, kept)
                 bench.turns(cases, partial(_restore, bench, urls=urls, kept=kept))
-        except ArmFailed as error:
+        except ChildProcessError as error:
             for case in cases:
                 case.errors.append(f"putting it there: {error}")
             bench.cases += cases
@@ -88,13 +93,13 @@ def restores(bench: Bench, gigabytes: float, kinds: Sequence[str]) -> None:
 def _put(bench: Bench, case: Case, urls: Mapping[str, str], kept: Path) -> None:
     bench.say(f"d: {case.gigabytes:g} GB {case.kind}: putting it there")
     home, path = bench.home(), str(bench.file(case))
-    with bench.daemon(home, *urls.values()), bench.lane(OURS, home) as lane:
-        lane.ask("load", path=path)
-        lane.ask("open", spool=str(home / "spool"))
-        lane.ask("save", tiers=list(urls))
-    with bench.lane(PEER, home) as lane:
-        bench.peer_packages = lane.ask("load", path=path, endpoint=bench.bucket.endpoint)["packages"]
-        lane.ask("keep", file=str(kept), bucket=bench.bucket.name, key="d/state.pt")
+    with bench.daemon(home, *urls.values()), bench.worker(OURS, home) as worker:
+        ask(worker, "load", path=path)
+        ask(worker, "open", spool=str(home / "spool"))
+        ask(worker, "save", tiers=list(urls))
+    with bench.worker(PEER, home) as worker:
+        bench.peer_packages = ask(worker, "load", path=path, endpoint=bench.bucket.endpoint)["packages"]
+        ask(worker, "keep", file=str(kept), bucket=bench.bucket.name, key="d/state.pt")
     shutil.rmtree(home, ignore_errors=True)
 
 
@@ -103,31 +108,31 @@ def _restore(bench: Bench, case: Case, home: Path, urls: Mapping[str, str], kept
     url, path, target = urls[case.place], str(bench.file(case)), str(home / "down")
     script = PEER if case.arm == RESTORES[2] else OURS
     needed = bench.daemon(home, url) if case.arm == RESTORES[0] else nullcontext()
-    with needed as daemon, bench.lane(script, home) as lane:
-        lane.ask("blank", path=path, **({"endpoint": bench.bucket.endpoint} if script == PEER else {}))
+    with needed as daemon, bench.worker(script, home) as worker:
+        ask(worker, "blank", path=path, **({"endpoint": bench.bucket.endpoint} if script == PEER else {}))
         if daemon is not None:
-            lane.ask("open", spool=str(home / "spool"))
-        bench.dropped = drop_caches(bench.directory) and bench.dropped
+            ask(worker, "open", spool=str(home / "spool"))
+        bench.dropped = drop_cache(bench.directory) and bench.dropped
         if script == OURS and daemon is None:
-            lane.ask("warm", url=url)
-        costs = Costs(lane.pid, *([daemon.pid] if daemon else []))
+            ask(worker, "warm", url=url)
+        costs = Costs(worker.pid, *([daemon.pid] if daemon else []))
         if daemon is not None:
-            found = lane.ask("restore")
+            found = ask(worker, "restore")
         elif script == OURS:
-            found = lane.ask("export", url=url, to=target)
+            found = ask(worker, "export", url=url, to=target)
         elif case.place == "s3":
-            found = lane.ask("fetch", file=target, bucket=bench.bucket.name, key="d/state.pt")
+            found = ask(worker, "fetch", file=target, bucket=bench.bucket.name, key="d/state.pt")
         else:
-            found = lane.ask("copy", file=target, source=str(kept))
+            found = ask(worker, "copy", file=target, source=str(kept))
         found |= costs.figures()
-        if not lane.ask("check", path=path)["same"]:
-            raise ArmFailed("what was restored is not what was saved")
+        if not ask(worker, "check", path=path)["same"]:
+            raise ChildProcessError("what was restored is not what was saved")
         return found
 
 
 def lives(gigabytes: float) -> bool:
     """Whether there is memory for a training of that size, and its arena."""
-    return gigabytes * 1e9 * _LIVE <= _SHARE * process_counters.available_bytes()
+    return gigabytes * 1e9 * _LIVE <= _SHARE * available_bytes()
 
 
 def beside(bench: Bench, gigabytes: float, places: Sequence[str], small: float) -> None:
@@ -142,20 +147,20 @@ def beside(bench: Bench, gigabytes: float, places: Sequence[str], small: float) 
 def _beside(bench: Bench, case: Case, home: Path, training: float, state: Path | None) -> Figures:
     (home / "tier").mkdir()
     url = bench.bucket.url("e") if case.place == "s3" else f"file://{home / 'tier'}"
-    with bench.emptied("e"), bench.daemon(home, url) as daemon, bench.lane(OURS, home) as lane:
-        reported = lane.ask("train", gigabytes=training, path=str(state) if state else None)
+    with bench.emptied("e"), bench.daemon(home, url) as daemon, bench.worker(OURS, home) as worker:
+        reported = ask(worker, "train", gigabytes=training, path=str(state) if state else None)
         case.raw_bytes = reported["bytes"]
-        lane.ask("ready", spool=str(home / "spool"), state_bytes=case.raw_bytes)
-        settle(home)
-        steps = lane.ask("idle", seconds=bench.window / 2)["steps_s"]
+        ask(worker, "ready", spool=str(home / "spool"), state_bytes=case.raw_bytes)
+        sync_filesystem(home)
+        steps = ask(worker, "idle", seconds=bench.window / 2)["steps_s"]
         with Watch(daemon.pid) as watch:
-            costs = Costs(lane.pid, daemon.pid)
-            found = lane.ask("flushing", tier=case.place)
+            costs = Costs(worker.pid, daemon.pid)
+            found = ask(worker, "flushing", tier=case.place)
             others = costs.figures()["others_cores"]
-        settle(home)
-        steps += lane.ask("idle", seconds=bench.window / 2)["steps_s"]
+        sync_filesystem(home)
+        steps += ask(worker, "idle", seconds=bench.window / 2)["steps_s"]
     if not found["steps_s"]:
-        raise ArmFailed(f"the flush took {found['flushed'] - found['durable']:.2f} s: no whole step beside it")
+        raise ChildProcessError(f"the flush took {found['flushed'] - found['durable']:.2f} s: no whole step beside it")
     return _compared(steps, found, watch) | {"others_cores": others}
 
 

@@ -16,16 +16,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import torch
-from lanes import serve, until
+from host import until
 from safetensors.torch import load_file
 
 import tierd
 from tierd.bench.training import Training
+from tierd.bench.worker_pipe import serve
 
 RUN = "bench"
 _COMMAND = (sys.executable, "-m", "tierd")
@@ -186,10 +188,11 @@ def _fill(state: dict[str, Any], found: dict[str, torch.Tensor]) -> None:
             tensor.copy_(found[f"{group}/{name}"])
 
 
+def open_verbs() -> dict[str, Callable[..., Any]]:
+    """The requests by name: the public methods of the worker."""
+    worker = Ours()
+    return {name: getattr(worker, name) for name in vars(Ours) if not name.startswith("_")}
+
+
 if __name__ == "__main__":
-    ours = Ours()
-    verbs = (
-        *(ours.load, ours.blank, ours.train, ours.open, ours.ready, ours.save),
-        *(ours.restore, ours.warm, ours.export, ours.check, ours.idle, ours.flushing),
-    )
-    serve({verb.__name__: verb for verb in verbs})
+    serve(open_verbs)

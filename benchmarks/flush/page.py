@@ -14,6 +14,7 @@ import msgspec
 from bench import Case
 
 from tierd.bench.process_counters import Machine
+from tierd.bench.report_page import MET, SIGNS, is_met, machine_text, markdown_table, number_text, spread_text
 
 FORMAT = 1
 _MIB = 1 << 20
@@ -45,10 +46,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> str:
-        if self.measured is None:
-            return "not measured"
-        met = self.measured >= self.limit if self.relation == ">=" else self.measured <= self.limit
-        return "met" if met else "**not met**"
+        return MET[is_met(self.relation, self.measured, self.limit)]
 
 
 def verdicts(result: Result) -> list[Verdict]:
@@ -104,13 +102,11 @@ def page(result: Result) -> str:
         cases = [case for case in result.cases if case.part == part]
         if cases:
             rows = [(f"{case.gigabytes:g} GB {case.kind}", case.place, *_cells(case, columns)) for case in cases]
-            parts += [title, _TEXT[part], _table(("state", "place", *columns), rows), *_errors(cases)]
+            parts += [title, _TEXT[part], markdown_table(("state", "place", *columns), rows), *_errors(cases)]
     return "\n\n".join(parts) + "\n"
 
 
 def _about(result: Result) -> str:
-    machine = result.machine
-    packages = ", ".join(f"{name} {version}" for name, version in sorted(machine.packages.items()))
     data = "\n".join(
         f"- {name}: {reported['parameters']} parameters ({reported['model']}), {reported['steps']} steps of training, "
         f"loss {reported['loss']}"
@@ -120,10 +116,9 @@ def _about(result: Result) -> str:
     dropped = "was dropped" if result.cache_dropped else "could not be dropped (that needs root)"
     return (
         f"Written by `benchmarks/flush` on {result.created[:10]} ({options}). Believe the ratios: they are of one "
-        f"run, arms in turns.\nThe seconds are this machine's: {machine.processor}, {machine.cores} cores, "
-        f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.filesystem}, Linux {machine.kernel}, Python "
-        f"{machine.python}, {packages}. The S3 server ({result.server}) runs on the same cores.\nBefore each restore "
-        f"the page cache {dropped}; the server's own cache was not. Cells are medians (smallest to largest).\n\n{data}"
+        f"run, arms in turns.\nThe seconds are this machine's: {machine_text(result.machine)}. The S3 server "
+        f"({result.server}) runs on the same cores.\nBefore each restore the page cache {dropped}; the server's own "
+        f"cache was not. Cells are medians (smallest to largest).\n\n{data}"
     )
 
 
@@ -131,14 +126,14 @@ def _verdicts(result: Result) -> str:
     rows = [
         (
             verdict.what,
-            f"{'≥' if verdict.relation == '>=' else '≤'} {verdict.limit:g}",
-            "" if verdict.measured is None else f"{verdict.measured:.3g}",
+            f"{SIGNS[verdict.relation]} {verdict.limit:g}",
+            number_text(verdict.measured, ".3g"),
             verdict.spread,
             verdict.met,
         )
         for verdict in verdicts(result)
     ]
-    return "## Targets\n\n" + _table(("target", "limit", "measured", "rounds", ""), rows)
+    return "## Targets\n\n" + markdown_table(("target", "limit", "measured", "rounds", ""), rows)
 
 
 Cell = Callable[[Case], str]
@@ -148,9 +143,7 @@ def _figure(name: str, unit: float = 1.0, form: str = ".2f", per_raw: bool = Fal
     def cell(case: Case) -> str:
         scale = case.raw_bytes if per_raw else unit
         values = [value / scale for value in case.samples.get(name, [])]
-        if not values:
-            return ""
-        return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+        return spread_text(values, form)
 
     return cell
 
@@ -222,8 +215,3 @@ def _errors(cases: Sequence[Case]) -> list[str]:
         for error in case.errors
     ]
     return ["Failed turns:\n\n" + "\n".join(lines)] if lines else []
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ import checkpoints
 import torch
 import torch.distributed as dist
 import zstandard
-from lanes import serve
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+from tierd.bench.worker_pipe import serve  # which needs no package of tierd's
 
 _TIMEOUT = 1200.0  # seconds after which a save counts as hung
 _LEVEL = 1
@@ -135,7 +137,11 @@ class Peer:
         return {"same": checkpoints.same(self._state, Path(path))}
 
 
+def open_verbs() -> dict[str, Callable[..., Any]]:
+    """The requests by name: the public methods of the worker."""
+    worker = Peer()
+    return {name: getattr(worker, name) for name in vars(Peer) if not name.startswith("_")}
+
+
 if __name__ == "__main__":
-    peer = Peer()
-    verbs = (peer.load, peer.blank, peer.ready, peer.save, peer.keep, peer.fetch, peer.copy, peer.check)
-    serve({verb.__name__: verb for verb in verbs})
+    serve(open_verbs)
