@@ -9,9 +9,9 @@ that it keeps. A duration or a rate names its unit, and no unit is guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -111,22 +111,10 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         """Check and normalize the rules."""
-        if type(self.keep_last) is not int or self.keep_last < 1:
-            raise _Unusable(f"keep_last={self.keep_last!r}: a number of checkpoints from 1 on")
-        if self.keep_within is not None:
-            _span("keep_within", self.keep_within)
-        for steps in _several(self.keep_every_steps):
-            if type(steps) is not int or steps < 1:
-                raise _Unusable(f"keep_every_steps={steps!r}: a number of steps from 1 on")
-        widest: dict[tuple[str, str], Best] = {}
-        for best in map(_best, _several(self.keep_best)):
-            previous = widest.get((best.metric, best.mode))
-            widest[best.metric, best.mode] = best if previous is None or best.count > previous.count else previous
-        force_setattr(self, "keep_every_steps", _one_or_several(sorted(set(_several(self.keep_every_steps)))))
-        lengths = [(_span("keep_every", span), span) for span in _several(self.keep_every)]
-        spans = dict(sorted(lengths, reverse=True))  # 60s is 1m
-        force_setattr(self, "keep_every", _one_or_several([spans[length] for length in sorted(spans)]))
-        force_setattr(self, "keep_best", _one_or_several([widest[key] for key in sorted(widest)]))
+        for rule, size in _LARGEST.items():
+            size(getattr(self, rule))
+        for rule, unite in _UNITED.items():
+            force_setattr(self, rule, _one_or_several(unite(rule_values(self, rule))))
 
     @property
     def every_steps(self) -> tuple[int, ...]:
@@ -148,8 +136,8 @@ def check_policy(policy: object) -> RetentionPolicy:
     """Check a policy that a program made by the same rules as one from a file. Raises `ConfigError`."""
     if not isinstance(policy, RetentionPolicy):
         raise ConfigError(f"retention={policy!r}: a tierd.Retention, such as tierd.Retention(keep_last=10)")
-    for rule in ("keep_every_steps", "keep_every", "keep_best"):
-        if (count := len(_several(getattr(policy, rule)))) > _MAX_RULE_VALUES:
+    for rule in _UNITED:
+        if (count := len(rule_values(policy, rule))) > _MAX_RULE_VALUES:
             raise ConfigError(f"retention: {rule} has {count} values, at most {_MAX_RULE_VALUES}")
     try:
         return msgspec.convert(msgspec.to_builtins(policy), RetentionPolicy)
@@ -165,20 +153,29 @@ def merge_policies(policies: Iterable[RetentionPolicy]) -> RetentionPolicy | Non
     policy_list = list(policies)
     if not policy_list:
         return None
-    spans = [policy.keep_within for policy in policy_list if policy.keep_within]
-    return RetentionPolicy(
-        keep_last=max(policy.keep_last for policy in policy_list),
-        keep_within=max(spans, key=lambda span: (parse_duration(span), span), default=None),
-        keep_every_steps=tuple(value for policy in policy_list for value in policy.every_steps),
-        keep_every=tuple(value for policy in policy_list for value in policy.every),
-        keep_best=tuple(value for policy in policy_list for value in policy.bests),
-    )
+    merged: dict[str, Any] = {
+        rule: max((getattr(policy, rule) for policy in policy_list), key=size) for rule, size in _LARGEST.items()
+    }
+    for rule in _UNITED:
+        merged[rule] = tuple(value for policy in policy_list for value in rule_values(policy, rule))
+    return RetentionPolicy(**merged)
 
 
-def _several(values: V | Sequence[V] | None) -> tuple[V, ...]:
+def rule_values(policy: RetentionPolicy, rule: str) -> tuple[Any, ...]:
+    """The values of one rule; none if the policy does not have it."""
+    return _several(getattr(policy, rule))
+
+
+def _several(values: object) -> tuple[Any, ...]:
     if isinstance(values, list | tuple):
         return tuple(values)
-    return () if values is None else (cast(V, values),)
+    return () if values is None else (values,)
+
+
+def _count(count: int) -> int:
+    if type(count) is not int or count < 1:
+        raise _Unusable(f"keep_last={count!r}: a number of checkpoints from 1 on")
+    return count
 
 
 def _span(rule: str, text: Duration) -> float:
@@ -188,6 +185,29 @@ def _span(rule: str, text: Duration) -> float:
         raise _Unusable(f"{rule}={text!r}: a time is a text such as '90s', '10m', '12h' or '7d'") from error
 
 
+def _within(span: Duration | None) -> tuple[float, str]:
+    return (0.0, "") if span is None else (_span("keep_within", span), span)
+
+
+def _unite_steps(values: tuple[int, ...]) -> list[int]:
+    for steps in values:
+        if type(steps) is not int or steps < 1:
+            raise _Unusable(f"keep_every_steps={steps!r}: a number of steps from 1 on")
+    return sorted(set(values))
+
+
+def _unite_spans(values: tuple[Duration, ...]) -> list[Duration]:
+    spans = dict(sorted(((_span("keep_every", span), span) for span in values), reverse=True))  # 60s is 1m
+    return [spans[length_s] for length_s in sorted(spans)]
+
+
+def _unite_bests(values: tuple[object, ...]) -> list[Best]:
+    widest: dict[tuple[str, str], Best] = {}
+    for best in sorted(map(_best, values), key=lambda best: best.count):
+        widest[best.metric, best.mode] = best
+    return [widest[key] for key in sorted(widest)]
+
+
 def _best(value: object) -> Best:
     try:
         return msgspec.convert(msgspec.to_builtins(value), Best)
@@ -195,6 +215,16 @@ def _best(value: object) -> Best:
         raise _Unusable(
             f"keep_best={value!r}: {error}; give tierd.Best(metric='val_loss', mode='min', count=1), or a dict of these"
         ) from error
+
+
+# What a rule's values must be, and which of them two policies keep together: of a rule of one value the largest by
+# this key, of a rule of several values all that say something of their own.
+_LARGEST: dict[str, Callable[[Any], Any]] = {"keep_last": _count, "keep_within": _within}
+_UNITED: dict[str, Callable[[tuple[Any, ...]], list[Any]]] = {
+    "keep_every_steps": _unite_steps,
+    "keep_every": _unite_spans,
+    "keep_best": _unite_bests,
+}
 
 
 def _one_or_several(values: list[V]) -> V | tuple[V, ...] | None:

@@ -15,8 +15,9 @@ neither the longest step from one checkpoint to the next counts, nor the time of
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -26,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from tierd.core.ids import CheckpointId
-from tierd.core.retention.policy import Best, Duration, RetentionPolicy, parse_duration
+from tierd.core.retention.policy import Best, Duration, RetentionPolicy, parse_duration, rule_values
 from tierd.core.timeline.launch_chain import ancestor_chain
 
 Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
@@ -228,8 +229,7 @@ class Ranking:
         self._all = [_order(info) for info in counted]  # oldest first, like the lists below
         self._on_path = [info for info in counted if self._is_on_path(info)]
         self._path = [_order(info) for info in self._on_path]
-        self._ranked = {best: sorted(rank for info in counted if (rank := _rank(info, best))) for best in policy.bests}
-        self._spaced = {span: list(_spaced(counted, span)) for span in policy.every}
+        self._rules = [rule(value, counted) for name, rule in _RULES.items() for value in rule_values(policy, name)]
         self._alone: dict[str, Ranking] = {}
         for live_attempt in live:
             if any(info.id.attempt > live_attempt for info in checkpoints):
@@ -240,7 +240,7 @@ class Ranking:
     @cached_property
     def kept_ids(self) -> frozenset[CheckpointId]:
         """The checkpoints whose verdict is to keep. Slicing the sorted lists is faster than judging each checkpoint."""
-        count, policy, order = self._policy.keep_last, self._policy, _order
+        count, order = self._policy.keep_last, _order
         ids = {info.id for info in (*self._counted[-count:], *self._on_path[-count:])}
         if len(self._counted) < len(self._infos) or self._own_pins:
             bound = self._all[-count] if len(self._all) >= count else None
@@ -249,13 +249,7 @@ class Ranking:
                 for info in self._infos
                 if info.pinned or not info.verified or (not info.complete and (bound is None or order(info) >= bound))
             }
-        for steps in policy.every_steps:
-            ids |= {info.id for info in self._counted if info.id.step % steps == 0}
-        if policy.keep_within:
-            ids |= {info.id for info in self._counted if self._is_within(info, policy.keep_within)}
-        ranked = [order for best in policy.bests for _, order in self._ranked[best][-best.count :]]
-        spaced = [order for span in policy.every for order, _ in self._spaced[span]]
-        ids |= {CheckpointId(*order) for order in (*ranked, *spaced)}
+        ids.update(*(rule.kept_ids() for rule in self._rules))
         return frozenset(ids).union(*(alone.kept_ids for alone in self._alone.values()))
 
     def verdict(self, info: CheckpointInfo) -> Verdict:
@@ -287,36 +281,16 @@ class Ranking:
         return Verdict(info.id, False, (f"{state}, and {newer} newer complete ones are verified",))
 
     def _reasons(self, info: CheckpointInfo, newer: int) -> Iterator[str]:
-        count, within = self._policy.keep_last, self._policy.keep_within
+        count = self._policy.keep_last
         on_path = newer == 0 or self._is_on_path(info)
         place = 1 + (_above(self._path, _order(info)) if on_path else newer)
         if place <= count:
             yield "newest" if newer == 0 else f"last {place} of {count}" + ("" if on_path else ", off the timeline")
-        yield from self._by_step(info)
-        if within and self._is_within(info, within):
-            yield f"within {within} of the newest"
-        yield from self._by_time_or_metric(info)
+        yield from filter(None, (rule.reason(info) for rule in self._rules))
 
     def is_permanent(self, info: CheckpointInfo) -> bool:
-        """Whether a checkpoint is kept however many newer ones follow.
-
-        A pin and every rule except `keep_last` and `keep_within` keep a checkpoint so.
-        """
-        return info.pinned or any(True for rule in (self._by_step, self._by_time_or_metric) for _ in rule(info))
-
-    def _by_step(self, info: CheckpointInfo) -> Iterator[str]:
-        for steps in self._policy.every_steps:
-            if info.id.step % steps == 0:
-                yield f"every {steps} steps"
-
-    def _by_time_or_metric(self, info: CheckpointInfo) -> Iterator[str]:
-        for span in self._policy.every:
-            if self._is_spaced(info, span):
-                yield f"one every {span}"
-        for best in self._policy.bests:
-            rank = _rank(info, best)
-            if rank and (place := 1 + _above(self._ranked[best], rank)) <= best.count:
-                yield f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
+        """Whether a checkpoint is kept however many newer ones follow: by a pin, or by a rule that keeps so."""
+        return info.pinned or any(rule.is_permanent and rule.reason(info) for rule in self._rules)
 
     def _is_on_path(self, info: CheckpointInfo) -> bool:
         limit = self._chain.get(info.id.attempt, -1)
@@ -351,17 +325,103 @@ def _rank(info: CheckpointInfo, best: Best) -> tuple[float, Order] | None:
 _order = operator.attrgetter("order")
 
 
-def _spaced(counted: Sequence[CheckpointInfo], span: Duration) -> Iterator[tuple[Order, datetime]]:
-    """The checkpoints that `keep_every` keeps of `counted`, oldest first as `counted` is."""
-    last: datetime | None = None
-    for info in counted:
-        if info.created is not None and _is_span_apart(info.created, last, span):
-            last = info.created
-            yield _order(info), last
+class _Rule(ABC):
+    """One value of a rule, applied to the complete and verified checkpoints of one place, oldest first."""
+
+    is_permanent = True  # keeps a checkpoint however many newer ones follow
+
+    def __init__(self, counted: Sequence[CheckpointInfo]) -> None:
+        self._counted = counted
+
+    @abstractmethod
+    def reason(self, info: CheckpointInfo) -> str:
+        """Why the rule keeps `info`, of these checkpoints or as if it were added to them; empty if it does not."""
+
+    def kept_ids(self) -> Iterable[CheckpointId]:
+        """Those of the checkpoints that the rule keeps."""
+        return (info.id for info in self._counted if self.reason(info))
 
 
-def _is_span_apart(created: datetime, last: datetime | None, span: Duration) -> bool:
-    return last is None or abs((created - last).total_seconds()) >= parse_duration(span)
+class _EverySteps(_Rule):
+    def __init__(self, steps: int, counted: Sequence[CheckpointInfo]) -> None:
+        super().__init__(counted)
+        self._steps = steps
+
+    def reason(self, info: CheckpointInfo) -> str:
+        return "" if info.id.step % self._steps else f"every {self._steps} steps"
+
+
+class _Within(_Rule):
+    is_permanent = False
+
+    def __init__(self, within: Duration, counted: Sequence[CheckpointInfo]) -> None:
+        super().__init__(counted)
+        self._within, self._within_s = within, parse_duration(within)
+
+    @cached_property
+    def _ages(self) -> Ages:
+        return Ages((_order(info), info.created) for info in self._counted if info.created)
+
+    def reason(self, info: CheckpointInfo) -> str:
+        if info.created is None or self._ages.age_s(_order(info), info.created) > self._within_s:
+            return ""
+        return f"within {self._within} of the newest"
+
+
+class _Spaced(_Rule):
+    def __init__(self, span: Duration, counted: Sequence[CheckpointInfo]) -> None:
+        super().__init__(counted)
+        self._span, self._span_s = span, parse_duration(span)
+        self._spaced: list[tuple[Order, datetime]] = []  # those that the rule keeps, oldest first
+        for info in counted:
+            if info.created is not None and self._is_apart(info.created, self._spaced[-1:]):
+                self._spaced.append((_order(info), info.created))
+
+    def reason(self, info: CheckpointInfo) -> str:
+        # Only older checkpoints that this rule keeps decide, so that pruning others in between changes no verdict.
+        before = bisect_left(self._spaced, _order(info), key=operator.itemgetter(0))
+        if info.created is None or not self._is_apart(info.created, self._spaced[max(before - 1, 0) : before]):
+            return ""
+        return f"one every {self._span}"
+
+    def kept_ids(self) -> Iterable[CheckpointId]:
+        return (CheckpointId(*order) for order, _ in self._spaced)
+
+    def _is_apart(self, created: datetime, last: list[tuple[Order, datetime]]) -> bool:
+        return not last or abs((created - last[0][1]).total_seconds()) >= self._span_s
+
+
+class _BestByMetric(_Rule):
+    def __init__(self, best: Best, counted: Sequence[CheckpointInfo]) -> None:
+        super().__init__(counted)
+        self._best = best
+        self._ranks = sorted(rank for info in counted if (rank := self._rank(info)))
+
+    def reason(self, info: CheckpointInfo) -> str:
+        best, rank = self._best, self._rank(info)
+        if rank is None or (place := 1 + _above(self._ranks, rank)) > best.count:
+            return ""
+        return f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
+
+    def kept_ids(self) -> Iterable[CheckpointId]:
+        return (CheckpointId(*order) for _, order in self._ranks[-self._best.count :])
+
+    def _rank(self, info: CheckpointInfo) -> tuple[float, Order] | None:
+        """The sort key, larger is better; None if the metric is missing or NaN."""
+        value = (info.metrics or {}).get(self._best.metric)
+        if value is None or value != value:
+            return None
+        # Of equal values the newer wins, because a plateau should not keep its oldest checkpoint.
+        return value if self._best.mode == "max" else -value, _order(info)
+
+
+# The rules besides `keep_last`, in the order of their reasons; each has an instance for each of its values.
+_RULES: dict[str, Callable[[Any, Sequence[CheckpointInfo]], _Rule]] = {
+    "keep_every_steps": _EverySteps,
+    "keep_within": _Within,
+    "keep_every": _Spaced,
+    "keep_best": _BestByMetric,
+}
 
 
 def _above(ascending: list[T], threshold: T) -> int:
