@@ -263,3 +263,11 @@ def open_plain(path: Path) -> int:
         raise CorruptChunk(f"{path}: the file is missing") from error
     except ConfigError as error:
         raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there") from error
+
+
+def names_in(path: Path) -> list[str]:
+    """List the names in a directory; none if it does not exist."""
+    try:
+        return os.listdir(path)  # noqa: PTH208  # there may be thousands, and none needs a Path
+    except (FileNotFoundError, NotADirectoryError):
+        return []

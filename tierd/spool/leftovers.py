@@ -16,12 +16,12 @@ from pathlib import Path
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId, check_run
 from tierd.core.manifest import MANIFEST_NAME
-from tierd.spool.file_io import exists, make_private, remove, sync_directory
+from tierd.spool.file_io import exists, make_private, names_in, remove, sync_directory
 from tierd.spool.leases import forget_dead_trainers as forget_trainers
 from tierd.spool.local_parts import LocalParts
 from tierd.spool.run_records import SAVED, forget_launch, forget_run, newest_launches
 from tierd.spool.spool_access import check_owner
-from tierd.spool.spool_directory import directories_in, empty_checkpoints_below, names_in
+from tierd.spool.spool_directory import directories_in, empty_checkpoints_below
 from tierd.spool.stage import try_lock_stage
 
 

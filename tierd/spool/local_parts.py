@@ -16,14 +16,13 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest
 from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode
 from tierd.core.storage_faults import read_until_proven
-from tierd.spool.file_io import digest, exists, open_plain
+from tierd.spool.file_io import digest, exists, names_in, open_plain
 from tierd.spool.run_records import saved_at
 from tierd.spool.spool_access import check_own_directory, check_run_link
 from tierd.spool.spool_directory import (
     directories_in,
     is_plain_directory,
     links_in,
-    names_in,
     odd_entries_in,
     parts_below,
     parts_of_run,

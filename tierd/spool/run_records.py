@@ -37,9 +37,8 @@ from tierd.core.retention.policy import (
 )
 from tierd.core.storage_faults import Reading, ReadVerdict, judge_readings, read_until_proven, unstable_error
 from tierd.core.timeline.launch_chain import MAX_HEAD_SIZE, Head, decode_head, encode_head
-from tierd.spool.file_io import digest, exists, open_plain, sync_directory
+from tierd.spool.file_io import digest, exists, names_in, open_plain, sync_directory
 from tierd.spool.spool_access import check_own_directory
-from tierd.spool.spool_directory import names_in
 
 # subdirectories of `.tierd/`
 SAVED, RETENTION, TIMELINE, LOCAL_ONLY = "saved", "retention", "timeline", "local-only"
@@ -274,8 +273,7 @@ def set_local_only(control: Path, run: str, attempt: str) -> None:
     """Record that this launch of `run`, and those after it, are neither sent nor pruned, because they name no tier.
 
     An earlier launch that named none has recorded itself, and that record is kept. Raises SpoolUnusable or OSError if
-    the
-    record cannot be made durable.
+    the record cannot be made durable.
     """
     if not exists(control / LOCAL_ONLY / f"{run}.json"):
         _write(control, LOCAL_ONLY, run, json.dumps({"attempt": attempt}).encode())

@@ -78,14 +78,6 @@ def empty_checkpoints_below(base: Path) -> Iterator[tuple[str, str]]:
             yield run, checkpoint
 
 
-def names_in(path: Path) -> list[str]:
-    """List the names in a directory; none if it does not exist."""
-    try:
-        return os.listdir(path)  # noqa: PTH208  # there may be thousands, and none needs a Path
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def directories_in(path: Path, known_names: Container[str] = ()) -> list[str]:
     """List the directories in a directory, without links and hidden ones.
 
