@@ -296,31 +296,6 @@ class Ranking:
         limit = self._chain.get(info.id.attempt, -1)
         return limit is None or info.id.step <= limit
 
-    @cached_property
-    def _ages(self) -> Ages:
-        dated = [info for info in self._counted if info.created]
-        is_watched = any(info.is_watched for info in dated)
-        return Ages(((_order(info), info.created) for info in dated if info.created), by_files=is_watched)
-
-    def _is_within(self, info: CheckpointInfo, within: Duration) -> bool:
-        return info.created is not None and self._ages.age_s(_order(info), info.created) <= parse_duration(within)
-
-    def _is_spaced(self, info: CheckpointInfo, span: Duration) -> bool:
-        # Only older checkpoints that this rule keeps decide, so that pruning others in between changes no verdict.
-        spaced = self._spaced[span]
-        before = bisect_left(spaced, _order(info), key=lambda pair: pair[0])
-        last = spaced[before - 1][1] if before else None
-        return info.created is not None and _is_span_apart(info.created, last, span)
-
-
-def _rank(info: CheckpointInfo, best: Best) -> tuple[float, Order] | None:
-    """The sort key of `keep_best`, larger is better; None if the metric is missing or NaN."""
-    value = (info.metrics or {}).get(best.metric)
-    if value is None or value != value:
-        return None
-    # Of equal values the newer wins, because a plateau should not keep its oldest checkpoint.
-    return value if best.mode == "max" else -value, _order(info)
-
 
 _order = operator.attrgetter("order")
 
@@ -360,7 +335,8 @@ class _Within(_Rule):
 
     @cached_property
     def _ages(self) -> Ages:
-        return Ages((_order(info), info.created) for info in self._counted if info.created)
+        by_files = any(info.is_watched for info in self._counted if info.created)
+        return Ages(((_order(info), info.created) for info in self._counted if info.created), by_files=by_files)
 
     def reason(self, info: CheckpointInfo) -> str:
         if info.created is None or self._ages.age_s(_order(info), info.created) > self._within_s:
