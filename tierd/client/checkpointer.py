@@ -1,7 +1,7 @@
 """`Checkpointer`: save and restore the checkpoints of one run from inside the training process.
 
-Each method checks that the `Checkpointer` is open, and calls the part of `client/checkpointer_parts.py` that does the
-work. The module is longer than 300 lines because its docstrings are the public reference; they are most of it.
+Each method checks that the `Checkpointer` is open, and calls a part of `client/checkpointer_parts.py`. Most of the
+module is docstrings, because they are the public reference.
 
 Invariant: training never waits for the daemon and never fails because of it. A failure after `save` has returned is
 recorded in the `Save`, in the log and in `Stats`, and `close` raises if the last state was lost by it. Before that only
@@ -173,7 +173,6 @@ class Checkpointer:
         return saves_now
 
     def _report_preempted(self, step: int) -> None:
-        """Log a notice and report it to the daemon, which then sends the newest checkpoint first."""
         self._noticed = self.notice
         why = str(self._noticed)
         log.warning("notice: %s; a checkpoint is due at step %d, and training should end after it", why, step)
@@ -381,5 +380,5 @@ class Checkpointer:
 
 
 def internals(checkpointer: Checkpointer) -> CheckpointerParts:
-    """Return what a `Checkpointer` is made of, for packages of tierd that save and restore through it."""
+    """Return the parts, for packages of tierd that save and restore through a `Checkpointer`."""
     return checkpointer._inner

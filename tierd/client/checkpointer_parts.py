@@ -46,25 +46,14 @@ _MAX_SLOTS = 16
 
 
 class CheckpointerParts:
-    """The parts of one `Checkpointer`. The arguments and errors are those of `Checkpointer`.
-
-    Args:
-        stats: the counters that the parts change.
+    """The parts of one `Checkpointer`, whose arguments and errors these are.
 
     Attributes:
-        spool: the local tier.
-        ranks: the ranks of this launch.
-        daemon: the registration with the node's daemon.
-        schedule: decides when a checkpoint is due.
         beside: the launches that save the same run.
-        launch: this launch: its attempt, and what it resumed from.
         gate: holds an optimizer's step back until its tensors are copied.
         handoff: hands snapshots over to the daemon; None without tiers.
-        pipeline: the slots, and the thread that makes snapshots durable.
         staging: the memory in which other libraries put their tensors.
         records: the saves of this launch, and their results.
-        state_saver, directory_saver: save a state, and the files that another library writes.
-        state_restorer: restores a state.
         closed: whether the parts were released. Any save or restore is refused then.
     """
 
@@ -127,7 +116,7 @@ class CheckpointerParts:
         retention: RetentionPolicy | None,
         attach: Callable[[], Attachment],
     ) -> None:
-        """Agree with the other ranks on this launch. A rank that fails notifies them, because they wait for it."""
+        """Agree with the other ranks on this launch."""
         try:
             if failure is not None:
                 raise failure
@@ -153,14 +142,12 @@ class CheckpointerParts:
             self.schedule.preemption.begin()
 
     def _saving(self, part: PartId) -> None:
-        """Prepare for a part that is about to be written."""
         if not self.daemon.has_tiers:  # before it is there, because a daemon of an earlier launch may live
             with suppress(TierdError, OSError):  # a spool that does not take the record fails the save, which says so
                 set_local_only(self.spool.control, part.checkpoint.run, part.checkpoint.attempt)
         self.beside.saving(part)
 
     def _make_savers(self, slots: int) -> None:
-        """Make the parts that save and restore."""
         self.gate = OptimizerStepGate(self._stats)
         self.handoff = HandoffClient(self.spool, client_timings.current_timings()) if self.daemon.has_tiers else None
         self.records = SaveRecords(self.launch, self.schedule, self.daemon, self.handoff, self._stats)
@@ -196,11 +183,10 @@ class CheckpointerParts:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child of the one that made the parts: it has none of their threads."""
+        """Whether this process is a forked child, which has none of the parts' threads."""
         return os.getpid() != self._pid
 
     def check_open(self) -> None:
-        """Raise `ConfigError` if the `Checkpointer` is closed, or is not this process's own."""
         if self.closed:
             raise ConfigError("this Checkpointer is closed")
         if self.forked:
@@ -210,10 +196,8 @@ class CheckpointerParts:
     def release(self, patience_s: float) -> None:
         """End the threads and close the links.
 
-        Every call closes links, because a wait for a tier after the first close opens some of them again.
-
-        Args:
-            patience_s: how long to wait for events that are still being sent to the daemon.
+        Every call closes links, because a wait for a tier after the first close opens some of them again. `patience_s`
+        is for events that are still being sent to the daemon.
         """
         if not self.closed:
             self.closed = True
@@ -240,14 +224,13 @@ _WAKING_S = 1.0  # how long `close` waits for a daemon that was silent, and may 
 
 
 class Shutdown:
-    """The end of one `Checkpointer`; the arguments and errors are those of `Checkpointer.close`."""
+    """The end of one `Checkpointer`; arguments and errors are those of `Checkpointer.close`."""
 
     def __init__(self, parts: CheckpointerParts) -> None:
         self._parts = parts
         self._verified: set[str] = set()  # tiers that `close` has waited for with success
 
     def close(self, wait: str | None, timeout: float | None, deadline: str | float | None) -> None:
-        """Close, or after an earlier close wait for a named tier."""
         parts = self._parts
         check_wait(wait, timeout, tiers=parts.daemon.has_tiers)
         if parts.forked or (parts.closed and (wait in (None, SPOOL) or wait in self._verified)):
@@ -275,7 +258,7 @@ class Shutdown:
             raise SaveFailed(nowhere)
 
     def _drain(self, end_s: float | None) -> None:
-        """Wait for every save, and log once if that takes longer than until `end_s` of the monotonic clock."""
+        """Wait for every save, and log once if that takes longer than until `end_s`."""
         pipeline = self._parts.pipeline
         if end_s is not None and not pipeline.drain(max(0.0, end_s - time.monotonic())):
             log.error(
@@ -285,7 +268,6 @@ class Shutdown:
         pipeline.drain()
 
     def _wait(self, wait: str | None, timeout: float | None, *, node_ends: bool) -> None:
-        """Wait for the tiers of the saves that are durable in the spool."""
         parts = self._parts
         if parts.records.saved and parts.daemon.has_tiers:
             parts.daemon.renew(_WAKING_S)  # a daemon that woke after the last save may not know this launch's tiers

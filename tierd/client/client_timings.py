@@ -18,8 +18,6 @@ class ClientTimings:
             second that a stopped daemon may cost. A false alarm is harmless, because the client then writes the
             snapshot, too.
         settled_s: that a save waits for a silent daemon that has renamed its part into place, and may take that back.
-        alone_s: for which an unusable daemon is not contacted.
-        names_s: that naming an attempt waits for the daemon's listing of the tiers.
         room_silence_s: without a sign of work after which a daemon that makes room counts as stopped.
         start_s: that a restore waits for a daemon that may be starting, as at a node's boot.
         flushed_s: in which the parts that other nodes need from this spool have to reach a tier.
@@ -32,7 +30,6 @@ class ClientTimings:
             interpreter exits.
         notes_s: that the daemon, or its successor, may take for one request of the ranks' notes.
         stalled_s: without a byte after which a fetch is given up; well above the time that a tier gets for one chunk.
-        arrived_s: between two checks for chunks that have arrived.
         close_shown_s: after which a `close` that waits shows its progress.
         close_logged_s: between two lines of the log about that.
         close_poll_s: between two questions of `close` to the daemon.
@@ -64,5 +61,4 @@ USUAL_TIMINGS = ClientTimings()
 
 
 def current_timings() -> ClientTimings:
-    """Return the timings of a `Checkpointer` that is made now."""
     return USUAL_TIMINGS

@@ -43,15 +43,12 @@ _POLL_S = 0.02  # seconds between two looks whether a silent daemon answers
 class Attachment:
     """A trainer's registration with the daemon, for as long as this object is open. Without tiers there is none.
 
+    Args:
+        to: URLs of the tiers for which a daemon is started; None expects that one is there; empty for no tiers.
+        run: the daemon observes its tiers for this run, and may treat other runs in the spool as finished.
+
     Attributes:
         keep_last: how many checkpoints the daemon keeps in the spool; None until a daemon has said so.
-
-    Args:
-        to: URLs of the tiers for which a daemon is started; None if a daemon is expected to be there; empty for no
-            tiers.
-        timings: how long it waits.
-        run: the run that this trainer saves. The daemon observes its tiers for this run, and may treat other runs in
-            the spool as finished.
 
     Raises:
         ConfigError: a URL cannot be used.
@@ -92,12 +89,11 @@ class Attachment:
 
     @property
     def to_text(self) -> str:
-        """The given URLs as text, for messages and comparisons between ranks; URLs hold no secret."""
+        """The given URLs, for messages and comparisons between ranks; URLs hold no secret."""
         return repr(self._to if self._to is None else [str(parse_url(url)) for url in self._to])
 
     @property
     def has_tiers(self) -> bool:
-        """Whether copies may exist beyond the spool."""
         return self._to != ()
 
     @property
@@ -127,10 +123,7 @@ class Attachment:
         return attempts
 
     def renew_soon(self) -> None:
-        """Renew the registration after a save, because the daemon may have ended, or another one may have started.
-
-        Returns at once, because a daemon that starts or answers slowly must not delay the next save.
-        """
+        """Renew the registration after a save, because the daemon may have ended; a slow one delays no save."""
         if self._watch:
             self._watch.ask_soon()
         self._renew_behind()
@@ -147,8 +140,7 @@ class Attachment:
     def renew(self, patience_s: float = 0.0) -> None:
         """Register again unless the connection still holds. Starts a daemon if `to` names tiers and there is none.
 
-        Args:
-            patience_s: seconds for which a silent daemon may still answer, because it may just have woken.
+        A silent daemon gets `patience_s` to answer, because it may just have woken.
         """
         if self._to == ():
             return
@@ -177,7 +169,7 @@ class Attachment:
             log.warning("no daemon takes checkpoints from the spool: %s", error)
 
     def make_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:
-        """Ask the daemon to delete verified copies, so that `size_bytes` fit; return whether a second try is worth it.
+        """Ask the daemon to delete verified copies; return whether a second try is worth it.
 
         Takes at most `_ROOM` seconds, so the training thread must not call it.
         """
@@ -205,9 +197,7 @@ class Attachment:
             raise
 
     def report(self, request: Request) -> None:
-        """Send an event to the daemon in order, without blocking. The event is dropped if no daemon answers within
-        `_REPORT_S` seconds.
-        """
+        """Send an event to the daemon in order, without blocking; dropped if none answers within `_REPORT_S`."""
         if self.has_tiers:
             arguments = request, self._reporting
             self._reporting = threading.Thread(target=self._report, args=arguments, name="tierd-report", daemon=True)
@@ -233,11 +223,7 @@ class Attachment:
             return parse_backlog(link.ask(AskBacklog(hurry=hurry, run=run), self._timings.names_s))
 
     def close(self, patience_s: float = _REPORT_S) -> None:
-        """Close the connection. The daemon flushes what is left and ends by itself. `renew` registers again.
-
-        Args:
-            patience_s: seconds that pending events and questions may still take.
-        """
+        """Close the connection; `renew` registers again. Pending events and questions get `patience_s`."""
         end_s = time.monotonic() + patience_s
         if self._watch:
             self._watch.close(patience_s)

@@ -34,8 +34,9 @@ from tierd.core.timeline.candidates import RestoreOrder
 
 
 class DueDecision(msgspec.Struct, frozen=True):
-    """Rank 0's decision: whether a checkpoint is due, and the next step at which its clock may decide; or what was
-    given wrongly. Decisions of other ranks are ignored.
+    """Rank 0's decision, the next step at which its clock may decide, or what was given wrongly.
+
+    Decisions of other ranks are ignored.
     """
 
     due: bool = False
@@ -89,7 +90,6 @@ class SaveSchedule:
         return self.when.best if self.when else None
 
     def due(self, step: int, epoch: int | None, metrics: Mapping[str, float] | None) -> bool:
-        """Return whether a checkpoint is due, as `Checkpointer.due`."""
         when = self.when
         if when is None:
             raise ConfigError("when is a checkpoint due? Checkpointer(…, when=tierd.When(steps=…)) says it")
@@ -118,22 +118,18 @@ class SaveSchedule:
         return decision
 
     def is_urgent(self, step: int) -> bool:
-        """Return whether a checkpoint was found due at `step` by a notice. The result is the same on every rank."""
+        """Whether a checkpoint was found due at `step` by a notice, the same on every rank."""
         return self.preemption is not None and self.preemption.is_due_at(step)
 
     def end_s(self, deadline: str | float | None) -> float | None:
-        """Return the monotonic time that lies `deadline` after the last notice, or after now without one.
-
-        Raises:
-            ConfigError: `deadline` is no time.
-        """
+        """Return the monotonic time that lies `deadline` after the last notice, or after now without one."""
         if deadline is None:
             return None
         length_s = positive_seconds("deadline=", deadline)
         return length_s + (self.preemption.begun_s() if self.preemption is not None else time.monotonic())
 
     def _needs_agreement(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
-        """Return whether rank 0 has to decide. The result is the same on every rank."""
+        """Whether rank 0 has to decide, the same on every rank."""
         counted = is_counted(when, self._so_far(), step, epoch)
         is_timed = when.every is not None and step >= self._next_clock
         if when.best_only:
@@ -178,7 +174,7 @@ class SaveSchedule:
         return value if goal and goal.better(value, best) else best
 
     def _take_results(self) -> None:
-        """Take the results of saves that have ended. The thread that trains calls this."""
+        """Take the results of saves that have ended, in the thread that trains."""
         while not self._results.empty():
             try:
                 step, durable = self._results.get_nowait()
@@ -192,7 +188,7 @@ class SaveSchedule:
     def resume(self, checkpoint: CheckpointId | None, resume: RestoreOrder) -> None:
         """Start counting from the checkpoint that training resumes from, or from nothing.
 
-        The best value so far is the best of the complete checkpoints on the timeline up to there, among the places that
+        The best value so far is of the complete checkpoints on the timeline up to there, among the places that
         answered.
         """
         best: float | None = None
@@ -209,7 +205,7 @@ class SaveSchedule:
             self.preemption.restored()
 
     def add_metric(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a save that begins at `step`, with the value by which it was found due."""
+        """Return a save's metrics with the value by which it was found due."""
         metric = self.metric
         if metric is None:
             return numbers

@@ -35,10 +35,9 @@ _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh"}
 
 
 def ends_with_us(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a unix socket ends when this process ends.
+    """Whether the process at the other end of a unix socket ends when this one ends.
 
-    The kernel translates that process's pid to this namespace. The pid is 0 for a process of another namespace, which
-    lives on.
+    The kernel translates its pid to this namespace: 0 for a process of another one, which lives on.
     """
     answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid: int = struct.unpack("3i", answer)[0]
@@ -46,7 +45,6 @@ def ends_with_us(connection: socket.socket) -> bool:
 
 
 def namespace_ends_with_us() -> bool:
-    """Whether this process's pid namespace ends when this process ends."""
     pid = os.getpid()
     try:
         own_namespace = Path("/proc/self/ns/pid").stat().st_ino != _FIRST_NAMESPACE
@@ -96,11 +94,9 @@ class UnflushedSaves:
     """The saves of one launch that are not on every tier yet, as the daemon reports them.
 
     Args:
-        has_saved: returns whether this launch saved a part.
         renew: makes sure that a daemon runs, if one was asked for.
         silent: returns why a daemon that runs cannot be asked, with the way out; empty if it can.
         node_ends: whether the node ends soon, and the daemon with it.
-        timings: how long it waits.
     """
 
     def __init__(
@@ -181,8 +177,8 @@ class UnflushedSaves:
             self._report_unknown(error)
 
     def _worth_waiting(self, backlog: UnflushedParts) -> bool:
-        """Whether some tier may still take a save: a tier that accepts, or for saves on no tier, one that only does not
-        answer now.
+        """Whether a tier may still take a save: one that accepts, or for saves on no tier, one that only does not
+        answer.
         """
         if backlog.paused:
             return False
@@ -220,9 +216,7 @@ class UnflushedSaves:
         return backlog
 
     def _ask(self, end_s: float | None, *, hurry: bool = False) -> UnflushedParts:
-        """Ask for the backlog until `end_s` of the monotonic clock; with `hurry`, after a fresh listing of the tiers if
-        they answer.
-        """
+        """Ask for the backlog; with `hurry`, after a fresh listing of the tiers if they answer."""
         share = 0.6 if hurry else 1.0  # the rest is for the second question
         request = AskBacklog(hurry=hurry, newest=hurry and self._node_ends)
         try:
@@ -259,7 +253,7 @@ class UnflushedSaves:
         log.warning("closed: %s on no tier, only in the spool: %s%s", _steps(nowhere), why, last)
 
     def _in_spool(self) -> list[UnflushedPart]:
-        """Return this launch's saves that the spool still has, newest first."""
+        """Return this launch's saves in the spool, newest first."""
         try:
             parts = [part for part in self._spool.parts() if self._has_saved(part)]
         except (OSError, TierdError):
@@ -276,7 +270,6 @@ class UnflushedSaves:
 
 
 def check_wait(wait: object, timeout: object, *, tiers: bool) -> None:
-    """Raise `ConfigError` if `Checkpointer.close` cannot use these arguments."""
     if wait is not None and (not isinstance(wait, str) or not wait):
         raise ConfigError(f'wait={wait!r}: None, "local", or a tier\'s name')
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0):
@@ -286,22 +279,14 @@ def check_wait(wait: object, timeout: object, *, tiers: bool) -> None:
 
 
 def check_no_save_failed(tier: str, failed: Mapping[int, str]) -> None:
-    """Raise `SaveFailed` if a save of this launch failed, so that no tier gets it.
-
-    Args:
-        failed: step -> why its save failed.
-    """
+    """Raise `SaveFailed` if a save failed, so that no tier gets it. `failed` has the reason by step."""
     if failed:
         steps = _steps_are(sorted(failed, reverse=True))
         raise SaveFailed(f"{tier}: {steps} not there, because saving failed: {failed[max(failed)]}")
 
 
 def describe_lost_saves(spool: Spool, nowhere: Mapping[PartId, str]) -> str:
-    """Describe the saves whose states are in no place, for the error of a close; empty without any.
-
-    Args:
-        nowhere: as `SaveRecords.lost_parts`.
-    """
+    """Describe the saves whose states are in no place (`SaveRecords.lost_parts`); empty without any."""
     with suppress(OSError, TierdError):  # a trainer may take a save for failed that its daemon committed
         present = set(spool.parts())
         nowhere = {part: why for part, why in nowhere.items() if part not in present}
@@ -321,7 +306,6 @@ def describe_lost_saves(spool: Spool, nowhere: Mapping[PartId, str]) -> str:
 
 
 def _limit(end_s: float | None, share: float = 1.0) -> float:
-    """Return the seconds that one answer may take."""
     return _ANSWER_S if end_s is None else min(_ANSWER_S, max(_LEAST_S, share * (end_s - time.monotonic())))
 
 

@@ -42,7 +42,7 @@ class TierAcceptance:
         self._warned_at: float | None = None
 
     def log_change(self, backlog: UnflushedParts, now_s: float) -> None:
-        """Log that no tier accepts checkpoints: at once if every tier refuses, else after three such answers."""
+        """Log that no tier accepts checkpoints: at once if every tier refuses, else after `_PASSING` such answers."""
         problem = backlog.problem
         self.has_problem = problem is not None
         if problem is None:
@@ -62,9 +62,8 @@ class AcceptanceWatch:
     """A thread that asks the daemon for its backlog from time to time.
 
     Args:
-        ask: returns the daemon's backlog within seconds, with True after a fresh listing of the tiers; raises as
-            `Link.ask`.
-        soon_s: seconds between two questions until a tier has accepted something.
+        ask: with True, the daemon answers after a fresh listing of the tiers.
+        soon_s: between two questions until a tier has accepted something.
     """
 
     def __init__(self, ask: Callable[[bool], UnflushedParts], soon_s: float) -> None:
@@ -79,13 +78,11 @@ class AcceptanceWatch:
             pass
 
     def ask_soon(self) -> None:
-        """Ask again soon."""
         with self._changed:
             self._saved = True
             self._changed.notify()
 
     def close(self, patience_s: float) -> None:
-        """Ask no more; wait at most `patience_s` seconds for a running question."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -118,7 +115,6 @@ class SpaceCheck:
     """Warn if the disk holds fewer states than are kept at a time: `keep_last`, and the one being written.
 
     Args:
-        keep_last: returns how many checkpoints the daemon keeps in the spool; None if no daemon has said so.
         behind: runs the comparison behind training, because a disk may be slow to answer.
     """
 
@@ -129,11 +125,7 @@ class SpaceCheck:
         self.is_checked = False
 
     def check(self, size_bytes: int) -> None:
-        """Compare the sizes once, behind training.
-
-        Args:
-            size_bytes: size of one rank's state. The ranks of a node are assumed to share the disk (`local_ranks`).
-        """
+        """Compare once, behind training. The ranks of a node are assumed to share the disk (`local_ranks`)."""
         if not self.is_checked:
             self._behind(lambda: self._compare(size_bytes))
 
@@ -165,13 +157,13 @@ _ERASE = "\r\x1b[K"  # ECMA-48: to the line's begin, and erase to its end
 
 
 class TerminalLine:
-    """The line. A context: its end erases the line."""
+    """One line on the terminal. A context: its end erases the line."""
 
     def __init__(self) -> None:
         self._drawn = False
 
     def draw(self, text: str) -> bool:
-        """Show `text` in place of the last one. Returns whether there is a terminal that shows it."""
+        """Show `text` in place of the last one; return whether there is a terminal that shows it."""
         with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something without a descriptor
             if sys.stderr.isatty():
                 width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
@@ -194,7 +186,7 @@ class TerminalLine:
 
 
 def transfer_rate_text(moved: float, took_s: float, left_bytes: float) -> str:
-    """Describe the rate by which `moved` bytes were moved, and the time that `left_bytes` take; empty if unknown."""
+    """Describe the rate, and the time that `left_bytes` take; empty if unknown."""
     if moved <= 0 or took_s <= 0:
         return ""
     rate = moved / took_s

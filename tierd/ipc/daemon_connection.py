@@ -1,7 +1,5 @@
 """The connection to the node's daemon, for the training process and the command line. Standard library only.
 
-The calls are synchronous. If no daemon runs, the error says how a person starts one on this machine.
-
 Invariant: a daemon that is absent, slow or dead costs its caller a bounded wait and an error, never more.
 """
 
@@ -12,7 +10,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,14 @@ from tierd.spool.file_io import open_own
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import account_name, foreign_peer_uid, peer_pid
 
-UNIT_DIRECTORIES = tuple(
-    Path(path)
-    for path in (
-        "/etc/systemd/system",
-        "/run/systemd/system",
-        "/usr/local/lib/systemd/system",
-        "/usr/lib/systemd/system",
-    )
-)
+UNIT_DIRECTORIES = tuple(Path(at, "systemd/system") for at in ("/etc", "/run", "/usr/local/lib", "/usr/lib"))
 
 
 def ways_to_start(root: Path, directories: Sequence[Path] = UNIT_DIRECTORIES) -> str:
-    """Return the ways to start a daemon on the spool in `root`.
+    """Name the ways to start a daemon on the spool in `root`, an installed unit first.
 
-    An installed unit comes first, because a daemon beside it would take its spool. Whether its tierd.toml names this
-    spool is not known, because the caller may not be allowed to read that file.
+    A daemon beside that unit would take its spool. Whether the unit's tierd.toml names this spool is not known, because
+    the caller may not be allowed to read it.
     """
     ways = [f"systemctl start {unit}" for unit in _units(root, directories)]
     ways.append(f"tierd run --spool {root} --to URL")
@@ -50,7 +41,7 @@ def ways_to_start(root: Path, directories: Sequence[Path] = UNIT_DIRECTORIES) ->
 
 
 def _units(root: Path, directories: Sequence[Path]) -> list[str]:
-    """Name the units of tierd that are installed, with the spool's account as the template's instance."""
+    """Name tierd's installed units, with the spool's account as the template's instance."""
     installed = {
         name for name in ("tierd.service", "tierd@.service") if any((at / name).exists() for at in directories)
     }
@@ -79,8 +70,7 @@ _open: weakref.WeakSet[DaemonConnection] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # A DataLoader's worker must not keep its trainer attached, because the daemon detects a death by the connection's
-    # end.
+    # A DataLoader's worker must not keep its trainer attached: the daemon detects a death by the connection's end.
     for link in list(_open):
         link._socket.close()
 
@@ -94,9 +84,7 @@ class DaemonConnection:
     The daemon releases everything that it holds for the connection (a restored part, the attached trainer) at its end.
 
     Args:
-        spool: the spool whose daemon is called.
-        greet: exchange protocol numbers before the first request. False is for a request that every daemon understands
-            in a form that never changes.
+        greet: exchange protocol numbers first. False is for a request whose form never changes.
         silence_s: seconds without a byte, or without a place in the daemon's queue, after which the daemon counts as
             stopped. Pass it only for requests to which `messages.BEAT` applies. A daemon older than protocol 1.1 has
             the default time to answer.
@@ -137,40 +125,29 @@ class DaemonConnection:
         timeout_s: float | None = None,
         on_progress: Callable[[dict[str, Any]], None] = lambda progress: None,
     ) -> dict[str, Any]:
-        """Send a request and wait for its answer.
+        """Send a request, and return the members of its answer.
 
         Args:
-            request: the request.
-            timeout_s: the longest wait in seconds; None waits for as long as the daemon shows that it works.
+            timeout_s: None waits for as long as the daemon shows that it works.
             on_progress: called with the daemon's progress messages, at least every `HEARTBEAT` seconds. If it raises,
                 the connection cannot be used any more.
 
-        Returns:
-            The members of the answer.
-
         Raises:
-            TierdError: the condition that the daemon answered with.
-            DaemonSilent: the daemon went silent.
-            DaemonUnavailable: the connection broke.
-            VersionMismatch: as `greet`.
+            TierdError: the condition that the daemon answered with, or as `greet`.
             TimeoutError: `timeout_s` is over, or the daemon answers that the request's own time is over.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self._greet(end)
-        try:
+        with _broken_link():
             self._send(encode_line(request))
             while True:
-                reply = msgspec.json.decode(self._line(end, self._silence_s), type=dict[str, Any])
+                reply = self._reply(end, self._silence_s)
                 if reply.get("working"):
                     on_progress(reply)
                     continue
                 if not reply.get("ok"):
                     raise_error(reply)
-                return dict(reply)
-        except TimeoutError:
-            raise
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+                return reply
 
     def greet(self) -> None:
         """Exchange protocol numbers, unless that was done. `ask` does so by itself.
@@ -185,17 +162,14 @@ class DaemonConnection:
     def _greet(self, end: float | None) -> None:
         if not self._to_greet:
             return
-        try:
-            self._send(encode_line(HELLO))
-            reply = msgspec.json.decode(self._line(end, min(self._silence_s, self._greeting_s)), type=dict[str, Any])
-        except TimeoutError:
-            raise
-        except ConnectionError as error:
-            if _is_older_than_numbers(self._spool):
-                self._check(Peer(None, ""))
-            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+        with _broken_link():
+            try:
+                self._send(encode_line(HELLO))
+                reply = self._reply(end, min(self._silence_s, self._greeting_s))
+            except ConnectionError:
+                if _is_older_than_numbers(self._spool):
+                    self._check(Peer(None, ""))
+                raise
         self._check(parse_greeting(reply))
         if not reply.get("ok"):
             raise_error(reply)
@@ -214,9 +188,9 @@ class DaemonConnection:
         except TimeoutError:
             raise self._hung_error("took no request", self._silence_s) from None
         except ConnectionError:
-            pass  # the daemon closed the connection; `_line` reads the reason, if it sent one, or the end
+            pass  # the daemon closed the connection; `_reply` reads the reason, if it sent one, or the end
 
-    def _line(self, end: float | None, silence_s: float) -> bytes:
+    def _reply(self, end: float | None, silence_s: float) -> dict[str, Any]:
         while b"\n" not in self._buffer:
             remaining_s = silence_s if end is None else end - time.monotonic()
             if remaining_s <= 0:
@@ -234,7 +208,7 @@ class DaemonConnection:
             if len(self._buffer) > MAX_REPLY:
                 raise DaemonUnavailable(f"the daemon's answer is longer than {MAX_REPLY} bytes")
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+        return msgspec.json.decode(line, type=dict[str, Any])
 
     def _hung_error(self, did: str, silence_s: float) -> DaemonSilent:
         try:
@@ -244,7 +218,6 @@ class DaemonConnection:
         return DaemonSilent(describe_hung_daemon(pid, f"{did} for {silence_s:g} s"))
 
     def check_peer(self, check: Callable[[socket.socket], bool]) -> bool:
-        """Return the result of `check`, a check of the process at the other end of the socket."""
         return check(self._socket)
 
     def is_alive(self) -> bool:
@@ -258,7 +231,7 @@ class DaemonConnection:
             return False
 
     def has_unread(self) -> bool:
-        """Whether an answer is unread, or the connection has ended. Sends nothing."""
+        """Whether an answer, or the connection's end, is unread. Sends nothing."""
         try:
             self._socket.setblocking(False)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -283,14 +256,24 @@ class DaemonConnection:
         self.close()
 
 
+@contextmanager
+def _broken_link() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+
+
 def describe_hung_daemon(pid: int, does: str) -> str:
-    """Describe a daemon that does not go on, and the ways out; `pid` is 0 if it is not known."""
+    """Describe a daemon that does not go on, and the ways out. `pid` is 0 if it is not known."""
     who, name = (f"the daemon, pid {pid},", str(pid)) if pid else ("the daemon", "PID")
     return f"{who} {does}; it may be stopped: let it go on (kill -CONT {name}), or end it (kill -KILL {name})"
 
 
 def spool_holder_pid(spool: Spool) -> int:
-    """Read the id of the process that holds the spool from its lock file; 0 if the file does not name one."""
+    """Return the process that holds the spool by its lock file; 0 if the file does not name one."""
     try:
         with os.fdopen(open_own(spool.lock_path), "r") as file:
             text = file.read().strip()
@@ -313,16 +296,14 @@ def _is_older_than_numbers(spool: Spool) -> bool:
 
 
 def connect_to_daemon(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -> None:
-    """Connect to one of the daemon's sockets.
+    """Connect an unconnected unix socket to one of the daemon's sockets.
 
     Args:
-        connection: an unconnected unix socket.
-        path: the daemon's socket.
         patience_s: seconds to wait for a free place among the daemon's waiting callers.
 
     Raises:
-        OSError: no process listens; or no place became free; or the process belongs to another user than this one, root
-            or the spool's owner.
+        OSError: no process listens; no place became free; or the process belongs to another user than this one, root or
+            the spool's owner.
     """
     # A socket's path is limited to 107 bytes and a spool's path is not, so a descriptor of the directory names it.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

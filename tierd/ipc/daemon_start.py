@@ -37,11 +37,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def _open_log(log: Path) -> BinaryIO:
-    """Open the daemon's log to append.
-
-    Raises:
-        DaemonUnavailable: something else is in its place. A FIFO would block, and a link lead out of the spool.
-    """
+    """Open the daemon's log to append; nothing else in its place, because a FIFO would block and a link lead out."""
     try:
         return os.fdopen(open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
     except (OSError, ConfigError) as error:
@@ -54,10 +50,6 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     Several ranks may call this at the same time: one daemon gets the spool, and serves all ranks. The other daemons end
     with `EXIT_HELD`. They are started again for as long as no daemon answers, because the daemon that holds the spool
     may be about to end.
-
-    Args:
-        spool: the spool to serve.
-        urls: the tiers' URLs.
 
     Raises:
         DaemonSilent: a daemon exists, and accepts no callers or was stopped before it listened.
@@ -97,10 +89,9 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
 
 
 def describe_daemon_end(spool: Spool) -> str:
-    """Describe how the daemon ended that this process started for `spool`, with the end of its log; once.
+    """Describe once, with its log's end, the error with which the daemon ended that this process started for `spool`.
 
-    Returns:
-        Empty if there was none, or it runs, was killed, or ended without an error.
+    Empty if there was none, or it runs, was killed, or ended without an error.
     """
     process = _serving.get(spool.root)
     if process is None:
@@ -126,7 +117,7 @@ def _log_text(log: Path) -> str:
 
 
 def _last_error(text: str) -> str:
-    """Return the message with which the command line ended, the last in its log; empty if there is none."""
+    """Return the message with which the command line ended; empty without one."""
     _, mark, message = f"\n{text}".rpartition("\ntierd: ")
     return message.strip() if mark else ""
 

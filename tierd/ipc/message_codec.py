@@ -16,32 +16,10 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core import errors
-from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
+from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
 from tierd.core.manifest_codec import MAX_MANIFEST_SIZE
-from tierd.ipc.messages import (
-    AnyRequest,
-    Attach,
-    BacklogRequest,
-    CandidatesRequest,
-    DataLeakNotice,
-    FallbackNotice,
-    Fetch,
-    Hello,
-    LaunchesRequest,
-    MakeRoom,
-    Measured,
-    NotesRequest,
-    Pin,
-    PreemptionNotice,
-    Ranges,
-    RemoveRun,
-    ReportRequest,
-    Request,
-    RestoreFinished,
-    SaveGivenUp,
-    Wait,
-)
+from tierd.ipc.messages import AnyRequest, Fetch, Hello, Measured, Ranges, Request
 from tierd.ipc.protocol import PROTOCOL, Peer
 
 MAX_PACKET = 16 << 10  # bytes
@@ -60,8 +38,6 @@ class PersistSnapshot(Request, frozen=True, kw_only=True, tag="persist"):
     state tree. Answer: `direct`, `recycled`, as in `commit.CommittedPart`.
 
     Attributes:
-        part: the part to commit.
-        slot: the slot whose arena holds the snapshot.
         tensors: the size of the tensor file, in bytes.
         manifest: the size of the manifest, in bytes.
         tree: the size of the state tree, in bytes.
@@ -123,48 +99,32 @@ def decode_request(line: bytes) -> Hello | AnyRequest:
         UnknownRequest: the request is of a later version.
         msgspec.DecodeError: the line is no request, or a name in it is not valid.
     """
-    request = _decode(_decoder, REQUESTS, line)
-    try:
-        match request:
-            case (
-                ReportRequest(run=str(run))
-                | BacklogRequest(run=str(run))
-                | Attach(run=str(run))
-                | CandidatesRequest(run=run)
-                | LaunchesRequest(run=run)
-                | NotesRequest(run=run)
-                | MakeRoom(run=run)
-                | RemoveRun(run=run)
-            ):
-                check_run(run)
-            case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
-                raise ConfigError("runs of chunks are not in order, or one ends before it begins")
-            case (
-                Fetch(part=part)
-                | Wait(part=part)
-                | SaveGivenUp(part=part)
-                | DataLeakNotice(part=part)
-                | PreemptionNotice(part=part)
-                | RestoreFinished(part=part)
-            ):
-                _check_checkpoint(part.checkpoint)
-                check_rank(part.rank, part.world)
-            case Pin(checkpoint=checkpoint) | FallbackNotice(checkpoint=checkpoint):
-                _check_checkpoint(checkpoint)
-    except TierdError as error:
-        raise msgspec.ValidationError(str(error)) from error
+    request = _checked(_decode(_decoder, REQUESTS, line))
+    if isinstance(request, Fetch) and not all(map(_in_order, (request.wanted or {}).values())):
+        raise msgspec.ValidationError("runs of chunks are not in order, or one ends before it begins")
     return request
 
 
 def decode_handoff(packet: bytes) -> AnyHandoff:
     """Decode and check one message of the hand-off socket; raises as `decode_request` does."""
-    message = _decode(_handed, HANDOFF_MESSAGES, packet)
-    if isinstance(message, PersistSnapshot | RecallSnapshot):
-        try:
-            _check_checkpoint(message.part.checkpoint)
-            check_rank(message.part.rank, message.part.world)
-        except TierdError as error:
-            raise msgspec.ValidationError(str(error)) from error
+    return _checked(_decode(_handed, HANDOFF_MESSAGES, packet))
+
+
+def _checked(message: T) -> T:
+    """Check the names and numbers in a message: `run`, `checkpoint` and `part` mean the same in each."""
+    part: PartId | None = getattr(message, "part", None)
+    checkpoint: CheckpointId | None = part.checkpoint if part else getattr(message, "checkpoint", None)
+    run: str | None = checkpoint.run if checkpoint else getattr(message, "run", None)
+    try:
+        if run is not None:
+            check_run(run)
+        if checkpoint is not None:
+            check_attempt(checkpoint.attempt)
+            check_step(checkpoint.step)
+        if part is not None:
+            check_rank(part.rank, part.world)
+    except TierdError as error:
+        raise msgspec.ValidationError(str(error)) from error
     return message
 
 
@@ -189,19 +149,12 @@ def _decode(decoder: msgspec.json.Decoder[T], kinds: Container[str], data: bytes
         raise UnknownRequest(f"request {op!r} is not known to this version of tierd") from error
 
 
-def _check_checkpoint(checkpoint: CheckpointId) -> None:
-    check_run(checkpoint.run)
-    check_attempt(checkpoint.attempt)
-    check_step(checkpoint.step)
-
-
 def greeting(version: str) -> dict[str, Any]:
-    """Return the daemon's greeting, where `version` is its version of tierd."""
     return {"ok": True, "protocol": str(PROTOCOL), "version": version}
 
 
 def parse_greeting(reply: dict[str, Any]) -> Peer:
-    """Return the daemon that sent the greeting `reply`. A daemon without a protocol number predates the numbers."""
+    """Return the daemon that sent a greeting; one without a protocol number predates the numbers."""
     try:
         return msgspec.convert(reply, Hello).peer
     except (msgspec.ValidationError, UnicodeError):
@@ -209,11 +162,7 @@ def parse_greeting(reply: dict[str, Any]) -> Peer:
 
 
 def read_member(reply: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Read a member of an answer.
-
-    Raises:
-        DaemonUnavailable: the member is missing or differs, because the daemon is of another version.
-    """
+    """Read a member of an answer. `DaemonUnavailable` means that the daemon is of another version."""
     try:
         return msgspec.convert(reply[name], kind, str_keys=True)
     except (KeyError, msgspec.ValidationError, UnicodeError) as error:
@@ -223,7 +172,7 @@ def read_member(reply: dict[str, Any], name: str, kind: type[T]) -> T:
 
 
 def error_reply(error: Exception) -> dict[str, Any]:
-    """Encode an error as an answer with the name of its condition, so that the other side raises the same one."""
+    """Encode an error with the name of its condition, so that the other side raises the same one."""
     condition_names = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     return {"ok": False, "error": next(condition_names, type(error).__name__), "message": str(error)}
 

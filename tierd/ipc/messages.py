@@ -5,16 +5,14 @@
 Invariant: no byte of a checkpoint crosses a socket, only names and descriptors.
 
 On the control socket a request is one line. The answer is any number of `{"working": true}` lines, at most `HEARTBEAT`
-seconds apart, then one line with `ok`. On the hand-off socket the daemon greets with `ok`. A message there is one
-packet with its descriptors, and so is an answer. Training may wait for `PersistSnapshot`, `MakeRoom` and
-`CandidatesRequest`. From protocol 1.1 on, the daemon sends a sign of life for these every `BEAT` seconds.
+seconds apart, then one line with `ok`. On the hand-off socket a message is one packet with its descriptors, and so is
+an answer. Training may wait for `PersistSnapshot`, `MakeRoom` and `CandidatesRequest`, so from protocol 1.1 on the daemon sends
+a sign of life for these every `BEAT` seconds.
 
 Both sockets exchange protocol numbers first (`ipc/protocol`). On the control socket the client begins with `Hello`, and
-the daemon answers with its own number. On the hand-off socket the daemon's greeting has its number, and the client's
-first packet is `Hello`, without an answer. A client that sends no `Hello` is older than protocol numbers; the daemon
+the daemon answers with its own number. On the hand-off socket the daemon greets with `ok` and its number, and the
+client's first packet is `Hello`, without an answer. A client that sends no `Hello` predates the numbers; the daemon
 still answers it.
-
-The module is longer than 300 lines because each request's docstring is the reference of that request.
 """
 
 from __future__ import annotations
@@ -104,10 +102,6 @@ class CandidatesRequest(Request, frozen=True, kw_only=True, tag="candidates"):
     """The checkpoints of a run that a restore can use, from a new listing of every tier.
 
     Answer: `sight`, in the form of `core/timeline/run_view`.
-
-    Attributes:
-        run: the run's name.
-        metrics: the metrics whose values are requested.
     """
 
     run: str
@@ -124,10 +118,6 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     With `wanted`, only these chunks are fetched. This does not commit a part that the spool lacks. Its chunks are kept
     in `Spool.fetch_directory`, next to its manifest as `DRAFT_NAME`, until the connection ends. An empty `wanted`
     fetches the manifest only. Error: `ConfigError` for a chunk that the part does not have.
-
-    Attributes:
-        part: the part to fetch.
-        wanted: by file, the ranges of chunks; None for the whole part.
     """
 
     part: PartId
@@ -141,9 +131,6 @@ class Wait(Request, frozen=True, kw_only=True, tag="wait"):
     line before the answer has `done` and `total`, in raw bytes.
 
     Attributes:
-        part: the part.
-        tier: the tier's name.
-        timeout_s: the longest wait in seconds; None for no limit.
         needed: a restore on another node needs the part, so it is flushed regardless of retention.
     """
 
@@ -178,39 +165,29 @@ class Pin(Request, frozen=True, kw_only=True, tag="pin"):
     pinned: bool
 
 
-class SaveGivenUp(Request, frozen=True, kw_only=True, tag="failed"):
-    """A trainer gave a save up. The daemon reports the failure, unless the daemon caused it. Answer: `ok` only."""
+class TrainerNotice(Request, frozen=True, kw_only=True):
+    """The base of what a trainer reports of the step of `part`. Answer: `ok` only."""
 
     part: PartId
     why: Reason
 
 
-class DataLeakNotice(Request, frozen=True, kw_only=True, tag="leaked"):
-    """A trainer found samples that repeat or belong to the validation split, at the step of `part`.
+class SaveGivenUp(TrainerNotice, frozen=True, kw_only=True, tag="failed"):
+    """A trainer gave a save up. The daemon reports the failure, unless the daemon caused it."""
 
-    Answer: `ok` only.
+
+class DataLeakNotice(TrainerNotice, frozen=True, kw_only=True, tag="leaked"):
+    """A trainer found samples that repeat or belong to the validation split."""
+
+
+class PreemptionNotice(TrainerNotice, frozen=True, kw_only=True, tag="preempted"):
+    """A trainer got notice that its node or job ends, and saves at this step. For the next ten minutes the daemon sends
+    the newest checkpoints first, and an older one that is under way gives way.
     """
-
-    part: PartId
-    why: Reason
-
-
-class PreemptionNotice(Request, frozen=True, kw_only=True, tag="preempted"):
-    """A trainer got notice that its node or job ends, and saves at the step of `part`. For the next ten minutes the
-    daemon sends the newest checkpoints first, and an older one that is under way gives way. Answer: `ok` only.
-    """
-
-    part: PartId
-    why: Reason
 
 
 class FallbackNotice(Request, frozen=True, kw_only=True, tag="fell-back"):
-    """A restore loads `checkpoint` and skipped newer ones. Answer: `ok` only.
-
-    Attributes:
-        checkpoint: the checkpoint that is restored.
-        skipped: the checkpoints that were skipped, each with the reason.
-    """
+    """A restore loads `checkpoint` and skipped newer ones, each with the reason. Answer: `ok` only."""
 
     checkpoint: CheckpointId
     skipped: Annotated[tuple[Reason, ...], Meta(min_length=1, max_length=MOST_REASONS)]
@@ -220,8 +197,6 @@ class RestoreFinished(Request, frozen=True, kw_only=True, tag="restored"):
     """A rank read and verified its part, and every rank loads this checkpoint. Answer: `ok` only.
 
     Attributes:
-        part: the part that was read.
-        place: the place from which its bytes came.
         seconds: how long the search and the reading took; not the loading into the state.
     """
 
@@ -265,8 +240,6 @@ class MakeRoom(Request, frozen=True, kw_only=True, tag="make-room"):
     Answer: `freed_bytes`, and `enough`: whether a second try can succeed.
 
     Attributes:
-        run: the run's name.
-        size_bytes: the size of the part that is saved, in bytes.
         quota: the user's quota is used up, so the file system's free bytes are not the limit.
     """
 
@@ -289,7 +262,6 @@ class Resume(Request, frozen=True, kw_only=True, tag="resume"):
 
 
 def encode_line(message: object) -> bytes:
-    """Encode a message or an answer of the control socket."""
     return msgspec.json.encode(message) + b"\n"
 
 

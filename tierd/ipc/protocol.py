@@ -25,8 +25,6 @@ Side = Literal["client", "daemon"]
 
 
 class Protocol(NamedTuple):
-    """A protocol number. The later one compares as the greater one."""
-
     major: int
     minor: int
 
@@ -35,7 +33,6 @@ class Protocol(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Protocol | None:
-        """Read ``major.minor``; None if `text` is something else."""
         if not re.fullmatch(_TEXT, text):
             return None
         major, minor = text.split(".")
@@ -47,12 +44,7 @@ BEATS = Protocol(1, 1)  # the first protocol whose daemons send a sign of life e
 
 
 class Peer(NamedTuple):
-    """One side of a socket.
-
-    Attributes:
-        protocol: its protocol number; None if it is older than protocol numbers.
-        version: its version of tierd.
-    """
+    """One side of a socket; `protocol` is None if it is older than protocol numbers."""
 
     protocol: Protocol | None
     version: str
@@ -64,7 +56,7 @@ class Peer(NamedTuple):
 
 
 def outdated_side(client: Protocol | None, daemon: Protocol | None) -> Side | None:
-    """Return the side that must be upgraded before the two work together; None if they do.
+    """Return the side to upgrade before the two work together; None if they do.
 
     Two protocols work together if their major numbers are equal and their minor numbers are at most one apart.
     """
@@ -75,7 +67,7 @@ def outdated_side(client: Protocol | None, daemon: Protocol | None) -> Side | No
 
 
 def explain_outdated(client: Peer, daemon: Peer) -> str:
-    """Name both versions and the side to upgrade, in one line; empty if the two work together."""
+    """Name both versions and the side to upgrade; empty if the two work together."""
     versions = f"(daemon: {daemon}; client: {client})"
     match outdated_side(client.protocol, daemon.protocol):
         case "daemon":
