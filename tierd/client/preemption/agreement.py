@@ -37,21 +37,13 @@ _WAITS = 30  # in which training waits for a word
 
 
 class NoteBoard(Protocol):
-    """The calls of a `Board` that an agreement makes."""
-
     def put(self, key: str, value: bytes) -> None: ...
 
     def read(self, keys: Collection[str]) -> dict[str, bytes]: ...
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Word that this node or job ends.
-
-    Attributes:
-        key: what makes it another notice than an earlier one. Each key counts once in a launch.
-        why: the notice, for people.
-        at_s: when this process learned of it, monotonic seconds.
-    """
+    """Word that this node or job ends. Each `key` counts once in a launch; `at_s` is monotonic."""
 
     key: str
     why: str
@@ -164,15 +156,13 @@ class StepAgreement:
         return self._unsaved if self._world == 1 else self._due_position == (self._position.restores, step)
 
     def saved(self) -> None:
-        """Record a save that counts."""
         self._unsaved = False
 
     def restored(self, turn: int) -> None:
         """Record that all ranks restored, and ask at earlier steps again.
 
-        Args:
-            turn: the same on every rank, and greater than at any earlier restore. It is no count of this rank's
-                restores, because one may succeed on other ranks only.
+        `turn` is the same on every rank, and greater than at any earlier restore. It is no count of this rank's
+        restores, because one may succeed on other ranks only.
         """
         with self._changed:
             self._answers()
@@ -191,21 +181,18 @@ class StepAgreement:
     # -- the thread that reads and writes notes -----------------------------------------------------------------------
 
     def offer(self, notice: Notice) -> None:
-        """Take a notice that this rank got. One that was handled before is ignored."""
         if notice.key not in self._handled:
             self._own_notices.setdefault(notice.key, notice)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do but to read whether another rank has a notice."""
         return self.frozen_s is None and not self._own_notices
 
     def advance(self, notes: NoteBoard, now_s: float) -> None:
         """Do the next part of a turn; call it again after a pause.
 
-        Raises:
-            RuntimeError, OSError: the notes cannot be read or written. The turn ends without a checkpoint if that
-                lasts.
+        Raises `RuntimeError` or `OSError` if notes cannot be read or written. The turn ends without a checkpoint if
+        that lasts.
         """
         with self._changed:
             question, frozen_s, owed = self._question, self.frozen_s, self._owed

@@ -52,20 +52,12 @@ class CloudNotice(NamedTuple):
 
 
 class Cloud(Protocol):
-    """A cloud's metadata server.
-
-    Attributes:
-        name: the cloud, for messages.
-    """
+    """A cloud's metadata server. `read` raises `OSError` if it does not answer as documented."""
 
     name: str
 
     def read(self) -> list[CloudNotice]:
-        """Return the notices that hold now.
-
-        Raises:
-            OSError: the server does not answer as documented.
-        """
+        """Return the notices that hold now."""
         ...
 
 
@@ -147,7 +139,7 @@ _CLOUDS: dict[str, Callable[[str], Cloud]] = {"ec2": Ec2, "gce": Gce, "azure": A
 
 
 def cloud(setting: bool | str, address: str | None = None, dmi: Path = _DMI) -> Cloud | None:
-    """Return the server that `When(preemption=asked)` reads; None if this machine is of none of the three clouds.
+    """Return the server that `When(preemption=…)` reads; None if this machine is of none of the three clouds.
 
     Args:
         address: `HOST:PORT` of the server; by default the environment's `ADDRESS`, else the link-local one.

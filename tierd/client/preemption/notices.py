@@ -36,10 +36,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptionSignals:
-    """The handlers of one `Checkpointer`.
-
-    Args:
-        heard: called with a signal's name, inside the handler.
+    """The handlers of one `Checkpointer`, which call `heard` with a signal's name.
 
     Raises:
         ConfigError: this is not the main thread, which alone may set handlers; or code outside of Python has set one.
@@ -64,8 +61,9 @@ class PreemptionSignals:
             self._before[number] = signal.signal(number, self._handle)
 
     def close(self) -> None:
-        """Listen no more, and put the handlers of before back. Where another handler was set since, or in another
-        thread than the main one, this one passes signals on.
+        """Listen no more, and put the handlers of before back.
+
+        Where another handler was set since, or in another thread than the main one, this one passes signals on.
         """
         was_listening = self in _asking
         _asking.discard(self)
@@ -100,9 +98,6 @@ _HOST = socket.gethostname()
 class Preemption:
     """The notices of one `Checkpointer`. Handlers and threads begin with `begin`.
 
-    Args:
-        setting: the value of `When(preemption=...)`.
-
     Raises:
         ConfigError: the ranks cannot talk to each other; or the environment's address of a metadata server is wrong.
     """
@@ -130,11 +125,6 @@ class Preemption:
         self._logged = ""  # the last failure that was logged
 
     def begin(self) -> None:
-        """Set the handlers, and start the threads.
-
-        Raises:
-            ConfigError: as `PreemptionSignals`.
-        """
         self._signals = PreemptionSignals(self._heard)
         if self._notes is not None:
             self._agreeing = threading.Thread(target=self._agree, name="tierd-notices", daemon=True)
@@ -145,25 +135,20 @@ class Preemption:
 
     @property
     def why(self) -> str | None:
-        """The notice by which a checkpoint was last due; None before the first."""
         return self._agreement.why
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due at `step` by a notice, the same on every rank."""
         if self._notes is None:
             self._drain()
         return self._agreement.due(step)
 
     def is_due_at(self, step: int) -> bool:
-        """Return whether `due` said so at `step`, and asks for a save that has not counted."""
         return self._agreement.is_due_at(step)
 
     def saved(self) -> None:
-        """Record a save that counts."""
         self._agreement.saved()
 
     def restored(self) -> None:
-        """Record that all ranks restored together."""
         self._agreement.restored(self._ranks.turn)
 
     def begun_s(self) -> float:

@@ -41,7 +41,7 @@ _saved: set[tuple[int, Path, str, str, int]] = set()
 
 
 class RankClock(msgspec.Struct, frozen=True):
-    """One rank's contribution to a launch's name: its wall clock in ms, 8 random hex digits, and its latest attempt."""
+    """One rank's contribution to a launch's name: its wall clock, 8 random hex digits, and its latest attempt."""
 
     now_ms: int
     token: str
@@ -49,8 +49,10 @@ class RankClock(msgspec.Struct, frozen=True):
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's message at the beginning: the values that have to be the same on all ranks. `error` says why this rank
-    cannot begin. `used`: its spool or a tier has checkpoints of the given attempt. `saved`: its process made some.
+    """A rank's message at the beginning: the values that have to be the same on all ranks.
+
+    `error` says why this rank cannot begin. `used`: its spool or a tier has checkpoints of the given attempt. `saved`:
+    its process made some.
     """
 
     run: str
@@ -70,14 +72,11 @@ def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
 
 
 def make_rank_clock(attempts: Iterable[str]) -> RankClock:
-    """Make this process's `RankClock`, given the attempts that it has seen."""
     return RankClock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(attempts, default=None))
 
 
 def agreed_attempt_name(attempts: Iterable[str], clocks: Sequence[RankClock]) -> str:
-    """Name the attempt that all ranks share: rank 0's clock and token, pushed past every attempt that a
-    rank has seen.
-    """
+    """Name the attempt by rank 0's clock and token, pushed past every attempt that a rank has seen."""
     latest = [clock.latest for clock in clocks if clock.latest]
     return check_attempt(next_attempt(clocks[0].now_ms, [*attempts, *latest], clocks[0].token))
 
@@ -88,7 +87,6 @@ def new_attempt(seen: Iterable[str] = ()) -> str:
 
 
 def record_saved(control: Path, run: str, attempt: str, rank: int) -> None:
-    """Record that this process saves a rank of a launch."""
     _saved.add((os.getpid(), control, run, attempt, rank))
 
 
@@ -100,9 +98,6 @@ def has_saved(control: Path, run: str, attempt: str, rank: int) -> bool:
 class CurrentAttempt:
     """The saves of a launch between two restores. A restore replaces the whole object, so no save sees a mixture.
 
-    Args:
-        name: None if the first use names the attempt (`name_or_make`).
-
     Attributes:
         claims: the part that a save writes or has written, by step. That object itself is the save's claim.
     """
@@ -113,7 +108,7 @@ class CurrentAttempt:
 
     @property
     def name(self) -> str | None:
-        """The attempt's name; None before its first use."""
+        """The attempt's name; None before its first use (`name_or_make`)."""
         return self._name.get(None)
 
     def name_or_make(self, make: Callable[[], str]) -> str:
@@ -121,17 +116,14 @@ class CurrentAttempt:
         return self.name or self._name.setdefault(None, make())  # `setdefault` is atomic
 
     def renamed(self, name: str | None) -> CurrentAttempt:
-        """Return an attempt of another name that has the same claims."""
         attempt = CurrentAttempt(name)
         attempt.claims = self.claims
         return attempt
 
     def claim(self, part: PartId) -> bool:
-        """Claim the step of `part`, unless another object has claimed it; return whether it is this one's."""
         return self.claims.setdefault(part.checkpoint.step, part) is part
 
     def release(self, part: PartId) -> None:
-        """Give up the claim, if it is this very object's."""
         if self.claims.get(part.checkpoint.step) is part:
             del self.claims[part.checkpoint.step]
 
@@ -179,8 +171,7 @@ class ConcurrentLaunchWarning:
     """Show that this trainer is alive, and log each other launch once.
 
     Args:
-        asks: whether a daemon is expected.
-        ask_s: seconds between two questions to the daemon, which observes other nodes' checkpoints.
+        asks: whether a daemon is expected. It observes other nodes' checkpoints, and is asked every `ask_s` seconds.
     """
 
     def __init__(self, spool: Spool, *, asks: bool, ask_s: float) -> None:
@@ -231,7 +222,6 @@ class ConcurrentLaunchWarning:
                 pass
 
     def close(self) -> None:
-        """Stop showing this launch as alive."""
         self._closed.set()
         if self._part:
             release_lease(self._spool.control, self._part, self)

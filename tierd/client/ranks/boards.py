@@ -43,9 +43,8 @@ class Board(Protocol):
     """A set of notes. Raises `RuntimeError` or `OSError` if it cannot be reached. One thread at a time uses it.
 
     Attributes:
-        description: the board's description, for messages.
-        poll_s: the longest pause between two reads while waiting for a note, in seconds.
-        beat_s: seconds between two signs of life.
+        poll_s: the longest pause between two reads while waiting for a note.
+        beat_s: between two signs of life.
         outlives: whether notes remain after the ranks have ended, until somebody removes them.
         exclusive: whether no other launch, and no earlier start of this one, has left notes.
     """
@@ -69,7 +68,7 @@ class Board(Protocol):
         return
 
     def holds(self, prefix: str) -> bool:
-        """Whether there is a note whose key begins with `prefix`, which ends with ``/``."""
+        """Whether a note's key begins with `prefix`, which ends with ``/``."""
         return False
 
     def second_connection(self) -> Board:
@@ -90,9 +89,6 @@ class StoreBoard(Board):
     Only calls that return at once are made, because a store's lock is shared with the process group's own threads. The
     board holds the store by a weak reference. Otherwise a process group that is made again at the same address would
     find the previous group's server.
-
-    Args:
-        exclusive: as `Board.exclusive`.
     """
 
     poll_s, beat_s = 0.05, 2.0
@@ -122,12 +118,8 @@ class StoreBoard(Board):
 class DirectoryBoard(Board):
     """A directory in the spool, for a launch whose ranks are all on this node: `.tierd/meetings/<launch>/`.
 
-    Args:
-        control: the spool's `.tierd/`.
-        launch: a name of the launch and its restart, the same on every rank.
-
-    Raises:
-        SpoolUnusable: the directory is a link, or belongs to another user.
+    `launch` names the launch and its restart, the same on every rank. Raises `SpoolUnusable` if the directory is a
+    link, or belongs to another user.
     """
 
     poll_s, beat_s = 0.02, 2.0
@@ -189,7 +181,6 @@ class DirectoryBoard(Board):
 
 
 def _sweep(room: Path) -> None:
-    """Remove the directories of launches that ended long ago."""
     for path in room.iterdir():
         with suppress(OSError):
             if path.lstat().st_mtime < time.time() - _KEPT_S:
@@ -215,9 +206,6 @@ class TierBoard(Board):
         launch: a name of the launch and its restart, the same on every rank.
         world: the number of ranks, by which each rank slows down: all ranks together make about 1,000 requests per
             second at most.
-        tier: the tier's description, for messages.
-        renew: starts a daemon if none runs and one may be started.
-        answer_s: how long the daemon, or its successor, may take for one request.
     """
 
     outlives = True
@@ -316,11 +304,7 @@ class TierBoard(Board):
             self._ask(remove=tuple(batch))
 
     def _ask(self, **fields: Any) -> dict[str, Any]:
-        """Ask the daemon. A request may be repeated, because doing it twice changes nothing.
-
-        Raises:
-            OSError: no daemon answered in time, or it is stopped or of another version; or the tier failed.
-        """
+        """Ask the daemon. A request may be repeated, because doing it twice changes nothing."""
         request = NotesRequest(run=self._run, launch=self._launch, **fields)
         end_s = time.monotonic() + self._answer_s
         while True:

@@ -57,7 +57,6 @@ class Launch:
     are given an attempt, or derive one from SLURM's environment, which then counts as given.
 
     Args:
-        attempt: the launch's name, if it was given one.
         list_attempts: returns every attempt that existed before.
         options: the arguments of a `Checkpointer` that have to be the same on every rank, as text.
         saving: called with each part that is about to be written.
@@ -148,7 +147,6 @@ class Launch:
             raise self._attempt_used_error(self._fixed_attempt)
 
     def _check_unused(self, attempt: str) -> None:
-        """Raise `ConfigError` if another process has saved this rank under the given attempt, in this spool."""
         if self._saved_here(attempt):
             return
         with spool_errors(f"spool {self._spool.root}", self._spool.root):
@@ -165,7 +163,6 @@ class Launch:
 
     @property
     def origin(self) -> CheckpointId | None:
-        """The checkpoint from which this attempt continues; None if it resumed from none."""
         return self._origins.get(self._current.name or "")
 
     @property
@@ -237,7 +234,6 @@ class Launch:
         )
 
     def _warn_of_twin(self, checkpoint: CheckpointId) -> None:
-        """Warn if the first save after a restore is of the step that was restored."""
         resumed = self._origins.get(checkpoint.attempt)
         if resumed is not None and resumed.step == checkpoint.step and not self.steps and self.rank == 0:
             log.warning(
@@ -256,16 +252,11 @@ class Launch:
         record_saved(self._spool.control, self.run, self.attempt, self.rank)
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
-        """Make the manifest of `part`, without files."""
         created, origin = self._clock.now(), self._origins.get(part.checkpoint.attempt)
         return Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
 
     def start_from(self, source: ResumeSource) -> None:
-        """Record in the manifests from now on that the run started from another run's checkpoint.
-
-        Raises:
-            ConfigError: the checkpoint is of this run or names none, or this launch resumed from one of this run.
-        """
+        """Record in the manifests from now on that the run started from another run's checkpoint."""
         try:
             run, step, attempt = source.run, source.step, source.attempt
         except AttributeError as error:
@@ -336,28 +327,18 @@ class Launch:
     def loading(self, later: str = "") -> None:
         """Record in a `restoring` block that the state is no longer that of this launch.
 
-        Args:
-            later: if another such block will load the state, why saves are refused until that one has succeeded.
+        If another such block will load the state, `later` says why saves are refused until that one has succeeded.
         """
         self._changing, self._later = True, later
 
     def clock(self) -> RankClock:
-        """Return this rank's contribution to the next attempt's name."""
         return make_rank_clock([name for name in (self._current.name, self._fixed_attempt) if name])
 
     def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[RankClock]) -> None:
         """Begin another attempt after a restore, because an attempt has one origin.
 
-        The new attempt is the same on every rank, and later than `attempts`.
-
-        Args:
-            origin: the restored checkpoint; None if nothing was restored. The attempt is then kept, if it is the
-                latest.
-            attempts: every attempt that any rank has seen.
-            clocks: every rank's clock.
-
-        Raises:
-            ConfigError: as `check_given`.
+        The new attempt is the same on every rank, and later than `attempts`: every attempt that any rank has seen. If
+        nothing was restored (`origin` is None), the attempt is kept if it is the latest. Raises as `check_given`.
         """
         self.check_given(origin, attempts)
         current, attempt = self._current, self._attempt_for(origin)

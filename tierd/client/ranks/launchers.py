@@ -43,7 +43,6 @@ class Launcher(NamedTuple):
     """The variables that one launcher sets for its ranks.
 
     Attributes:
-        name: the launcher's name, for messages.
         rank, world: the variables of this process's rank and the number of ranks; `world` is None if the launcher sets
             none.
         local: the variables of the number of ranks on this node; the first one that is set counts.
@@ -63,8 +62,7 @@ class Launcher(NamedTuple):
     def numbers(self) -> tuple[int, int] | None:
         """Return this process's rank and the number of ranks; None if one of the variables is not set.
 
-        Raises:
-            ConfigError: they are no numbers, or do not fit each other; the message names the variable.
+        Raises `ConfigError`, which names the variable, if they are no numbers, or do not fit each other.
         """
         if self.world is None or self.rank not in os.environ or self.world not in os.environ:
             return None
@@ -134,12 +132,7 @@ def rank_and_world(
     """Return this process's rank and the number of ranks: as given, else the group's, else the environment's, else 0 of
     1.
 
-    Args:
-        group: returns the initialised process group's; None without a group.
-
-    Raises:
-        ConfigError: only one of `rank` and `world_size` is given, they do not fit each other, or the environment's
-            cannot be used; the message names the variable.
+    Raises `ConfigError` if only one of `rank` and `world_size` is given, or as `check_rank` and `environment_ranks`.
     """
     if (rank is None) != (world_size is None):
         raise ConfigError("give both rank and world_size, or neither")
@@ -151,8 +144,7 @@ def rank_and_world(
 def environment_ranks() -> tuple[int, int] | None:
     """Return this process's rank and the number of ranks by the first launcher that sets both; None without a launcher.
 
-    Raises:
-        ConfigError: the numbers are impossible, or launchers set only one of the two.
+    Raises `ConfigError` if the numbers are impossible, or launchers set only one of the two.
     """
     detected = _detect()
     if detected is None:
@@ -161,7 +153,6 @@ def environment_ranks() -> tuple[int, int] | None:
 
 
 def torchrun_ranks() -> tuple[int, int] | None:
-    """Return `RANK` and `WORLD_SIZE`. Raises as `environment_ranks`."""
     return _TORCHRUN.numbers()
 
 
@@ -171,9 +162,6 @@ def slurm_attempt(rank: int, world: int, origin: str = "") -> str | None:
     Its time is the job's start (`SLURM_JOB_START_TIME`, seconds since 1970, which a requeue renews) plus the step's
     number in milliseconds. Its token is a digest of job, restart count, step and `origin`, the checkpoint that was
     resumed from. So ranks that resumed from different checkpoints never write parts of the same checkpoint.
-
-    Raises:
-        ConfigError: this Slurm does not set the job's start time.
     """
     if _SLURM.numbers() != (rank, world):
         return None
@@ -201,12 +189,6 @@ def launch_name() -> str | None:
     MPICH, MVAPICH2, Kubeflow and Ray Train name no launch, and no variable is known that names jsrun's. torchrun names
     none with several agents, because each agent counts only the restarts that it decided itself. A Kubernetes Indexed
     Job has a name, and does not count restarts of its pods.
-
-    Returns:
-        Up to 40 characters of ``a-z0-9-``.
-
-    Raises:
-        ConfigError: as `environment_ranks`.
     """
     detected = _detect()
     if detected is None:
@@ -230,8 +212,9 @@ def launch_name() -> str | None:
 
 
 def _indexed_job() -> str | None:
-    """Return the name of a Kubernetes Indexed Job, whose pods have the hostname `<job>-<index>`; None if something else
-    set `RANK`. A Job that is created again under the same name has the same name here.
+    """Return the name of a Kubernetes Indexed Job, whose pods have the hostname `<job>-<index>`.
+
+    None if something else set `RANK`. A Job that is created again under the same name has the same name here.
     """
     index, hostname = os.environ.get("JOB_COMPLETION_INDEX", ""), socket.gethostname()
     job = hostname.removesuffix(f"-{index}")
@@ -246,8 +229,8 @@ def local_ranks() -> int:
 
 
 def launch_variables() -> tuple[str, tuple[str, ...]] | None:
-    """Return the name of the variable of this process's rank, and the names of those that are set and have one value on
-    all ranks of this launch on this node; None without a launcher. Raises as `environment_ranks`.
+    """Return the name of this process's rank variable, and the set ones that all ranks of this launch on this node
+    share.
     """
     detected = _detect()
     if detected is None:
@@ -258,7 +241,6 @@ def launch_variables() -> tuple[str, tuple[str, ...]] | None:
 
 
 def is_single_node() -> bool:
-    """Whether the environment says that all ranks of this launch are on this node. Raises as `environment_ranks`."""
     detected = _detect()
     if detected is None:
         return False

@@ -91,21 +91,16 @@ class NoteExchange:
     def begin(self, late_s: float) -> None:
         """Find the processes that are this launch's ranks now. Notes of earlier processes are ignored.
 
-        Raises:
-            StoreUnavailable: some ranks did not arrive within `late_s` seconds, and the message names them; or the
-                board does not answer.
+        Raises `StoreUnavailable` if ranks did not arrive within `late_s`, and names them; or if the board does not
+        answer.
         """
         self._run(lambda: self._begin(late_s))
 
     def exchange(self, message: bytes, late_s: float) -> list[bytes]:
-        """Return every rank's message, in order of rank.
+        """Return every rank's message, in order of rank. A rank that is not in an `attending` block gets `late_s`.
 
-        Args:
-            late_s: seconds to wait for a rank that is alive, and is not in an `attending` block.
-
-        Raises:
-            StoreUnavailable: another rank did not arrive, is gone, or gives no sign of life; or the board does not
-                answer.
+        Raises `StoreUnavailable` if another rank did not arrive, is gone, or gives no sign of life; or the board does
+        not answer.
         """
         with self.attending():
             messages: list[bytes] = self._run(lambda: self._exchange(message, late_s))
@@ -114,9 +109,7 @@ class NoteExchange:
     def tell(self, message: bytes, why: str) -> None:
         """Take part in the next exchange without waiting for its end: a caller that is interrupted must not block.
 
-        Args:
-            message: this rank's message.
-            why: what this rank does, for the others if this is rank 0, without which no exchange succeeds.
+        `why` says what this rank does, for the others if this is rank 0, without which no exchange succeeds.
         """
         handled = threading.Event()
         self._submit(lambda: self._tell(message, why))
@@ -141,7 +134,6 @@ class NoteExchange:
 
     @property
     def turn(self) -> int:
-        """The number of exchanges in which this rank has taken part."""
         return self._number
 
     def notes(self) -> tuple[Board, str]:
@@ -256,7 +248,6 @@ class NoteExchange:
         return self._read([key]).get(key)
 
     def _read(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """Read this meeting's notes, as `Board.read`."""
         names = {f"{self._name}/{key}": key for key in keys}
         notes = self._board.read(names.keys())
         self._moved = time.monotonic()
@@ -286,7 +277,6 @@ class NoteExchange:
         return list(answer.heard)
 
     def _say(self, message: bytes) -> int:
-        """Put this rank's message of the next exchange, and return the number of that exchange."""
         number, self._number = self._number, self._number + 1
         self._put(f"{number}/{self._rank}", _MESSAGE_PREFIX + message)
         self._said_count = number + 1
@@ -304,7 +294,7 @@ class NoteExchange:
         self._ended_count = number + 1
 
     def _collect(self, number: int, late_s: float) -> _All:
-        """On rank 0: collect all messages and publish them, or publish which ranks did not arrive. Return that."""
+        """On rank 0: collect all messages and publish them, or publish which ranks did not arrive."""
         heard: dict[int, bytes] = {}
         watch, pause_s, why = RankWatch(self, late_s, lambda sign: sign.said > number), QUICK_S, ""
         while not why and (absent := set(range(self._world)) - heard.keys()):
@@ -342,19 +332,19 @@ class NoteExchange:
         self._submit(job)
 
     def _read_messages(self, number: int, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Return the messages of `ranks` at a turn, by rank; a message is empty once its rank has taken it back."""
+        """Return the messages at a turn, by rank; a message is empty once its rank has taken it back."""
         keys = {f"{number}/{rank}": rank for rank in ranks}
         return {keys[key]: message for key, message in self._read(keys).items()}
 
     def _gave_up(self, heard: Mapping[int, bytes]) -> str:
-        """Describe the ranks that gave up waiting for rank 0 and took back their messages; empty if none did."""
+        """Describe the ranks that took back their messages; empty if none did."""
         withdrawn = "; ".join(
             f"{self.name(rank)} gave up waiting" for rank, message in sorted(heard.items()) if not message
         )
         return withdrawn and f"{withdrawn} for {self.name(0)}"
 
     def _answer(self, number: int, late_s: float) -> _All:
-        """On any other rank: wait for the end of the exchange that rank 0 publishes, and return it."""
+        """On any other rank: wait for the end of the exchange that rank 0 publishes."""
         watch, pause_s = RankWatch(self, late_s, lambda sign: sign.ended > number), QUICK_S
         why = ""
         while (published := self._get(f"{number}/all")) is None:

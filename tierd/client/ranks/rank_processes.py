@@ -28,10 +28,8 @@ class RankProcess(msgspec.Struct, frozen=True):
 
     Attributes:
         token: a random name that this process made for this meeting.
-        host: the host's name, for messages.
         scope: boot id and pid namespace. A process with the same scope can see this process.
-        pid: the process id.
-        born: when the process started, in clock ticks since boot (proc(5), field 22 of `stat`); None if unknown.
+        born: when it started, in clock ticks since boot (proc(5), field 22 of `stat`); None if unknown.
     """
 
     token: str
@@ -44,7 +42,6 @@ class RankProcess(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}"
 
     def has_ended(self, scope: str) -> bool:
-        """Whether this process is known to have ended. Only a process with the same `scope` knows."""
         if not self.scope or self.scope != scope:
             return False
         try:
@@ -90,7 +87,6 @@ class NodeSiblings:
             self._expected, self._name = set(), b""
 
     def ended_ranks(self) -> set[int]:
-        """Return the ranks that have no process on this node any more."""
         if not self._name:
             return set()
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
@@ -134,7 +130,7 @@ def _parent(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of `/proc/<pid>/stat` from the third on (proc(5)): state, parent, …; None if there are none."""
+    """Return the fields of `/proc/<pid>/stat` from the third on (proc(5)): state, parent, …"""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -154,11 +150,8 @@ class RanksAbsent(Exception):
 class Rendezvous:
     """One rank's search for the other ranks.
 
-    Args:
-        me: this process.
-        silent_s: seconds after which a warning names the ranks that are missing. Also how long a rank may have no
-            process on this node, because something may start it again.
-        pause: sleeps for the given seconds and returns the length of the next pause.
+    After `silent_s` a warning names the ranks that are missing. It is also how long a rank may have no process on this
+    node, because something may start it again. `pause` sleeps, and returns the length of the next pause.
     """
 
     def __init__(
@@ -172,8 +165,7 @@ class Rendezvous:
     def find(self, late_s: float) -> list[RankProcess]:
         """Return the processes that are this launch's ranks now, in order of rank.
 
-        Raises:
-            RanksAbsent: some ranks did not arrive within `late_s` seconds, or ended before; the message names them.
+        Raises `RanksAbsent` if some ranks did not arrive within `late_s`, or ended before; the message names them.
         """
         board, start_s, pause_s, warned = self._board, time.monotonic(), QUICK_S, False
         hello_s = -math.inf
@@ -215,7 +207,7 @@ class Rendezvous:
         raise RanksAbsent(why)
 
     def _missing(self, mates: list[Any]) -> str:
-        """Describe the missing ranks, for messages. `mates` are the known ranks; empty if rank 0 was not found."""
+        """Describe the missing ranks. `mates` are the known ranks; empty if rank 0 was not found."""
         if not mates:
             return "rank 0 did not come"
         departed = [
@@ -254,7 +246,6 @@ class Rendezvous:
         return len(self._read_arrived(token)) == self._world - 1
 
     def _read_arrived(self, token: str) -> set[int]:
-        """Return the ranks that have read rank 0's welcome."""
         keys = {f"{token}/here/{rank}": rank for rank in range(1, self._world)}
         return {keys[key] for key in self._board.read(keys.keys())}
 
@@ -271,7 +262,6 @@ class LifeSign(msgspec.Struct, frozen=True, array_like=True):
     """A sign of life.
 
     Attributes:
-        number: counts this rank's signs.
         inside: whether the rank is in an `attending` block, where others wait for it.
         said: the number of exchanges for which the rank has put its message.
         ended: the number of exchanges whose end rank 0 has published.
@@ -313,9 +303,8 @@ class LifeSigns(Protocol):
 class RankWatch:
     """Decide how long to wait for some ranks.
 
-    Args:
-        arrived: whether a rank's sign shows that the rank has put the awaited note. If the note is missing then,
-            another process has removed it.
+    `arrived` says whether a rank's sign shows that it has put the awaited note. If that is missing then, another
+    process has removed it.
     """
 
     def __init__(self, exchange: LifeSigns, late_s: float, arrived: Callable[[LifeSign], bool]) -> None:

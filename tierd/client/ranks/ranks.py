@@ -53,17 +53,15 @@ class Ranks:
 
     Args:
         rank, world_size: both or neither. If not given, `launchers.rank_and_world` finds them.
-        spool: the spool's `.tierd/`, where ranks meet if all are on this node and have no process group. None: ranks do
-            not meet there.
-        run: the run's name, used if the launch has no name.
+        spool: the spool's `.tierd/`, where ranks of one node meet that have no process group; None: not there.
+        run: used if the launch has no name.
         silent_s: seconds to wait for a rank that gives no sign of life, or does not call `restore`.
         first_s: seconds to wait for a rank that has not begun. A process group's own timeout applies if it is shorter.
         tier: makes a board on a tier from a launch's name and its number of ranks; returns None without a tier. Called
             if the ranks are on several nodes and cannot talk otherwise.
 
     Raises:
-        ConfigError: only one of `rank` and `world_size` is given, they do not fit each other, or the environment's
-            cannot be used; or some rank makes no `Ranks`.
+        ConfigError: as `launchers.rank_and_world`; or some rank makes no `Ranks`.
     """
 
     def __init__(
@@ -144,11 +142,8 @@ class Ranks:
     def gather(self, value: S, *, first: bool = False) -> list[S]:
         """Return every rank's value, in order of rank. A rank that cannot talk gets only its own value.
 
-        Args:
-            first: wait for a rank that is busy with something else as long as for a rank that has not begun yet.
-
-        Raises:
-            StoreUnavailable: another rank is gone, makes another call, or did not answer in time; the message names it.
+        With `first`, a rank that is busy is waited for as long as one that has not begun. Raises `StoreUnavailable` if
+        another rank is gone, makes another call, or did not answer in time; the message names it.
         """
         if self._notes is None:
             return [value]
@@ -218,7 +213,7 @@ def _process_group() -> Any:
 
 
 def _launched() -> tuple[int, int] | None:
-    """Return the environment's rank and world size; None if they make no sense, because given ones may replace them."""
+    """Return the environment's numbers; None if they make no sense, because given ones may replace them."""
     try:
         return environment_ranks()
     except ConfigError:

@@ -50,25 +50,21 @@ class ArenaCopy:
         self._over.open()
 
     def wait(self) -> None:
-        """Return when everything is copied, and known not to be a mixture.
-
-        Raises:
-            TornSnapshot: something other than an attached optimizer has changed a tensor meanwhile.
+        """Return when everything is copied; raises `TornSnapshot` if something other than an attached optimizer has
+        changed a tensor meanwhile.
         """
         self._over.wait()
         if self._error is not None:
             raise self._error
 
     def release(self) -> None:
-        """Allow the reuse of the tensors' memory. Without this call their memory is released with the last of them."""
+        """Allow the reuse of the tensors' memory, which is otherwise released with the last of them."""
         room, self.room = self.room, None
         if room is not None and self._over.is_open:
             self._staging.take_back(room, self.snapshot)
 
 
 class _Room:
-    """A slot, and the tensors that show its content."""
-
     def __init__(self) -> None:
         self.slot = Slot(0)
         self._layout: TensorFileLayout | None = None
@@ -77,7 +73,7 @@ class _Room:
         self._tensors: list[torch.Tensor] = []
 
     def show(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the copies of `tensors`, which `capture` has: the same objects while only their content changes."""
+        """Return the copies of `tensors`, the same objects while only their content changes."""
         assert self.slot.arena is not None
         specs = [tensor._spec if is_dtensor(tensor) else tensor.dtype for tensor in tensors]
         if self._layout is capture.layout and self._arena is self.slot.arena and _same(specs, self._specs):
@@ -114,8 +110,9 @@ def _places(capture: Capture, tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 class ArenaStaging:
-    """Copy tensors, behind training if an attached optimizer allows it. It has its own arenas, because DCP does not
-    report a save that it gave up, and such a save must not block others.
+    """Copy tensors, behind training if an attached optimizer allows it.
+
+    It has its own arenas, because DCP does not report a save that it gave up, and such a save must not block others.
     """
 
     def __init__(self, pipeline: SavePipeline, gate: OptimizerStepGate) -> None:
@@ -126,12 +123,7 @@ class ArenaStaging:
     def stage(self, save: Save, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> ArenaCopy:
         """Copy tensors. Returns when training may change them, except those that only an attached optimizer changes.
 
-        Args:
-            save: the save of the part that will hold the tensors; for messages.
-
-        Raises:
-            StateRefused: a tensor cannot be copied.
-            MemoryError: there is no memory for the copies.
+        Raises `StateRefused` if a tensor cannot be copied, and `MemoryError` if there is no memory for the copies.
         """
         self._gate.confirm()  # earlier late copies first, because this one would be copied after them
         capture = self._capturers.capture({_ROOT: list(map(local_of, tensors))})
@@ -152,7 +144,6 @@ class ArenaStaging:
         return staged
 
     def take_back(self, room: _Room, snapshot: Snapshot) -> None:
-        """Make an arena available again. Any thread may call this."""
         self._idle.append(room)
         if snapshot.copies:
             self._pin(snapshot.copies.devices[0])

@@ -54,7 +54,6 @@ class DeviceCopies:
         self._over = Latch()
 
     def __bool__(self) -> bool:
-        """Whether any tensor lies on a device."""
         return bool(self.devices)
 
     def _busy(self, device: torch.device) -> Iterator[torch.cuda.Event]:
@@ -84,8 +83,10 @@ class DeviceCopies:
             self._hold(event, self._api.current_stream(device))
 
     def note_reads(self) -> None:
-        """Make `hold_current` wait for the reads that this thread's current streams were just given. Otherwise another
-        optimizer, on a stream of its own, could write before those reads, which would take its step for a mixture.
+        """Make `hold_current` wait for the reads that this thread's current streams were just given.
+
+        Otherwise another optimizer, on a stream of its own, could write before those reads, which would take its step
+        for a mixture.
         """
         self._compared = [(device, self._api.record(self._api.current_stream(device))) for device in self.devices]
 
@@ -104,7 +105,6 @@ class DeviceCopies:
     # -- the thread that copies ---------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Set this thread's current device to the rank's device."""
         if self.devices:
             self._api.enter(self.devices[0])
 
@@ -116,13 +116,10 @@ class DeviceCopies:
         *,
         gently: bool,
     ) -> None:
-        """Enqueue the copies of tensors on devices.
+        """Enqueue the copies of those of `tensors` that are on devices to `into`, the tensors of these names in
+        `arena`.
 
-        Args:
-            into: the target tensors in `arena`, by name.
-            tensors: the source tensors of these names; host tensors are ignored.
-            gently: leave gaps for other users of the bus, by enqueuing only a few batches ahead, until `hurry` is
-                called.
+        `gently` leaves gaps for other users of the bus, by enqueuing only a few batches ahead, until `hurry` is called.
         """
         groups: dict[torch.device, list[TensorPair]] = {}
         for name, tensor in tensors.items():
@@ -172,13 +169,11 @@ class DeviceCopies:
             pass
 
     def synchronize(self) -> None:
-        """Return when devices have finished all copies that were begun."""
         for _, event in self._events:
             event.synchronize()
         self._over.open()
 
     def close(self) -> None:
-        """End the snapshot's copies: no more will be begun, and none is compared any more."""
         self._compared = []
         if not self._events:
             self._over.open()
@@ -214,9 +209,7 @@ def split_copy(into: torch.Tensor, source: torch.Tensor) -> Iterator[TensorPair]
 
 
 def _runs(pairs: list[TensorPair]) -> Iterator[list[TensorPair]]:
-    """Group the pairs, in order, that can be one copy: small, adjacent in the arena, of one dtype, and not across a
-    multiple of `COPY_PIECE_BYTES`.
-    """
+    """Group the pairs, in order, that can be one copy: small, adjacent in the arena, of one dtype, and in one piece."""
     run: list[TensorPair] = []
     end = 0
     for into, source in pairs:

@@ -48,9 +48,7 @@ def open_packet_socket() -> socket.socket:
 def send_packet(connection: socket.socket, message: AnyHandoff, *fds: int) -> None:
     """Send a message with its descriptors.
 
-    Raises:
-        ConnectionError: the connection has ended.
-        OSError: the socket accepts nothing now, because the daemon does not read.
+    Raises `ConnectionError` if the connection has ended, and another `OSError` if the daemon does not read.
     """
     if connection.fileno() < 0:
         raise ConnectionError("the connection is closed")
@@ -58,14 +56,11 @@ def send_packet(connection: socket.socket, message: AnyHandoff, *fds: int) -> No
 
 
 def receive_packet(connection: socket.socket, silence_s: float, most_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Wait for the next answer and its descriptors as long as the daemon shows that it works.
+    """Wait for the next answer and its descriptors, which the caller then owns, while the daemon shows that it works.
 
     Args:
         silence_s: seconds without a packet that end the wait; 0 checks without waiting.
         most_fds: how many descriptors the answer may bring. The kernel closes further ones.
-
-    Returns:
-        The answer, and its descriptors, which the caller then owns. Those of any other packet are closed.
 
     Raises:
         TierdError: the condition that the daemon answered with.
@@ -98,7 +93,7 @@ def receive_packet(connection: socket.socket, silence_s: float, most_fds: int = 
 
 
 def _answer(packet: bytes) -> dict[str, Any] | None:
-    """Return the answer in a packet; None for a sign of life. Raises as `receive_packet` does."""
+    """Return the answer in a packet; None for a sign of life."""
     if not packet:
         raise ConnectionClosed("the daemon closed the connection")
     reply = msgspec.json.decode(packet, type=dict[str, Any])
@@ -110,6 +105,5 @@ def _answer(packet: bytes) -> dict[str, Any] | None:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close descriptors that no caller owns."""
     for fd in fds:
         os.close(fd)

@@ -116,7 +116,6 @@ class JobThread:
         _working.add(self._thread)
 
     def give(self, job: Callable[[], None]) -> None:
-        """Queue a job. Raises `ConfigError` after `close`, or when the interpreter ends."""
         job_box = [job]
         self._jobs.put(job_box)
         # After the put, because `close` in another thread or in a signal handler may come at any moment, and a job
@@ -136,7 +135,6 @@ class JobThread:
         return drained.wait(timeout_s)
 
     def close(self) -> None:
-        """Run the jobs that are left, and end the thread."""
         _end(self._thread)
 
     def __del__(self) -> None:
@@ -299,7 +297,6 @@ class Save:
             raise TimeoutError(f"not within {timeout:g} s: {error}") from error
 
     def finish(self, error: Exception | None) -> None:
-        """End the save: durable if `error` is None. Called once, by the thread that persists."""
         self._error = error
         self.confirm_copy = _nothing
         self._ended.open()
@@ -312,8 +309,7 @@ def _nothing(timeout: float | None) -> None:
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics as floats; NumPy scalars and 0-d tensors are accepted.
 
-    Raises:
-        ConfigError: `metrics` is no mapping, a name cannot be used, or a value is no number; the message names it.
+    Raises `ConfigError`, which names the metric, if a name cannot be used or a value is no number.
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics={metrics!r}: a dict of names and numbers, such as {{'loss': 0.5}}")

@@ -39,14 +39,9 @@ class SavePipeline:
     """Take snapshots, one after the other, and end their saves.
 
     Args:
-        slots: how many snapshots may be in memory at a time.
         line: the connection to the daemon; None if there is to be no daemon.
         on_end: called with every save that ends, and with the error if it failed.
         room: called by the thread that persists if the disk is full, to make room.
-
-    Attributes:
-        slots: the slots, each with its arena.
-        free: the slots that hold no snapshot.
     """
 
     def __init__(
@@ -81,7 +76,7 @@ class SavePipeline:
         return len(self._unfinished) >= len(self.slots)
 
     def is_ready(self, size: int) -> bool:
-        """Whether a snapshot of `size` bytes that is taken now finds a free slot with touched memory."""
+        """Whether a snapshot taken now finds a free slot with touched memory."""
         return not self.busy and all(slot.has_room(size) for slot in self.slots)
 
     def behind(self, work: Callable[[], None]) -> None:
@@ -210,9 +205,7 @@ class SavePipeline:
         return True
 
     def _stream(self, snapshot: Snapshot, slot: Slot) -> None:
-        """Write a state that fits into no arena. `save` still blocks, because training must not change the state
-        meanwhile.
-        """
+        """Write a state that fits into no arena. `save` still blocks, because training must not change it meanwhile."""
         assert slot.arena is not None
         snapshot.catch_up()
         tree = snapshot.capture.tree()
@@ -283,8 +276,7 @@ class SavePipeline:
                 raise unanswered from None
 
     def _prefault_spare_arena(self, slot: Slot, size: int) -> threading.Thread:
-        """Touch other memory for `slot` concurrently with the write, because otherwise the next save, and training,
-        would wait for it.
+        """Touch other memory for `slot` concurrently with the write, so that the next save need not wait for it.
 
         The same is done for idle slots whose arenas the daemon may still be reading. If memory is short, the next save
         does it, because it may find more.

@@ -59,7 +59,7 @@ class SaveRecords:
 
     @property
     def failed(self) -> dict[int, str]:
-        """Why the save of a step failed, by step, if no save of that step in its attempt or a later one is durable."""
+        """Why saves failed, by step, if no save of that step in that attempt or a later one is durable."""
         latest: dict[int, str] = {}
         for saved in list(self._durable_checkpoints):
             latest[saved.step] = max(saved.attempt, latest.get(saved.step, ""))
@@ -68,18 +68,15 @@ class SaveRecords:
 
     @property
     def lost_parts(self) -> dict[PartId, str]:
-        """The parts whose save failed, with the reason, if no save of that step or of a later step is durable. A save
-        after a restore counts as later.
+        """The parts whose save failed, with the reason, if no save of that step or of a later one is durable.
+
+        A save after a restore counts as later.
         """
         newest = max(map(_order, list(self._durable_checkpoints)), default=("", -1))
         return {part: why for part, why in list(self._failures.items()) if _order(part.checkpoint) > newest}
 
     def begin(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
-        """Return the part that a save at `step` writes, and its metrics. The save then claims the part.
-
-        Raises:
-            StepRefused, ConfigError: as `Checkpointer.save`.
-        """
+        """Return the part that a save at `step` writes, and its metrics. The save then claims the part."""
         part, numbers = self._launch.part(step), checked_metrics({} if metrics is None else metrics)
         return part, self._schedule.add_metric(part.checkpoint.step, numbers)
 
@@ -97,7 +94,6 @@ class SaveRecords:
         self._daemon.renew_soon()
 
     def record_staged(self, part: PartId, numbers: dict[str, float]) -> None:
-        """Record that a staged directory was committed."""
         step = part.checkpoint.step
         self._launch.keep(part)
         self._durable(part.checkpoint)
@@ -107,7 +103,6 @@ class SaveRecords:
         self._daemon.renew_soon()
 
     def record_unstaged(self, part: PartId, error: BaseException) -> None:
-        """Record that a staged directory was not committed."""
         self._schedule.take_result(part.checkpoint.step, durable=False)
         # A refused step is already committed, so nothing was lost.
         if isinstance(error, Exception) and not isinstance(error, StepRefused):
@@ -116,7 +111,6 @@ class SaveRecords:
         self._launch.release(part)
 
     def has_saved(self, part: PartId) -> bool:
-        """Return whether this launch made `part` durable."""
         checkpoint = part.checkpoint
         return (checkpoint.run, part.rank) == (self._launch.run, self._launch.rank) and checkpoint.attempt in self.saved
 
@@ -140,8 +134,6 @@ log = logging.getLogger("tierd")
 
 
 class StateSaver:
-    """Takes snapshots of states. `when_busy` and the errors are those of `Checkpointer`."""
-
     def __init__(
         self,
         spool: Spool,
@@ -160,7 +152,6 @@ class StateSaver:
         self._capturers = CapturerPool()
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
-        """Take a snapshot of `state` and return, as `Checkpointer.save` does."""
         start_s = time.perf_counter()
         part, numbers = self._records.begin(step, metrics)
         save = Save(part, self._spool)
@@ -220,8 +211,6 @@ class StateSaver:
 
 
 class DirectorySaver:
-    """Stages and commits directories."""
-
     def __init__(
         self, spool: Spool, launch: Launch, schedule: SaveSchedule, records: SaveRecords, daemon: Attachment
     ) -> None:
@@ -231,7 +220,6 @@ class DirectorySaver:
 
     @contextmanager
     def stage(self, step: int, metrics: Mapping[str, float] | None) -> Iterator[Path]:
-        """Give a directory, and commit it when the block ends, as `Checkpointer.stage` does."""
         part, numbers = self._records.begin(step, metrics)
         try:
             self._launch.claim(part)

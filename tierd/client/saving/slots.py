@@ -53,8 +53,7 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 def place_near_device(arena: Arena, device: torch.device) -> None:
     """Prefer a device's NUMA node for the pages of an arena that are not allocated yet. Raises nothing.
 
-    The kernel keeps the preference with the shared memory itself. So it holds for any thread that touches a page first,
-    such as the thread that reads a file into it.
+    The kernel keeps the preference with the shared memory itself, so it holds for any thread that touches a page first.
     """
     try:
         if (address := cuda.api.pci_address(device)) is None:
@@ -124,7 +123,6 @@ class Pinning:
 
     @property
     def has_unpinned(self) -> bool:
-        """Whether a slice is left that can be pinned."""
         return self._next < self._end
 
     def pin_next(self) -> None:
@@ -176,10 +174,9 @@ class Slot:
         return self.arena is not None and not self.arena.shared and self._backed >= size
 
     def reserve(self, size: int, device: torch.device | None = None) -> bool:
-        """Prepare touched memory for `size` bytes; return whether there is enough. If not, the arena is a small one.
+        """Prepare touched memory for `size` bytes, into which `device`, or the previous one, will copy.
 
-        Args:
-            device: the device that will copy into the arena; if not given, the previous one.
+        Return whether there is enough. If not, the arena is a small one.
         """
         self._device = device or self._device
         if self.arena is not None and self.arena.shared:
@@ -235,7 +232,6 @@ class Slot:
         return arena
 
     def adopt(self, arena: Arena) -> None:
-        """Use an arena that a predecessor left."""
         self.drop()
         self.arena, self._backed = arena, arena.size
 
@@ -287,8 +283,9 @@ class Slot:
 
 
 def estimate(state: Mapping[str, object]) -> int:
-    """Estimate the bytes of a state's tensor file without asking any object for its state: an optimizer before its
-    first step has none, and a data loader's `state_dict` may start workers.
+    """Estimate the bytes of a state's tensor file without asking any object for its state.
+
+    An optimizer before its first step has none, and a data loader's `state_dict` may start workers.
     """
     sizes: dict[int, int] = {}
     extra = 0

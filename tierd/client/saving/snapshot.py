@@ -39,12 +39,11 @@ class Snapshot:
     """The tensors to copy, and the progress of the copy. Made by the thread that calls `save`.
 
     Args:
-        manifest: makes the part's manifest, without files.
         deferred: the tensors that are copied behind training; none for a save that blocks until everything is copied.
         torn: called with the names of late tensors that something other than an attached optimizer changed.
-        timings: how long it waits.
 
     Attributes:
+        manifest: the part's manifest, without files. First used by the thread that copies.
         interrupted: whether `save` was interrupted: what is read of the tensors from then on may have changed.
     """
 
@@ -101,8 +100,8 @@ class Snapshot:
         return self.capture.tree(give_way) if self.deferred_names else self.capture.tree()
 
     def copy_little(self) -> bool:
-        """If the tensors to copy before `save` returns are few, copy them here and now; return whether. `save` then
-        waits for no other thread.
+        """If few tensors are to be copied before `save` returns, copy them here and now, so that `save` waits for no
+        other thread; return whether.
         """
         if (names := self._deferred.before) is None:
             return False
@@ -120,9 +119,7 @@ class Snapshot:
         self.copies.hold_all()
 
     def give_up(self) -> bool:
-        """Give the snapshot up because `save` was interrupted: later changes must not get in. Return False if it is too
-        late.
-        """
+        """Give the snapshot up because `save` was interrupted: later changes must not get in. False if it is too late."""
         self.interrupted = True
         return self._fate.setdefault(None, "given up") == "given up"
 
@@ -156,6 +153,7 @@ class Snapshot:
 
     def confirm_if_copied(self, timeout: float | None) -> None:
         """Call `confirm` if the copy is done within `timeout` seconds and this is the thread that called `save`.
+
         Another thread cannot know which writes that thread has begun.
         """
         if threading.get_ident() == self._thread and self._copied.wait(timeout):
@@ -165,7 +163,6 @@ class Snapshot:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
-        """The part's manifest, without files. First used by the thread that copies."""
         return self._make_manifest()
 
     def claim(self) -> bool:
@@ -220,13 +217,13 @@ class Snapshot:
             )
 
     def catch_up(self) -> None:
-        """Return when devices have done the work enqueued before the save. For a caller that reads tensors itself."""
         self.copies.enter()
         self.copies.catch_up()
 
     def end(self, error: Exception | None = None) -> None:
-        """End the snapshot, with the error if it failed: nobody needs to wait for it any more. Its tensors are
-        released, because some may exist only for this save, and persisting takes long.
+        """End the snapshot, with the error if it failed: nobody needs to wait for it any more.
+
+        Its tensors are released, because some may exist only for this save, and persisting takes long.
         """
         if not self._returns.is_open:
             self._error = error

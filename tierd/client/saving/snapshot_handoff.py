@@ -46,9 +46,7 @@ _MOST_DOUBLED = 7  # doublings of `alone_s`: a daemon that falls silent repeated
 
 @dataclass(frozen=True, slots=True)
 class PendingHandoff:
-    """A snapshot that was handed over, the connection that brings the answer, and the seconds of silence after which
-    the daemon counts as stopped.
-    """
+    """A snapshot that was handed over, and after how many seconds of silence the daemon counts as stopped."""
 
     connection: socket.socket
     size: int
@@ -57,18 +55,16 @@ class PendingHandoff:
 
 @dataclass(frozen=True, slots=True)
 class OrphanedSnapshot:
-    """The last snapshot that a dead trainer had handed over, still in memory: its arena, and the part's files in it."""
+    """The last snapshot that a dead trainer had handed over, still in memory."""
 
     arena: Arena
     files: dict[str, memoryview]
 
 
 class HandoffClient:
-    """This trainer's connection to the hand-off socket. One thread hands over, another waits for answers in
-    that order.
+    """This trainer's connection to the hand-off socket. One thread hands over, another waits for answers in that order.
 
     Attributes:
-        timings: how long it waits, and for how long it leaves a daemon alone.
         line: the connection to a daemon that has greeted; None without one.
         not_before: no daemon is contacted before this time, monotonic seconds.
         silences: how often the daemon fell silent since its last answer.
@@ -85,7 +81,6 @@ class HandoffClient:
 
     @property
     def is_backing_off(self) -> bool:
-        """Whether the daemon was found silent, and is not contacted for a while."""
         return self.silences > 0 and time.monotonic() < self.not_before
 
     def renew(self, patience_s: float = 0.0) -> bool:
@@ -94,9 +89,7 @@ class HandoffClient:
         A connection alone proves nothing, because the system accepts it for a stopped daemon. So an ungreeted
         connection is kept, and checked again the next time. A daemon that fell silent is not contacted for `alone_s`,
         and twice as long each further time. A daemon of an incompatible version is not contacted for `alone_s`.
-
-        Args:
-            patience_s: seconds that the daemon has for its greeting, counted from the connection.
+        `patience_s` counts from the connection.
         """
         if self.line is not None:
             return True
@@ -159,10 +152,7 @@ class HandoffClient:
     ) -> PendingHandoff | None:
         """Hand the snapshot in `arena` over to the daemon; None if there is no daemon, or it accepts nothing.
 
-        Args:
-            manifest: without files.
-            tensors: size of the tensor file at the beginning of the arena, in bytes.
-            save: tells the daemon how long the save has taken so far, for its metrics.
+        `save` tells the daemon how long the save has taken so far, for its metrics.
         """
         try:
             head = encode(manifest)
@@ -283,9 +273,8 @@ class HandoffClient:
     def _drop(self, connection: socket.socket, *, gone: bool) -> None:
         """Stop using the connection. The thread that waits for an answer on it wakes up and closes it.
 
-        Args:
-            gone: the daemon has released the arenas. If not, the daemon takes this trainer for dead and may give the
-                arenas to a successor, so this process never writes to them again.
+        If the daemon is not `gone`, it takes this trainer for dead and may give the arenas to a successor, so this
+        process never writes to them again.
         """
         line = self.line
         if line is not None and line.connection is connection:
@@ -300,9 +289,7 @@ class HandoffClient:
 
 @dataclass(frozen=True, slots=True)
 class HandoffConnection:
-    """A connection, the arenas handed over on it, and the seconds of silence after which the daemon counts
-    as stopped.
-    """
+    """A connection, and the arenas handed over on it, by slot."""
 
     connection: socket.socket
     handed_over: dict[int, Arena]

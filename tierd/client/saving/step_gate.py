@@ -66,14 +66,12 @@ class OptimizerStepGate:
         self._cached_deferred = (), NONE_DEFERRED
 
     def detach(self) -> None:
-        """Detach every optimizer, after waiting for a running copy."""
         self.confirm()
         for handle in itertools.chain.from_iterable(self._optimizers.values()):
             handle.remove()
         self._optimizers, self._cached_deferred = {}, ((), NONE_DEFERRED)
 
     def deferred_tensors(self, capture: Capture) -> DeferredTensors:
-        """Return the tensors in `capture` that only attached optimizers change."""
         if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
             return NONE_DEFERRED
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
@@ -141,8 +139,7 @@ class OptimizerStepGate:
     def confirm(self, wait: bool = True) -> None:
         """Confirm copies. Called by the training thread at a point where none of its calls is still at work.
 
-        Args:
-            wait: wait for running copies; if False, confirm only finished ones.
+        Without `wait`, only finished copies are confirmed.
         """
         if os.getpid() != self._pid:  # a forked child has this object, but no thread that copies
             return
@@ -184,7 +181,7 @@ class OptimizerStepGate:
 
 
 def _is_at_work(optimizer: Optimizer) -> bool:
-    """Return whether a method of this optimizer is among the calls of this thread."""
+    """Whether a method of this optimizer is among the calls of this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_locals.get("self") is optimizer:

@@ -54,14 +54,10 @@ class DeferredTensors:
     change.
 
     Args:
-        tensors: by name, of any device and strides, in the order of their capture.
-        early: tensors of the capture that are copied before `save` returns, except copies that the capture made
-            itself.
+        early: tensors of the capture that are copied before `save` returns, except copies that the capture made itself.
 
     Attributes:
-        names: of all tensors that are copied late.
-        order: the same names, in order.
-        addresses: the tensors' addresses, in this order.
+        names, order, addresses: of the tensors that are copied late; the addresses are in order.
         before: names of the others if they are small and on the host; otherwise None.
     """
 
@@ -98,9 +94,7 @@ class DeferredTensors:
             self._ahead = self._drawn()
 
     def take_positions(self) -> torch.Tensor:
-        """Return the positions of sampled words in each large tensor, flat: `_LINES` times `_NEIGHBOURS` for each
-        tensor in turn.
-        """
+        """Return the positions of sampled words, flat: `_LINES` times `_NEIGHBOURS` for each large tensor in turn."""
         ahead, self._ahead = self._ahead, None
         return self._drawn() if ahead is None else ahead
 
@@ -117,10 +111,6 @@ NONE_DEFERRED = DeferredTensors({})
 class TensorSample:
     """Elements of live tensors as they are now. Host elements are read at once, a device's when its current stream
     reaches the read.
-
-    Args:
-        deferred: the tensors to sample; their addresses must not have changed since it was made.
-        live: these tensors, perhaps with others.
     """
 
     def __init__(self, deferred: DeferredTensors, live: Mapping[str, torch.Tensor]) -> None:
@@ -176,13 +166,15 @@ class TensorSample:
         return torch.take(tensor.view(_BITS[tensor.element_size()]), at)
 
     def differs(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Compare a tensor's sampled elements with the recorded ones: a flag on its device, true if they differ."""
+        """Return a flag on the tensor's device, true if its sampled elements differ from the recorded ones."""
         return (self._sample(tensor) != self._noted[name]).any()
 
 
 def _read(places: torch.Tensor) -> torch.Tensor:
-    """Read words of this process's memory in one call. After a training step, each further torch operator has to be
-    fetched from memory as well, which takes longer than its work here.
+    """Read words of this process's memory in one call.
+
+    After a training step, each further torch operator has to be fetched from memory as well, which takes longer than
+    its work here.
     """
     return torch.index_select(_memory(), 0, places)
 
