@@ -282,7 +282,7 @@ def test_checkpoint_that_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(
 
     def restored(world: Inventory):
         monkeypatch.setattr(NodeSource, "run_view", lambda source: run_view_of(world, "run"))
-        return Restorer(spool, "run", Ranks(0, 2), tiers=False).restore(None, None)
+        return Restorer(NodeSource(spool, "run", tiers=False), Ranks(0, 2)).restore(None, None)
 
     with pytest.raises(StoreUnavailable, match="s3 did not"):
         restored(Inventory(seen, {"s3": None}))
@@ -299,7 +299,7 @@ def test_checkpoint_that_is_quarantined_here_while_a_tier_is_silent_is_not_passe
 
     def restored(world: Inventory):
         monkeypatch.setattr(NodeSource, "run_view", lambda source: run_view_of(world, "run"))
-        return Restorer(spool, "run", Ranks(0, 1), tiers=False).restore(None, None)
+        return Restorer(NodeSource(spool, "run", tiers=False), Ranks(0, 1)).restore(None, None)
 
     with pytest.raises(StoreUnavailable, match=r"step 2.*s3 did not"):
         restored(Inventory(seen, {"s3": None}))
@@ -312,9 +312,9 @@ def test_parts_of_two_histories_under_one_attempt_are_no_checkpoint(spool):
     for rank in (0, 1):
         commit(spool, part(1, rank=rank, world=2))
         commit(spool, part(5, 2, rank=rank, world=2), origin=part(1).checkpoint if rank == 0 else None)
-    assert Restorer(spool, "run", Ranks(0, 2), tiers=False).restore(None, None).part.checkpoint.step == 5
+    assert Restorer(NodeSource(spool, "run", tiers=False), Ranks(0, 2)).restore(None, None).part.checkpoint.step == 5
     with pytest.raises(StoreUnavailable, match="do not belong together"):
-        Restorer(spool, "run", Ranks(1, 2), tiers=False).restore(None, None)
+        Restorer(NodeSource(spool, "run", tiers=False), Ranks(1, 2)).restore(None, None)
 
 
 async def test_checkpoints_that_retire_a_last_copy_are_read_on_their_own_timeline_too(spool, monkeypatch):

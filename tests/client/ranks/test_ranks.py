@@ -17,6 +17,7 @@ from tierd.client.checkpointer import internals
 from tierd.client.ranks.attempts import Beginning, RankClock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import part_source
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -357,9 +358,9 @@ def test_no_rank_continues_where_a_rank_cannot_load_and_nothing_is_saved_until_a
     reported = group.run(work)
     assert [one[1:] for one in reported] == [(9, 0.0), (9, 1.0), (9, 2.0)]
     assert all("rank 1 could not load run step 9" in reported[number][0] for number in (0, 2))
-    assert group.run(lambda number: Restorer(spool, "run", Ranks(), tiers=False).restore(None, None).part) == [
-        part for part in spool.parts() if part.checkpoint.step == 10
-    ]
+    assert group.run(
+        lambda number: Restorer(NodeSource(spool, "run", tiers=False), Ranks()).restore(None, None).part
+    ) == [part for part in spool.parts() if part.checkpoint.step == 10]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from support.world import Daemon
 
 import tierd
 from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import DaemonUnavailable, StoreUnavailable
 from tierd.spool.spool import Spool
@@ -233,7 +234,7 @@ def test_a_reader_of_every_ranks_part_has_them_flushed_and_finds_the_newest(node
     nodes.take(puts=True)
 
     def work(number: int):
-        restorer = Restorer(nodes.spools[number], "run", Ranks(), tiers=True)
+        restorer = Restorer(NodeSource(nodes.spools[number], "run", tiers=True), Ranks())
         tried = []
         for candidate in restorer.complete_candidates(None, None):
             tried.append((candidate.checkpoint.step, candidate.world, candidate.lacking))

@@ -12,7 +12,7 @@ from support.world import commit
 import tierd
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import part_source
-from tierd.client.restoring.part_source import observe_spool
+from tierd.client.restoring.part_source import NodeSource, observe_spool
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
@@ -31,7 +31,7 @@ class Healer:
 
     def ask(self, request, timeout_s=None, on_progress=None):
         if isinstance(request, CandidatesRequest):
-            seen = run_view_of(Inventory(observe_spool(self._restorer.source._spool, "r", deep=False)[0], {}), "r")
+            seen = run_view_of(Inventory(observe_spool(self._restorer.source.spool, "r", deep=False)[0], {}), "r")
             return {"sight": msgspec.json.decode(msgspec.json.encode(seen))}
         assert isinstance(request, Fetch)
         self.fetched.append(request.part.checkpoint.step)
@@ -52,7 +52,7 @@ def test_repaired_copy_that_reads_back_wrong_is_an_error_and_not_a_step_back(tmp
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    restorer = Restorer(Spool(tmp_path), "r", Ranks(0, 1), tiers=True)
+    restorer = Restorer(NodeSource(Spool(tmp_path), "r", tiers=True), Ranks(0, 1))
     healer = Healer(restorer)
     monkeypatch.setattr(part_source, "DaemonConnection", lambda spool: healer)
     with pytest.raises(StoreUnavailable, match="just repaired, and reads back wrong"):
@@ -81,7 +81,7 @@ def test_manifest_that_cannot_be_read_is_not_a_missing_manifest(tmp_path, monkey
         return real(self, part)
 
     monkeypatch.setattr(Spool, "manifest", manifest)
-    restorer = Restorer(spool, "r", Ranks(0, 1), tiers=False)
+    restorer = Restorer(NodeSource(spool, "r", tiers=False), Ranks(0, 1))
     with pytest.raises(StoreUnavailable, match="lacks parts in the places that answered, and local did not"):
         restorer.restore(None, None)
     monkeypatch.undo()

@@ -12,6 +12,7 @@ from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import part_source
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId
@@ -21,7 +22,7 @@ from tierd.spool.spool import Spool
 
 def restored(spool: Spool, *, deep: bool = False, **asked):
     """What a restore of all files finds: step, attempt, and what it passed over; or its error."""
-    restorer = Restorer(spool, RUN, Ranks(0, 1), tiers=False)
+    restorer = Restorer(NodeSource(spool, RUN, tiers=False), Ranks(0, 1))
     restorer.source.deep = deep
     try:
         found = restorer.restore(asked.pop("step", None), None, **asked)

@@ -11,6 +11,7 @@ from faults.corruption.places import RUN, Places
 
 from tierd.client.ranks.attempts import RankClock
 from tierd.client.restoring.consensus import RestoreAgreement
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restorer, VerifiedPart
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
@@ -81,7 +82,7 @@ async def launch(
     def one(rank: int) -> VerifiedPart | str | None:
         source = _Source(places, repairer, loop, read)
         ranks: Any = _Ranks(rank, said, barrier)
-        restorer = Restorer(places.spool, RUN, ranks, tiers=True)
+        restorer = Restorer(NodeSource(places.spool, RUN, tiers=True), ranks)
         restorer.source = source  # type: ignore[assignment]
         restorer.agreement = RestoreAgreement(ranks, RUN, source.run_view, lambda: RankClock(1, "00000000", None))
         try:

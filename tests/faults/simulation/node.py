@@ -504,9 +504,8 @@ class Job:
                     raise Lost(f"a restore of {which} gave wrong bytes of {name}")
             return {}
 
-        found = restorer.Restorer(
-            spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: RankClock(0, "0" * 8, None)
-        ).restore(step, attempt, compare)  # type: ignore[arg-type]
+        source = part_source.NodeSource(spool, RUN, tiers=True, keep=keep)  # type: ignore[arg-type]
+        found = restorer.Restorer(source, ranks, lambda: RankClock(0, "0" * 8, None)).restore(step, attempt, compare)
         if found is None:
             return None
         which = number(found.part)

@@ -20,6 +20,7 @@ from faults.simulation.truth import table
 from support.world import CHUNK, commit, part
 
 from tierd.client.ranks.attempts import RankClock
+from tierd.client.restoring import part_source
 from tierd.client.restoring import restorer as restore
 from tierd.core.errors import SpoolFull, TierdError
 from tierd.spool.spool import Spool
@@ -52,14 +53,8 @@ async def restored(site: Site, life: ProcessLife, run: str, asked: Which | None 
         spool = Spool(site.root, write=False)
         spool.node = site  # type: ignore[attr-defined]
         ranks: Any = _Ranks(0, 1, board)
-        restorer = restore.Restorer(
-            spool,
-            run,
-            ranks,
-            tiers=True,
-            keep=False,
-            clock=lambda: RankClock(0, "0" * 8, None),  # type: ignore[arg-type]
-        )
+        source = part_source.NodeSource(spool, run, tiers=True, keep=False)
+        restorer = restore.Restorer(source, ranks, lambda: RankClock(0, "0" * 8, None))
         step, attempt = (asked[2], part(asked[2], asked[1], run=run).checkpoint.attempt) if asked else (None, None)
         found = restorer.restore(step, attempt)
         if found is None:

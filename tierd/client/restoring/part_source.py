@@ -128,15 +128,16 @@ class NodeSource:
         run: str,
         *,
         tiers: bool,
-        line: HandoffClient | None,
-        keep: bool,
+        line: HandoffClient | None = None,
+        keep: bool = True,
         metrics: tuple[str, ...] = (),
         silent: str = "",
         uploads: DeviceUploads | None = None,
         timings: ClientTimings = USUAL_TIMINGS,
     ) -> None:
         self._uploads, self._timings = uploads, timings
-        self._spool, self._run, self._tiers, self._line, self._keep = spool, run, tiers, line, keep
+        self.spool, self.run, self.keep = spool, run, keep
+        self._tiers, self._line = tiers, line
         self._metrics = metrics
         self.link: DaemonConnection | None = None
         self._connected = bool(silent)
@@ -154,21 +155,21 @@ class NodeSource:
         if not self._connected:
             self.link, self._connected = self._connect(), True
         if self.link:
-            with spool_errors(f"spool {self._spool.root}", self._spool.root):
-                self._spool.check_run_directory(self._run)
-                odd = self._spool.odd_places(self._run)
+            with spool_errors(f"spool {self.spool.root}", self.spool.root):
+                self.spool.check_run_directory(self.run)
+                odd = self.spool.odd_places(self.run)
             try:
                 view = read_member(
-                    self.link.ask(CandidatesRequest(run=self._run, metrics=self._metrics)), "sight", RunView
+                    self.link.ask(CandidatesRequest(run=self.run, metrics=self._metrics)), "sight", RunView
                 )
                 return self._without(odd, view)
             except DaemonSilent as error:
                 self.alone = str(error)
                 self.close()
                 self.link = None
-        place, oldest, odd = observe_spool(self._spool, self._run, deep=self.deep)
-        view = self._without(odd, run_view_of(Inventory(place, {}), self._run, self._metrics))
-        view = view if oldest is None else without_older(view, self._run, oldest)
+        place, oldest, odd = observe_spool(self.spool, self.run, deep=self.deep)
+        view = self._without(odd, run_view_of(Inventory(place, {}), self.run, self._metrics))
+        view = view if oldest is None else without_older(view, self.run, oldest)
         return msgspec.structs.replace(view, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
 
     def _without(self, odd: dict[CheckpointId, str], view: RunView) -> RunView:
@@ -178,7 +179,7 @@ class NodeSource:
         for checkpoint in odd.keys() - self.odd.keys():
             log.warning("%s: its copy in the spool counts as absent: %s", checkpoint, odd[checkpoint])
         self.odd = odd
-        return with_missing(view, self._run, odd.keys() - view.complete(self._run).keys()) if odd else view
+        return with_missing(view, self.run, odd.keys() - view.complete(self.run).keys()) if odd else view
 
     def hand_over(self) -> DaemonConnection | None:
         """Return the connection, for the caller to close. While it is open, the daemon keeps the obtained
@@ -198,7 +199,7 @@ class NodeSource:
         while True:
             link = None
             try:
-                link = DaemonConnection(self._spool)
+                link = DaemonConnection(self.spool)
                 link.greet()
                 return link
             except DaemonUnavailable as error:
@@ -219,7 +220,7 @@ class NodeSource:
             return
         end = time.monotonic() + self._timings.flushed_s
         try:
-            unflushed = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
+            unflushed = [part for part in self.spool.parts() if part.checkpoint == checkpoint]
             status = self.link.ask(StatusRequest())["status"]
             tiers = [] if status["paused"] else [tier["name"] for tier in status["tiers"]]
             while unflushed and tiers and time.monotonic() < end:
@@ -228,7 +229,7 @@ class NodeSource:
                 )
                 unflushed = [part for part in unflushed if not any(self._is_on(part, tier) for tier in tiers)]
                 # A part that proved corrupt was quarantined, and is not waited for.
-                unflushed = [part for part in unflushed if self._spool.has(part)]
+                unflushed = [part for part in unflushed if self.spool.has(part)]
                 time.sleep(_POLL_S if unflushed else 0.0)  # a tier that refuses answers at once
         except (TierdError, OSError) as error:
             log.warning("%s: %s", checkpoint, error)
@@ -254,11 +255,11 @@ class NodeSource:
         link = self.link
         local: Exception | None = None
         self._forget()
-        remembered = self._remembered(part) if self._keep else None
+        remembered = self._remembered(part) if self.keep else None
         if remembered:
             return *remembered, MEMORY
         # For a directory the daemon is asked in any case, because it then keeps the directory.
-        if link is None or self._keep:
+        if link is None or self.keep:
             try:
                 return *self._read(part), SPOOL
             except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
@@ -266,14 +267,14 @@ class NodeSource:
                 self._forget()
                 if link is None:
                     return self._alone(part, error)
-            if self._spool.has(part):
+            if self.spool.has(part):
                 log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
             else:  # a fresh node, where nothing is wrong
                 log.info("%s is fetched from the tiers", part)
         assert link is not None
         try:
             memory = self._uploads.memory if self._uploads else lambda file: None
-            arriving = StreamedPart(self._spool, part, worth=self._keep, memory=memory, pause_s=self._timings.arrived_s)
+            arriving = StreamedPart(self.spool, part, worth=self.keep, memory=memory, pause_s=self._timings.arrived_s)
             with arriving, FetchProgress(part, self._timings.stalled_s) as fetching:
                 tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
         except CorruptChunk as error:
@@ -292,7 +293,7 @@ class NodeSource:
         if recalled is None:
             return None
         try:
-            manifest = self._spool.manifest(part)
+            manifest = self.spool.manifest(part)
             if {file.path for file in manifest.files} != recalled.files.keys():
                 return None
             if self._uploads:
@@ -323,7 +324,7 @@ class NodeSource:
             raise local
         if isinstance(local, OSError):
             raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
-        drop_cached(self._spool.path(part))
+        drop_cached(self.spool.path(part))
         try:
             return *self._read(part), SPOOL  # right on the disk: only the first read was wrong
         except (CorruptChunk, ManifestError) as error:
@@ -331,22 +332,22 @@ class NodeSource:
             self._forget()
         except OSError as error:
             raise StoreUnavailable(f"{part}: the spool cannot be read: {error}") from error
-        self._spool.quarantine(part)
+        self.spool.quarantine(part)
         raise CorruptChunk(f"local: {local}") from local
 
     def _read(self, part: PartId, arriving: StreamedPart | None = None) -> tuple[Manifest, Mapping[str, memoryview]]:
-        manifest = self._spool.manifest(part)
+        manifest = self.spool.manifest(part)
         uploads = self._uploads
-        if self._keep:
+        if self.keep:
             if arriving:
-                files = arriving.read(self._spool.path(part), manifest)
+                files = arriving.read(self.spool.path(part), manifest)
                 if uploads:
                     uploads.copy_verified(files, manifest)
             else:
-                files = self._spool.read(part, manifest, uploads.read) if uploads else self._spool.read(part, manifest)
+                files = self.spool.read(part, manifest, uploads.read) if uploads else self.spool.read(part, manifest)
             self.arena = uploads.arena if uploads else None
             return manifest, files
         for file in manifest.files:
-            for _, _, defect in bad_chunks(self._spool.path(part) / file.path, file):
+            for _, _, defect in bad_chunks(self.spool.path(part) / file.path, file):
                 raise defect
         return manifest, {}

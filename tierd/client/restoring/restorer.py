@@ -9,15 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tierd.client.client_timings import USUAL_TIMINGS, ClientTimings
 from tierd.client.ranks.attempts import RankClock, make_rank_clock
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.device_uploads import DeviceUploads
 from tierd.client.restoring.part_source import LoadedPart, NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_entries
 from tierd.client.restoring.search import CandidateSearch, Skipped
-from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
@@ -28,7 +25,6 @@ from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Request
 from tierd.ipc.messages import RestoreFinished as ReportRestored
 from tierd.spool.arena import Arena
-from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 
@@ -84,41 +80,21 @@ class Restorer(CandidateSearch):
     """Find the newest checkpoint that every rank can verify, and read this rank's part of it.
 
     Args:
-        tiers, line, keep, metrics, silent, uploads, timings: as in `NodeSource`.
         clock, report: as in `CandidateSearch`.
         only: names of entries; no byte of other entries is read.
     """
 
     def __init__(
         self,
-        spool: Spool,
-        run: str,
+        source: NodeSource,
         ranks: Ranks,
-        *,
-        tiers: bool,
-        line: HandoffClient | None = None,
-        keep: bool = True,
         clock: Callable[[], RankClock] = lambda: make_rank_clock(()),
         report: Callable[[Request], None] = lambda request: None,
-        metrics: tuple[str, ...] = (),
         only: Collection[str] | None = None,
-        silent: str = "",
-        uploads: DeviceUploads | None = None,
-        timings: ClientTimings = USUAL_TIMINGS,
     ) -> None:
-        self._spool, self._keep, self._only = spool, keep, only
-        self.source: NodeSource = NodeSource(
-            spool,
-            run,
-            tiers=tiers,
-            line=line,
-            keep=keep,
-            metrics=metrics,
-            silent=silent,
-            uploads=uploads,
-            timings=timings,
-        )
-        super().__init__(run, ranks, self.source, clock, report)
+        self._spool, self._keep, self._only = source.spool, source.keep, only
+        self.source: NodeSource = source
+        super().__init__(source.run, ranks, source, clock, report)
 
     def restore(
         self,
@@ -136,7 +112,7 @@ class Restorer(CandidateSearch):
         Args:
             build_tree: makes `VerifiedPart.tree`, and raises if the checkpoint does not fit its target; then no rank
                 gets it.
-            best: try the best checkpoint first, by the metrics in rank 0's manifests, which then have to be read.
+            best: try the best checkpoint first.
 
         Raises:
             CheckpointNotFound: checkpoints exist, and none could be verified, or not the requested one.

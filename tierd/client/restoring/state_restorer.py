@@ -15,6 +15,7 @@ from tierd.client.daemon_attachment import Attachment
 from tierd.client.ranks.launch import Launch
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.device_uploads import DeviceUploads
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restored, Restorer, VerifiedPart
 from tierd.client.restoring.saved_entries import check_written_by_save
 from tierd.client.save_schedule import SaveSchedule
@@ -130,21 +131,18 @@ class StateRestorer:
         self._gate.confirm()
         self._pipeline.drain()
         self._daemon.renew()
-        return Restorer(
+        source = NodeSource(
             self._spool,
             self._launch.run,
-            self._ranks,
             tiers=self._daemon.has_tiers,
             line=self._handoff if keep else None,
             keep=keep,
-            clock=self._launch.clock,
-            report=self._daemon.report,
             metrics=tuple({name for name in (best, self._schedule.metric) if isinstance(name, str)}),
-            only=only,
             silent=self._daemon.silence_reason,
             uploads=uploads,
             timings=client_timings.current_timings(),
         )
+        return Restorer(source, self._ranks, self._launch.clock, self._daemon.report, only)
 
     def release_directory(self) -> None:
         """Let the daemon delete the last restored directory."""

@@ -119,7 +119,7 @@ class Snapshot:
         self.copies.hold_all()
 
     def give_up(self) -> bool:
-        """Give the snapshot up because `save` was interrupted: later changes must not get in. False if it is too late."""
+        """Give the snapshot up because `save` was interrupted: later changes must not get in. False if it is late."""
         self.interrupted = True
         return self._fate.setdefault(None, "given up") == "given up"
 
