@@ -119,7 +119,7 @@ class SaveSchedule:
 
     def is_urgent(self, step: int) -> bool:
         """Whether a checkpoint was found due at `step` by a notice, the same on every rank."""
-        return self.preemption is not None and self.preemption.is_due_at(step)
+        return self.preemption is not None and self.preemption.agreement.is_due_at(step)
 
     def end_s(self, deadline: str | float | None) -> float | None:
         """Return the monotonic time that lies `deadline` after the last notice, or after now without one."""
@@ -222,7 +222,7 @@ class SaveSchedule:
         asked_step, epoch, _ = self._last_asked
         self._saved_at = self._now()
         if self.preemption is not None:
-            self.preemption.saved()
+            self.preemption.agreement.saved()
         if self._ranks.world == 1:
             self._count(asked_step if step is None else step, epoch if step in (None, asked_step) else None)
 

@@ -213,7 +213,7 @@ class RankClaims:
     def __init__(self, files: PartFiles, rank: int, world: int) -> None:
         self._files, self._rank, self._world = files, rank, world
         self._claims: dict[str, list[RankClaim]] = defaultdict(list)
-        self._sides = {saved_rank: ComparedPart(files.part(saved_rank)) for saved_rank in range(files.world)}
+        self._sides = {saved_rank: ComparedPart(files, files.part(saved_rank)) for saved_rank in range(files.world)}
 
     def add(self, rank: int, name: str, value: Any) -> None:
         """Add what a rank saved under a name. Ranks are added in order."""
@@ -325,7 +325,7 @@ class RankClaims:
         else:
             arrays = zip(instances(first_claim[1], SavedArray), instances(second_claim[1], SavedArray), strict=True)
             pairs = [(first.entry, second.entry) for (_, first), (_, second) in arrays]
-        return all(are_equal(self._files, first_part, first, second_part, second) for first, second in pairs)
+        return all(are_equal(first_part, first, second_part, second) for first, second in pairs)
 
 
 def _misplaced(leaves: list[NativeLeaf]) -> str | None:

@@ -66,16 +66,20 @@ GREETING_S = 5.0  # the same for the greeting, which a daemon sends at once even
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
 _PROBE = 5.0  # seconds in which a daemon that closed the connection at the greeting may answer `StatusRequest`
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
-_open: weakref.WeakSet[DaemonConnection] = weakref.WeakSet()
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    # A DataLoader's worker must not keep its trainer attached: the daemon detects a death by the connection's end.
-    for link in list(_open):
-        link._socket.close()
+def close_in_child(connection: socket.socket) -> None:
+    """Close a connection in forked children, because the daemon sees by its end that a trainer died."""
+    _open.add(connection)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+def _close_all() -> None:
+    for connection in list(_open):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 class DaemonConnection:
@@ -104,7 +108,7 @@ class DaemonConnection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(self._silence_s)
         self._buffer = b""
-        _open.add(self)
+        close_in_child(self._socket)
         try:
             connect_to_daemon(self._socket, spool.socket, min(_QUEUE, self._silence_s))
         except OSError as error:

@@ -71,7 +71,7 @@ def differing_entries(files: TierFiles, names: Collection[str] | None) -> list[s
             return set()
         described = _describe(files, part)
         entry_names = dict.fromkeys((*first.entries, *described.entries)) if names is None else names
-        return {name for name in entry_names if not _is_same(files, first, described, name)}
+        return {name for name in entry_names if not _is_same(first, described, name)}
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tierd-compare") as pool:
         differences = set[str]().union(*pool.map(compare, range(1, files.world)))
@@ -89,20 +89,20 @@ def _describe(files: TierFiles, part: PartId) -> _Part:
     # Compared as text, because 1, 1.0 and true are different values.
     entries = {name: json.dumps(value) for name, value in parsed.items()}
     tensors = {name: referenced_tensors(text) for name, text in entries.items()}
-    return _Part(part, entries, tensors, read_header(files, part)[1].entries, ComparedPart(part))
+    return _Part(part, entries, tensors, read_header(files, part)[1].entries, ComparedPart(files, part))
 
 
-def _is_same(files: TierFiles, first: _Part, second: _Part, name: str) -> bool:
+def _is_same(first: _Part, second: _Part, name: str) -> bool:
     if name not in first.entries or first.entries[name] != second.entries.get(name):
         return False
-    return all(_are_equal(files, first, second, tensor) for tensor in sorted(first.tensors[name]))
+    return all(_are_equal(first, second, tensor) for tensor in sorted(first.tensors[name]))
 
 
-def _are_equal(files: TierFiles, first: _Part, second: _Part, tensor: str) -> bool:
+def _are_equal(first: _Part, second: _Part, tensor: str) -> bool:
     first_place, second_place = first.places.get(tensor), second.places.get(tensor)
     if first_place is None or second_place is None:
         return first_place is second_place is None
-    return are_equal(files, first.side, first_place, second.side, second_place)
+    return are_equal(first.side, first_place, second.side, second_place)
 
 
 def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> PartId:

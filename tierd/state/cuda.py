@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tierd.core.numa import pci_address
+
+if TYPE_CHECKING:
+    from tierd.state.capture import Capture
 
 log = logging.getLogger("tierd")
 
@@ -23,16 +26,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for the contexts of all device
 # Torch has a pool of streams for each; a device maps a priority that it lacks to its highest.
 _PRIORITIES = (0, -1, -2, -3)
 _POOL = 64  # upper bound for the streams in a pool; torch's pools have 32
-
-
-class DeviceTensors(Protocol):
-    """Tensors, and the CUDA devices that hold them; a `Capture` is one."""
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
-
-    @property
-    def devices(self) -> Sequence[torch.device]: ...
 
 
 class Cuda:
@@ -49,7 +42,7 @@ class Cuda:
         """Return the CUDA device of a tensor; None if it lies elsewhere."""
         return tensor.device if tensor.is_cuda else None
 
-    def devices_of(self, capture: DeviceTensors) -> Sequence[torch.device]:
+    def devices_of(self, capture: Capture) -> Sequence[torch.device]:
         """Return the CUDA devices of a capture's tensors."""
         return capture.devices
 

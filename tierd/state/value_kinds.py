@@ -140,59 +140,6 @@ ENCODERS: dict[type, Callable[[Any], object]] = {
 }
 
 
-def _parts(payload: object, *kinds: type) -> list[Any]:
-    if type(payload) is not list or [type(part) for part in payload] != list(kinds):
-        raise ValueError(f"not {len(kinds)} parts of {', '.join(kind.__name__ for kind in kinds)}")
-    return payload
-
-
-def _text(payload: object) -> str:
-    if type(payload) is not str:
-        raise ValueError(f"{type(payload).__name__} in the place of str")
-    return payload
-
-
-def _made_bytes_io(payload: object) -> io.BytesIO:
-    data, position = _parts(payload, str, int)
-    stream = io.BytesIO(base64.b64decode(data, validate=True))
-    stream.seek(position)
-    return stream
-
-
-def _made_time(kind: Any) -> Callable[[object], object]:
-    def build(payload: object) -> object:
-        text, fold = _parts(payload, str, int)
-        return kind.fromisoformat(text).replace(fold=fold)
-
-    return build
-
-
-def _made_path(payload: object) -> object:
-    kind, text = _parts(payload, str, str)
-    if kind not in _PATHS:
-        raise ValueError(f"{kind[:40]!r} is no kind of path")
-    return _PATHS[kind](text)
-
-
-def _made_decimal(payload: object) -> decimal.Decimal:
-    try:
-        return decimal.Decimal(_text(payload))
-    except decimal.DecimalException as error:  # an ArithmeticError
-        raise ValueError("not the text of a Decimal") from error
-
-
-TAGS: dict[str, Callable[[Any], object]] = {
-    "$bytesio": _made_bytes_io,
-    "$datetime": _made_time(datetime.datetime),
-    "$time": _made_time(datetime.time),
-    "$date": lambda text: datetime.date.fromisoformat(_text(text)),
-    "$timedelta": lambda parts: datetime.timedelta(*_parts(parts, int, int, int)),
-    "$path": _made_path,
-    "$uuid": lambda text: uuid.UUID(_text(text)),
-    "$decimal": _made_decimal,
-}
-
-
 T = TypeVar("T")
 
 
@@ -211,6 +158,35 @@ def parts_of(payload: object, *kinds: type) -> list[Any]:
     if len(values) != len(kinds):
         raise ValueError(f"{len(values)} parts in the place of {len(kinds)}")
     return [require_type(value, kind) for value, kind in zip(values, kinds, strict=True)]
+
+
+def _made_bytes_io(payload: object) -> io.BytesIO:
+    data, position = parts_of(payload, str, int)
+    stream = io.BytesIO(base64.b64decode(data, validate=True))
+    stream.seek(position)
+    return stream
+
+
+def _made_time(kind: Any) -> Callable[[object], object]:
+    def build(payload: object) -> object:
+        text, fold = parts_of(payload, str, int)
+        return kind.fromisoformat(text).replace(fold=fold)
+
+    return build
+
+
+def _made_path(payload: object) -> object:
+    kind, text = parts_of(payload, str, str)
+    if kind not in _PATHS:
+        raise ValueError(f"{kind[:40]!r} is no kind of path")
+    return _PATHS[kind](text)
+
+
+def _made_decimal(payload: object) -> decimal.Decimal:
+    try:
+        return decimal.Decimal(require_type(payload, str))
+    except decimal.DecimalException as error:  # an ArithmeticError
+        raise ValueError("not the text of a Decimal") from error
 
 
 def _key(key: object) -> object:
@@ -328,5 +304,12 @@ VALUE_TAGS: dict[str, Callable[[Any], object]] = {
     "$npstr": lambda text: _npscalar("str_")(require_type(text, str)),
     "$npbytes": lambda text: _npscalar("bytes_")(_decoded(text)),
     "$random": random_generators.parse_random,
-    **TAGS,
+    "$bytesio": _made_bytes_io,
+    "$datetime": _made_time(datetime.datetime),
+    "$time": _made_time(datetime.time),
+    "$date": lambda text: datetime.date.fromisoformat(require_type(text, str)),
+    "$timedelta": lambda parts: datetime.timedelta(*parts_of(parts, int, int, int)),
+    "$path": _made_path,
+    "$uuid": lambda text: uuid.UUID(require_type(text, str)),
+    "$decimal": _made_decimal,
 }

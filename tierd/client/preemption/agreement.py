@@ -24,22 +24,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
+
+from tierd.client.ranks.boards import Board
 
 log = logging.getLogger("tierd")
 
 NOTES_PATIENCE_S = 15.0  # how long rank 0 waits for the notes of all ranks, unless there are more than `_QUICK_RANKS`
 _QUICK_RANKS = 450  # ranks; of more, rank 0 reads the notes longer, so that all ranks wait longer
 _WAITS = 30  # in which training waits for a word
-
-
-class NoteBoard(Protocol):
-    def put(self, key: str, value: bytes) -> None: ...
-
-    def read(self, keys: Collection[str]) -> dict[str, bytes]: ...
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -188,7 +183,7 @@ class StepAgreement:
     def is_idle(self) -> bool:
         return self.frozen_s is None and not self._own_notices
 
-    def advance(self, notes: NoteBoard, now_s: float) -> None:
+    def advance(self, notes: Board, now_s: float) -> None:
         """Do the next part of a turn; call it again after a pause.
 
         Raises `RuntimeError` or `OSError` if notes cannot be read or written. The turn ends without a checkpoint if
@@ -213,7 +208,7 @@ class StepAgreement:
             if word is not None:
                 self._end(question, word)
 
-    def _talk(self, notes: NoteBoard, question: int) -> _Decision | None:
+    def _talk(self, notes: Board, question: int) -> _Decision | None:
         """Write this rank's note, or take it back if it has waited for long. Return the word if there is one."""
         if not self._taken_back and self._waited_s > 1.5 * self._late_s:
             notes.put(self._key(question, str(self._rank)), b"")
@@ -224,7 +219,7 @@ class StepAgreement:
             self._note = None
         return self._decide(notes, question) if self._rank == 0 else self._answer(notes, question)
 
-    def _begin(self, notes: NoteBoard, question: int, now_s: float) -> bool:
+    def _begin(self, notes: Board, question: int, now_s: float) -> bool:
         """Answer no question any more, if some rank has a notice."""
         key = self._key(question, "first")
         data = notes.read([key]).get(key)
@@ -245,7 +240,7 @@ class StepAgreement:
             self._note = msgspec.json.encode(_Position(moment.restores, moment.step, tuple(self._own_notices)))
         return True
 
-    def _decide(self, notes: NoteBoard, question: int) -> _Decision | None:
+    def _decide(self, notes: Board, question: int) -> _Decision | None:
         keys = {self._key(question, str(rank)): rank for rank in range(self._world)}
         read_s = time.monotonic()
         answers = notes.read(keys.keys())
@@ -270,7 +265,7 @@ class StepAgreement:
         notes.put(self._key(question, "all"), msgspec.json.encode(word))
         return word
 
-    def _answer(self, notes: NoteBoard, question: int) -> _Decision | None:
+    def _answer(self, notes: Board, question: int) -> _Decision | None:
         key = self._key(question, "all")
         data = notes.read([key]).get(key)
         return None if data is None else msgspec.json.decode(data, type=_Decision)

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tierd.client.preemption.agreement import NoteBoard, Notice, StepAgreement
+from tierd.client.preemption.agreement import Notice, StepAgreement
+from tierd.client.ranks.boards import Board
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, TierdError
 
@@ -110,14 +111,14 @@ class Preemption:
             )
         self._ranks, self._rank, self._world = ranks, ranks.rank, ranks.world
         self._cloud = _cloud(setting) if setting else None
-        self._notes: NoteBoard | None = None
+        self._notes: Board | None = None
         board, name = ranks.notes()
         if board is not None:
             self._notes, self._pause_s = board, max(board.beat_s / 2, ranks.world / 1000)
             self._quick_s = max(_READ_S, ranks.world / 2000, board.poll_s / 4)
-            self._agreement = StepAgreement(ranks.rank, ranks.world, name, self._pause_s)
+            self.agreement = StepAgreement(ranks.rank, ranks.world, name, self._pause_s)
         else:
-            self._agreement = StepAgreement(0, 1)
+            self.agreement = StepAgreement(0, 1)
         self._arrived: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._signals: PreemptionSignals | None = None
@@ -135,25 +136,19 @@ class Preemption:
 
     @property
     def why(self) -> str | None:
-        return self._agreement.why
+        return self.agreement.why
 
     def due(self, step: int) -> bool:
         if self._notes is None:
             self._drain()
-        return self._agreement.due(step)
-
-    def is_due_at(self, step: int) -> bool:
-        return self._agreement.is_due_at(step)
-
-    def saved(self) -> None:
-        self._agreement.saved()
+        return self.agreement.due(step)
 
     def restored(self) -> None:
-        self._agreement.restored(self._ranks.turn)
+        self.agreement.restored(self._ranks.turn)
 
     def begun_s(self) -> float:
         """Return when the last notice was given, monotonic seconds; without one, now."""
-        return time.monotonic() if self.why is None else self._agreement.since_s
+        return time.monotonic() if self.why is None else self.agreement.since_s
 
     def close(self) -> None:
         """Put the earlier handlers back, and end the threads. The one that reads a server ends after its answer."""
@@ -196,7 +191,7 @@ class Preemption:
             while True:
                 notice = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
                 if notice is not None:
-                    self._agreement.offer(notice)
+                    self.agreement.offer(notice)
                 wait_s = 0.0
         except queue.Empty:
             return
@@ -206,12 +201,12 @@ class Preemption:
     def _agree(self) -> None:
         assert self._notes is not None
         while not self._closed.is_set():
-            self._drain(self._pause_s if self._agreement.is_idle else self._quick_s)
+            self._drain(self._pause_s if self.agreement.is_idle else self._quick_s)
             if self._closed.is_set():
                 return
-            idle = self._agreement.is_idle
+            idle = self.agreement.is_idle
             try:
-                self._agreement.advance(self._notes, time.monotonic())
+                self.agreement.advance(self._notes, time.monotonic())
             except (RuntimeError, OSError, ValueError, TierdError, msgspec.MsgspecError) as error:
                 if not idle:  # otherwise nobody waits, and the ranks that have a notice say so
                     log.warning("notice: the other ranks cannot be told yet: %s", str(error).partition("\n")[0])

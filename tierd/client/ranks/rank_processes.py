@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tierd.client.ranks.boards import Board
 from tierd.client.ranks.launchers import environment_ranks, is_single_node, launch_variables
 from tierd.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tierd.client.ranks.note_exchange import NoteExchange
 
 
 class RankProcess(msgspec.Struct, frozen=True):
@@ -273,33 +276,6 @@ class LifeSign(msgspec.Struct, frozen=True, array_like=True):
     ended: int = 0
 
 
-class LifeSigns(Protocol):
-    """What a `RankWatch` asks about other ranks.
-
-    Attributes:
-        silent_s: seconds after which a rank that gave no sign of life counts as gone.
-        beat_s: seconds between two signs of life.
-    """
-
-    @property
-    def silent_s(self) -> float: ...
-
-    @property
-    def beat_s(self) -> float: ...
-
-    def signs(self, ranks: Collection[int]) -> dict[int, LifeSign]:
-        """Return each rank's last sign of life; one with number 0 if there is none."""
-        ...
-
-    def name(self, rank: int) -> str:
-        """Return the rank and its process, for messages."""
-        ...
-
-    def died(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended."""
-        ...
-
-
 class RankWatch:
     """Decide how long to wait for some ranks.
 
@@ -307,7 +283,7 @@ class RankWatch:
     process has removed it.
     """
 
-    def __init__(self, exchange: LifeSigns, late_s: float, arrived: Callable[[LifeSign], bool]) -> None:
+    def __init__(self, exchange: NoteExchange, late_s: float, arrived: Callable[[LifeSign], bool]) -> None:
         self._exchange, self._late_s, self._has_arrived = exchange, late_s, arrived
         self._start_s = self._read = time.monotonic()
         self._signs: dict[int, tuple[LifeSign, float]] = {}  # by rank: the last sign, and when it was first read

@@ -8,25 +8,15 @@ from __future__ import annotations
 import os
 import select
 import socket
-import weakref
 from typing import Any
 
 import msgspec
 
 from tierd.core.errors import DaemonUnavailable
+from tierd.ipc.daemon_connection import close_in_child
 from tierd.ipc.message_codec import MAX_PACKET, AnyHandoff, raise_error
 
 _INTERVALS = 4  # intervals into which a wait for silence is divided
-
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for connection in list(_open):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class ConnectionClosed(DaemonUnavailable):
@@ -41,7 +31,7 @@ def open_packet_socket() -> socket.socket:
     """Make a socket that never blocks; raises `OSError` if no descriptor is available."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
-    _open.add(connection)
+    close_in_child(connection)
     return connection
 
 
