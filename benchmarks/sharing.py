@@ -21,7 +21,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import flush_order
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.place import Place
-from tierd.state.tensor_file import plan_layout
+from tierd.state.tensor_file import TensorFilePlanner
 
 _CHECKPOINTS = 100
 _SMALLEST = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)  # bytes
@@ -56,7 +56,7 @@ def chunks(shapes: Iterator[tuple[str, tuple[int, ...]]], dtype: torch.dtype, ti
         for name, shape in sizes.items()
         for copy in range(times)
     }
-    layout = plan_layout(tensors)
+    layout = TensorFilePlanner(tensors).layout()
     return content_chunk_sizes(lambda offset, length: layout.header[offset : offset + length], layout.size)
 
 

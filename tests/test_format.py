@@ -167,8 +167,10 @@ def test_packed_runs_are_read():
 
 def test_plain_objects_are_read():
     pytest.importorskip("torch")
+    from support.state_files import flatten
+
     from tierd.state.kinds.random_generators import SavedRandom
-    from tierd.state.state_loading import flatten, unflatten
+    from tierd.state.state_loading import unflatten
 
     files, expected = tree(OBJECTS), _maker("make_v1_objects").state()
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
@@ -186,7 +188,9 @@ def test_plain_objects_are_read():
 
 def test_wrapper_subclasses_are_read():
     torch = pytest.importorskip("torch")
-    from tierd.state.state_loading import flatten, unflatten
+    from support.state_files import flatten
+
+    from tierd.state.state_loading import unflatten
 
     files, expected = tree(WRAPPERS), _maker("make_v1_wrappers").state()
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))

@@ -21,14 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from support.state_files import copy_into, flatten, plan_layout
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId, chunk_key, pin_key
 from tierd.core.manifest import Chunk, File, Manifest, Origin, StoredChunk, metrics_to_json
 from tierd.core.manifest_codec import encode
 from tierd.spool import file_io
-from tierd.state.state_loading import flatten
-from tierd.state.tensor_file import copy_into, plan_layout
 
 CHUNK = 4096
 RUN = "demo"

@@ -83,8 +83,7 @@ def state(rank: int) -> dict[str, Any]:
 
 def files(rank: int) -> dict[str, bytes]:
     """What a rank of two puts into its part."""
-    from tierd.state.state_loading import flatten
-    from tierd.state.tensor_file import copy_into, plan_layout
+    from support.state_files import copy_into, flatten, plan_layout
 
     flat = flatten(state(rank))
     layout = plan_layout(flat.tensors)

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
+from support.state_files import flatten, plan_layout
 from torch import nn
 
 from tierd.client.saving.slots import Slot
 from tierd.state.capturer import Capturer, CapturerPool
 from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in
-from tierd.state.state_loading import flatten
 from tierd.state.structure import MOST_ADDED
-from tierd.state.tensor_file import METADATA, TensorFilePlanner, parse_header, plan_layout
+from tierd.state.tensor_file import METADATA, TensorFilePlanner, parse_header
 
 pytestmark = pytest.mark.usefixtures("forms")
 

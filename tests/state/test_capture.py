@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
+from support.state_files import flatten, plan_layout
 from torch import nn
 
 from tierd.core.errors import StateRefused
@@ -21,9 +22,7 @@ from tierd.state import encoder, single_values
 from tierd.state.capturer import Capturer
 from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in
 from tierd.state.kinds.random_generators import RngState
-from tierd.state.state_loading import flatten
 from tierd.state.state_tree import MAX_DEPTH
-from tierd.state.tensor_file import plan_layout
 
 pytestmark = pytest.mark.usefixtures("forms")
 

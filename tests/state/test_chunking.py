@@ -11,6 +11,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.state_files import plan_layout
 from support.world import Daemon
 from torch import nn
 
@@ -257,11 +258,11 @@ def test_large_still_tensors_lie_first_then_small_tensors_then_moving_tensors():
         "odd moves": torch.zeros(5),
         "wide": torch.zeros(64, dtype=torch.float64),
     }
-    layout = tensor_file.plan_layout(tensors, {"moves", "odd moves"})
+    layout = plan_layout(tensors, {"moves", "odd moves"})
     assert list(layout.entries) == ["large", "wide", "small", "moves", "odd", "odd moves"]
     assert tensor_file.parse_layout(bytes(layout.header) + bytes(layout.size - len(layout.header))) == layout
     assert b'"tierd.moving":"' in layout.header
-    assert b"tierd" not in tensor_file.plan_layout(tensors).header
+    assert b"tierd" not in plan_layout(tensors).header
 
 
 # -- what others write ------------------------------------------------------------------------------------------------

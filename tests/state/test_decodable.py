@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.state_files import flatten, plan_layout
 from support.training import fresh
 
 from tierd.client.saving import slots
@@ -16,8 +17,7 @@ from tierd.core.errors import SaveFailed, StateRefused
 from tierd.state import state_tree
 from tierd.state.capture import DecodableText
 from tierd.state.capturer import Capturer
-from tierd.state.state_loading import flatten
-from tierd.state.tensor_file import TensorFileLayout, plan_layout
+from tierd.state.tensor_file import TensorFileLayout
 
 EMPTY = plan_layout({})
 NOT_BACK = "it would not come back from a checkpoint: "

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from support.seeds import examples
+from support.state_files import flatten
 from support.training import stored, through
 from torch import nn
 
@@ -27,7 +28,7 @@ from tierd.core.errors import StateMismatch, StateRefused, TierdError
 from tierd.state import single_values
 from tierd.state.kinds.stored_arrays import STORED_AS
 from tierd.state.single_values import path_text
-from tierd.state.state_loading import flatten, unflatten
+from tierd.state.state_loading import unflatten
 from tierd.state.state_tree import MAX_DEPTH
 from tierd.state.tensor_file import DTYPES
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from support.state_files import flatten
 from support.training import stored, through
 from torch import nn
 from torch.optim import lr_scheduler
@@ -20,7 +21,7 @@ from tierd.core.errors import StateMismatch
 from tierd.state.kinds.random_generators import RngState, SavedGenerator
 from tierd.state.kinds.stored_arrays import OPAQUE_DTYPES
 from tierd.state.load_check import check_fit
-from tierd.state.state_loading import flatten, load_restored, unflatten
+from tierd.state.state_loading import load_restored, unflatten
 from tierd.state.tensor_file import parse_layout
 
 

@@ -12,21 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.seeds import examples
+from support.state_files import copy_into, plan_layout
 from torch import nn
 
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
-from tierd.state.tensor_file import (
-    DTYPES,
-    MAX_HEADER,
-    PAGE,
-    copy_into,
-    copy_tensors,
-    file_pieces,
-    parse_layout,
-    plan_layout,
-    target_views,
-    tensor_view,
-)
+from tierd.state.tensor_file import DTYPES, MAX_HEADER, PAGE, file_pieces, parse_layout, tensor_view
 
 
 def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -137,21 +127,6 @@ def test_tensor_that_is_not_contiguous_is_copied():
     buffer = written(tensors)
     for name, entry in parse_layout(buffer).entries.items():
         assert same_bits(tensor_view(buffer, entry), tensors[name]), name
-
-
-def test_targets_are_made_once_and_copied_into_by_name():
-    tensors = every_dtype()
-    layout = plan_layout(tensors)
-    buffer = bytearray(layout.size)
-    into = target_views(layout, buffer)
-    assert list(into) == list(layout.entries)
-    copy_tensors(into, tensors, ["F32/7", "U8/1", "F16/0"])
-    assert same_bits(tensor_view(buffer, layout.entries["F32/7"]), tensors["F32/7"])
-    assert not tensor_view(buffer, layout.entries["F32/1"]).any()
-    copy_tensors(into, tensors)
-    copy_tensors(into, {}, [])
-    buffer[: len(layout.header)] = layout.header
-    assert buffer == written(tensors)
 
 
 sizes = st.lists(st.integers(0, 9), max_size=3) | st.lists(st.sampled_from([16, 33, 64, 100]), min_size=2, max_size=2)

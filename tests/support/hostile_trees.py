@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable
 
 import torch
-
-from tierd.state.tensor_file import copy_into, plan_layout
+from support.state_files import copy_into, plan_layout
 
 _SIZE = 20 << 20  # bytes
 _PRIME = 2**61 - 1  # ints that differ by a multiple of it have the same hash

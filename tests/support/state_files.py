@@ -1,13 +1,44 @@
-"""The two files of a part whose state is given, and a golden fixture of them, which is written once."""
+"""A whole state in two parts and as the two files of a part, and a golden fixture of them, which is written once."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.state.state_loading import flatten
-from tierd.state.tensor_file import copy_into, plan_layout
+import torch
+
+from tierd.state.encoder import Encoder
+from tierd.state.single_values import encode
+from tierd.state.tensor_file import Buffer, TensorFileLayout, TensorFilePlanner, target_views
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """A state's typed JSON in UTF-8, and the tensors that it names, which are live."""
+
+    tree: bytes
+    tensors: dict[str, torch.Tensor]
+
+
+def flatten(state: Mapping[str, object]) -> FlatState:
+    """Take a state apart in one walk, without what an earlier save has found."""
+    walk = Encoder()
+    walk.begin(state)
+    return FlatState(encode(walk.pieces(), walk.holes), walk.tensors)
+
+
+def plan_layout(tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> TensorFileLayout:
+    return TensorFilePlanner(tensors, moving).layout()
+
+
+def copy_into(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer: Buffer) -> None:
+    """Write the whole file, header included, into `buffer`."""
+    into = target_views(layout, buffer)
+    memoryview(buffer).cast("B")[: len(layout.header)] = layout.header
+    for name, target in into.items():
+        target.copy_(tensors[name].detach())
 
 
 def files_of(state: Mapping[str, object]) -> dict[str, bytes]:

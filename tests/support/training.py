@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.state_files import copy_into, flatten, plan_layout
 from torch import nn
 
 import tierd
 from tierd.spool.spool import Spool
-from tierd.state.state_loading import flatten, unflatten
-from tierd.state.tensor_file import copy_into, plan_layout
+from tierd.state.state_loading import unflatten
 
 
 def fresh(seed: int = 0) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class Capture:
     """A state at one moment. Its tensors are live, so training may change them; its other values cannot change.
 
     Attributes:
-        tensors: as `FlatState.tensors`.
+        tensors: by name, without an autograd graph, of a dtype that the tensor file holds, on any device.
         dtensors: the DTensors whose local shards are in `tensors`, each with its shard's name.
         layout: of the tensor file; the same object as in the previous capture while the tensors stay the same.
         places: a token; the same object as in the previous capture while every tensor keeps its name and address.

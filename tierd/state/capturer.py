@@ -1,10 +1,10 @@
 """Capture a state save after save, without repeating work for the parts that did not change.
 
-Invariant: a capture equals the result of `flatten` and `plan_layout` for the same state at the same moment: names,
-bytes and refusals. The structure found by the last full walk (`state/capture_plan.py`) is only a guess, so a capture
-compares every part of it with the state. On any doubt the full walk is repeated. One exception: a capture finds the
-tensors that an optimizer moves again only after parameters were frozen or freed. That is safe because the answer
-decides only the tensors' order in the file.
+Invariant: a capture equals that of a new `Capturer` for the same state at the same moment: names, bytes and refusals.
+The structure found by the last full walk (`state/capture_plan.py`) is only a guess, so a capture compares every part of
+it with the state. On any doubt the full walk is repeated. One exception: a capture finds the tensors that an optimizer
+moves again only after parameters were frozen or freed. That is safe because the answer decides only the tensors' order
+in the file.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Capturer:
         self._training_modes: list[bool] = []
 
     def capture(self, state: Mapping[str, object]) -> Capture:
-        """Take a state apart, as `flatten` does, and plan the layout of its tensors. Calls every `state_dict()` once.
+        """Take a state apart, and plan the layout of its tensors. Calls every `state_dict()` once.
 
         Raises:
-            StateRefused: as `flatten` or `plan_layout`, except that only `tree()` checks the size of the tree.
+            StateRefused: a value has no encoding (the message names its path), a `state_dict()` raised (chained), or
+                the header is too large. Only `tree()` checks the size of the tree.
         """
         with pause_collection():
             return self._capture(state)

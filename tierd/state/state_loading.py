@@ -1,6 +1,6 @@
 """Load a restored state into the objects of the running job, from typed JSON and tensors, and release its file.
 
-`flatten` converts a state to that form: every tensor gets exactly one name, and no pickle is used. Tied weights, which
+In that form every tensor has exactly one name, and no pickle is used. Tied weights, which
 are the same memory with the same form, are stored once and restored as one tensor. Tensors that only overlap in memory
 are restored as independent tensors. Containers are stored once per reference.
 
@@ -24,7 +24,6 @@ import mmap
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +33,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierd.core.errors import StateMismatch, as_both
 from tierd.spool.direct_io import PAGE
-from tierd.state.encoder import Encoder
 from tierd.state.kinds import loader_arguments, loader_fingerprint
 from tierd.state.kinds.dtensors import tensors_in
 from tierd.state.kinds.live_parameters import meshes_of, place_optimizer_shards
@@ -49,41 +47,11 @@ from tierd.state.load_check import (
     is_simple,
     list_few,
 )
-from tierd.state.single_values import encode, fill_tensor, path_text
-from tierd.state.state_tree import pair_values, pause_collection, walk
+from tierd.state.single_values import fill_tensor, path_text
+from tierd.state.state_tree import pair_values, walk
 from tierd.state.tensor_file import Buffer, parse_layout, tensor_view
 from tierd.state.tree_parser import parse_tree
 from tierd.state.value_kinds import IMMUTABLE, LoadKind, Stateful, load_kind_of
-
-
-@dataclass(frozen=True)
-class FlatState:
-    """A state in two parts: typed JSON, and the tensors that the JSON names.
-
-    The tensors are live, because `flatten` does not copy them. A caller that needs a snapshot must copy them before
-    training changes them.
-
-    Attributes:
-        tree: typed JSON in UTF-8.
-        tensors: by name; without an autograd graph, of a dtype that the tensor file holds, on any device, perhaps not
-            contiguous. Only those made from NumPy arrays are copies.
-    """
-
-    tree: bytes
-    tensors: dict[str, torch.Tensor]
-
-
-def flatten(state: Mapping[str, object]) -> FlatState:
-    """Take a state apart. Calls every `state_dict()`; has no other effect.
-
-    Raises:
-        StateRefused: a value has no encoding (the message names its path), a `state_dict()` raised (chained), or the
-            tree is too large.
-    """
-    with pause_collection():
-        walk = Encoder()
-        walk.begin(state)
-        return FlatState(encode(walk.pieces(), walk.holes), walk.tensors)
 
 
 def unflatten(tree: bytes | bytearray | memoryview, file: Buffer, *, is_read: bool = True) -> dict[str, Any]:

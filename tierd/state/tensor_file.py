@@ -1,7 +1,7 @@
 """The tensor file: plain safetensors, laid out so that every tensor can be used in place.
 
 Invariant: the layout is a pure function of names, dtypes, shapes, and the set of tensors known to move. Only
-`copy_tensors`, `copy_into` and `file_pieces` read a tensor's values.
+`file_pieces` reads a tensor's values.
 
 A file has three parts: eight bytes of little-endian header length, a JSON header padded with spaces to a page boundary,
 and the tensors. The tensors are adjacent, without holes. Tensors whose length is a multiple of 64 bytes come first, so
@@ -22,7 +22,7 @@ import json
 import math
 import mmap
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, groupby, islice
 from json.encoder import encode_basestring as quoted
@@ -97,7 +97,7 @@ _entry_of = functools.partial(tuple.__new__, TensorEntry)
 class TensorFilePlanner:
     """Plan the layouts of one state, save after save, without describing known tensors again when one is added.
 
-    Invariant: a layout equals the result of `plan_layout` for all tensors so far.
+    Invariant: a layout equals that of a new planner for all tensors so far.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> None:
@@ -124,18 +124,6 @@ class TensorFilePlanner:
         return TensorFileLayout((start - 8).to_bytes(8, "little") + text.ljust(start - 8), start + offsets[-1], entries)
 
 
-def plan_layout(tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> TensorFileLayout:
-    """Lay the tensors out; reads only their dtypes and shapes.
-
-    Args:
-        moving: names of the tensors that change at every step.
-
-    Raises:
-        StateRefused: a dtype that safetensors does not hold, or so many tensors that the header exceeds 100 MB.
-    """
-    return TensorFilePlanner(tensors, moving).layout()
-
-
 def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _TensorRow:
     """Return a tensor's sort key, and the part of its line in the header that does not depend on its offset."""
     dtype, shape = tensor.dtype, tensor.shape
@@ -159,7 +147,7 @@ def _metadata(described: list[_TensorRow], offsets: list[int]) -> str:
 
 
 def target_views(layout: TensorFileLayout, buffer: Buffer) -> Targets:
-    """Return views into `buffer`, one for each tensor, for `copy_tensors` to fill.
+    """Return views into `buffer`, one for each tensor, to be filled.
 
     The views hold the buffer and stay valid until its memory is used for something else.
 
@@ -180,33 +168,6 @@ def target_views(layout: TensorFileLayout, buffer: Buffer) -> Targets:
         shaped = [part if len(shape) == 1 else part.view(shape) for part, shape in parts]
         views |= zip(islice(names, len(shaped)), shaped, strict=True)
     return views
-
-
-def copy_tensors(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
-    """Copy the tensors of these names, by default all of `into`, to their targets.
-
-    The tensors may be on any device and in any memory format. The call returns after copies from an accelerator have
-    ended.
-    """
-    copied_names = [name for name in (into if names is None else names) if into[name].numel()]
-    sources = [tensors[name] for name in copied_names]
-    if not copied_names:
-        return
-    devices = {source.device for source in sources if source.device.type != "cpu"}
-    with torch.no_grad():
-        torch._foreach_copy_([into[name] for name in copied_names], sources, non_blocking=bool(devices))
-    for device in devices:
-        torch.accelerator.synchronize(device)
-
-
-def copy_into(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer: Buffer) -> None:
-    """Write the whole file, header included, into `buffer`: writable and at least `layout.size` bytes long.
-
-    `tensors` are those for which the layout was planned; for devices and formats see `copy_tensors`.
-    """
-    into = target_views(layout, buffer)
-    memoryview(buffer).cast("B")[: len(layout.header)] = layout.header
-    copy_tensors(into, tensors)
 
 
 def file_pieces(
@@ -259,7 +220,7 @@ def tensor_view(file: Buffer, entry: TensorEntry) -> torch.Tensor:
 
 
 def parse_layout(file: Buffer, name: str = "tensors.safetensors") -> TensorFileLayout:
-    """Parse a header strictly; the inverse of `plan_layout`. The bytes may be untrusted.
+    """Parse a header strictly; the inverse of the planner's `layout`. The bytes may be untrusted.
 
     Raises:
         StateMismatch: tierd cannot have written this file; the message names the file and the defect.

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from support.state_files import copy_into, plan_layout
 from support.training import restored, same, tensors
 from support.waiting import wait_until
 
@@ -19,7 +20,6 @@ from tierd.client.saving import snapshot_handoff as client
 from tierd.client.saving.slots import Slot
 from tierd.daemon import handoff_socket
 from tierd.spool.arena import Arena
-from tierd.state.tensor_file import plan_layout
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -171,12 +171,10 @@ class Keeper(torch.nn.Module):
 def test_extra_state_from_memory_is_not_overwritten_by_the_next_save(spool):
     from tierd.state.capturer import Capturer
     from tierd.state.state_loading import load_restored, unflatten
-    from tierd.state.tensor_file import copy_tensors, target_views
 
     capture = Capturer().capture({"model": Keeper()})
     arena = Arena(capture.layout.size)
-    arena.view[: len(capture.layout.header)] = capture.layout.header
-    copy_tensors(target_views(capture.layout, arena.view), capture.tensors)
+    copy_into(capture.layout, capture.tensors, arena.view)
     state = {"model": Keeper()}
     image = arena.view[: capture.layout.size]
     load_restored(state, unflatten(capture.tree(), image), handed_over=True, file=image)

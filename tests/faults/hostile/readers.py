@@ -23,6 +23,7 @@ from faults.hostile.mutation import NUMBERS, dumped, mutated, spoiled, text
 from faults.rounds import Lost
 from support import dcp_pickles
 from support.by_hand import digest, seal
+from support.state_files import plan_layout
 from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -50,7 +51,7 @@ from tierd.core.urls import parse_url
 from tierd.dcp.metadata import read_metadata
 from tierd.ipc import message_codec
 from tierd.ipc.message_codec import read_member
-from tierd.state.tensor_file import parse_layout, plan_layout, tensor_view
+from tierd.state.tensor_file import parse_layout, tensor_view
 from tierd.state.tree_parser import parse_tree
 from tierd.stores.base import is_key
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
+from support.state_files import flatten
 from support.training import through
 from support.world import attempt
 from torch.utils.data import (
@@ -36,7 +37,7 @@ from tierd.state.capturer import Capturer
 from tierd.state.kinds import loader_arguments
 from tierd.state.kinds.loader_fingerprint import state_dict_with_arguments
 from tierd.state.load_check import check_fit
-from tierd.state.state_loading import flatten, load_restored, unflatten
+from tierd.state.state_loading import load_restored, unflatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 WORLD = 3

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exact import described
 from support.seeds import examples
+from support.state_files import copy_into, flatten, plan_layout
 from support.training import stored, through
 
 from tierd.core.errors import StateMismatch, StateRefused
@@ -21,8 +22,7 @@ from tierd.state import state_tree
 from tierd.state.capturer import Capturer
 from tierd.state.kinds import stored_arrays
 from tierd.state.kinds.stored_arrays import FEWEST, pack, padded_size, unpack
-from tierd.state.state_loading import flatten, load_restored, unflatten
-from tierd.state.tensor_file import copy_into, plan_layout
+from tierd.state.state_loading import load_restored, unflatten
 
 N = FEWEST
 SIGNALLING = struct.unpack(">d", bytes.fromhex("7ff0000000000001"))[0]

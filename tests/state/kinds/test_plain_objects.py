@@ -16,13 +16,14 @@ import uuid
 
 import numpy as np
 import pytest
+from support.state_files import flatten
 from support.training import stored, through
 
 from tierd.core.errors import StateMismatch, StateRefused
 from tierd.state.capturer import Capturer
 from tierd.state.load_check import check_fit
 from tierd.state.single_values import type_name
-from tierd.state.state_loading import flatten, load_restored, unflatten
+from tierd.state.state_loading import load_restored, unflatten
 from tierd.state.tree_parser import parse_tree
 
 UTC = datetime.UTC

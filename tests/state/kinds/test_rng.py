@@ -159,18 +159,18 @@ WITHOUT_NUMPY = """
 import sys
 sys.modules["numpy"] = None                      # import numpy now fails, as where it is not installed
 import torch
-from tierd.state import tensor_file; from tierd.state import state_loading
-from tierd.state.kinds import random_generators
-flattened = flatten.flatten({"rng": rng.RngState(), "t": torch.ones(2), "n": [1, None, "x"]})
-layout = tensor_file.plan_layout(flattened.tensors)
-file = bytearray(layout.size)
-tensor_file.copy_into(layout, flattened.tensors, file)
-back = flatten.unflatten(flattened.tree, file)
+from tierd.state.capturer import Capturer
+from tierd.state.kinds.random_generators import RngState
+from tierd.state.state_loading import load_restored, unflatten
+from tierd.state.tensor_file import file_pieces
+capture = Capturer().capture({"rng": RngState(), "t": torch.ones(2), "n": [1, None, "x"]})
+file = bytearray().join(file_pieces(capture.layout, capture.tensors, memoryview(bytearray(1 << 20))))
+back = unflatten(capture.tree(), file)
 assert back["n"] == [1, None, "x"] and "numpy" not in back["rng"]
-load.load({"rng": rng.RngState(), "t": torch.zeros(2), "n": []}, back)
-print(rng.RngState().misfit(back["rng"] | {"numpy": {}}))
+load_restored({"rng": RngState(), "t": torch.zeros(2), "n": []}, back)
+print(RngState().misfit(back["rng"] | {"numpy": {}}))
 try:
-    flatten.unflatten(b'{"a": {"$npscalar": ["<f8", "AAAAAAAAAAA="]}}', file)
+    unflatten(b'{"a": {"$npscalar": ["<f8", "AAAAAAAAAAA="]}}', file)
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.state_files import flatten
 from support.training import stored, through
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -17,7 +18,7 @@ from tierd.core.errors import StateMismatch, StateRefused
 from tierd.state.capturer import Capturer
 from tierd.state.kinds.wrapper_tensors import SavedWrapper
 from tierd.state.load_check import check_fit
-from tierd.state.state_loading import flatten, load_restored, unflatten
+from tierd.state.state_loading import load_restored, unflatten
 from tierd.state.tree_parser import parse_tree
 
 
