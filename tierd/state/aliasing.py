@@ -26,10 +26,7 @@ class TargetWrite:
     """A tensor or array that a load fills in place: its memory range and the values that it will receive.
 
     Attributes:
-        place: path of the target.
-        saved: the values to write.
-        start: the lowest address.
-        end: the address after the last byte.
+        start, end: the lowest address, and the address after the last byte.
         dims: length and stride in bytes of each dimension longer than 1; None if the target is contiguous.
     """
 
@@ -63,7 +60,6 @@ class TargetWrite:
 
     @property
     def is_self_overlapping(self) -> bool:
-        """Whether two elements of the target may share memory."""
         extent = self.target.itemsize
         for step, n in sorted((abs(step), n) for n, step in self.dims or ()):
             if step < extent:
@@ -80,10 +76,7 @@ class TargetWrite:
         return _as_bytes(saved)
 
     def paint(self, canvas: torch.Tensor, low: int) -> bool:
-        """Write the image into `canvas`, which represents memory from address `low`.
-
-        Returns whether the image can be read back.
-        """
+        """Write the image into `canvas`, which represents memory from `low`; return whether it can be read back."""
         view, image = self._views_on(canvas, low)
         view.copy_(image)
         return torch.equal(view, image)
@@ -166,10 +159,7 @@ def _conflicts(near: list[TargetWrite]) -> Iterator[str]:
 
 
 def _paint_conflicts(writes: list[TargetWrite]) -> Iterator[str]:
-    """Yield conflicts as `_conflicts` does, for any strides.
-
-    All writes are made on a canvas as large as their joint range, and then compared with their images.
-    """
+    """Yield conflicts as `_conflicts` does, for any strides: make all writes on a canvas, then compare."""
     low = writes[0].start
     canvas = torch.zeros(max(write.end for write in writes) - low, dtype=torch.uint8)
     for write in writes:
@@ -205,12 +195,12 @@ def _as_bytes(value: Any) -> torch.Tensor:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Return whether two tensors or arrays of one dtype and shape are bitwise equal."""
+    """Whether two tensors or arrays of one dtype and shape are bitwise equal."""
     return first is second or torch.equal(_as_bytes(first), _as_bytes(second))
 
 
 def is_same_content(first: Any, second: Any) -> bool:
-    """Return whether two restored values are the same; tensors are compared bitwise."""
+    """Whether two restored values are the same; tensors are compared bitwise."""
     if first is second:
         return True
     if type(first) is not type(second):
@@ -228,6 +218,6 @@ def is_same_content(first: Any, second: Any) -> bool:
 
 
 def expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a dimension repeats the same memory, so that it cannot be written in place."""
+    """Whether a dimension repeats the same memory, so that it cannot be written in place."""
     # The first test decides for almost every tensor, and takes a tenth of the time of the second.
     return 0 in strides and any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))

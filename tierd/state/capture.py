@@ -45,7 +45,6 @@ class TensorForms:
         self._pick = picker(self._guarded)
 
     def insert(self, at: int, tensor: torch.Tensor) -> None:
-        """Insert a tensor at the index `at`."""
         self._forms.insert(at, (form_of(tensor), tensor.requires_grad))
         self._guarded = [index + (index >= at) for index in self._guarded]
         self._alone = [at, *(index + (index >= at) for index in self._alone)]
@@ -85,13 +84,12 @@ class TensorExtents:
         self._large = [index for index, tensor in enumerate(tensors) if tensor.nbytes >= _LARGE]
 
     def insert(self, at: int, tensor: torch.Tensor) -> None:
-        """Insert a tensor at the index `at`."""
         self._spans.insert(at, span_of(tensor))
         self._sizes.insert(at, tensor.element_size())
         self._large = [index + (index >= at) for index in self._large] + [at] * (tensor.nbytes >= _LARGE)
 
     def matches(self, tensors: list[torch.Tensor], moved: Iterable[int] = ()) -> bool:
-        """Return whether the large tensors, and those at the indices `moved`, lie entirely within their storages."""
+        """Whether the large tensors, and those at the indices `moved`, lie entirely within their storages."""
         pick = picker([*self._large, *moved])
         checked = pick(tensors)
         begins = map(operator.mul, map(torch.Tensor.storage_offset, checked), pick(self._sizes))
@@ -106,8 +104,8 @@ def _form_of(tensor: torch.Tensor) -> tuple[TensorForm, bool]:
 def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
     """Return torch's own check of many tensors' types, dispatch keys, dtypes, devices, shapes and strides in one call.
 
-    It is ten times as fast as asking each tensor. It is private to torch, so tensors that it does not confirm are
-    compared one by one. Where torch lacks it, all tensors are. The check holds no tensor.
+    It is ten times as fast as asking each tensor, and holds none. It is private to torch, so tensors that it does not
+    confirm are compared one by one, and all of them where torch lacks it.
     """
     try:
         sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
@@ -132,13 +130,7 @@ _WINDOW = 1 << 16  # characters of a run that are decoded in one call, about hal
 
 
 class DecodableText:
-    """The parts that captures of one structure share: the pieces of their tree, and the layout of their tensor file.
-
-    Args:
-        pieces: the text before, between and after the holes.
-        layout: of the tensor file.
-        window: characters of a run that are decoded in one call.
-    """
+    """The parts that captures of one structure share: the pieces of their tree, and the layout of their tensor file."""
 
     def __init__(self, pieces: Sequence[str], layout: TensorFileLayout, window: int = _WINDOW) -> None:
         self.pieces, self._window = pieces, window
@@ -146,21 +138,18 @@ class DecodableText:
         self._json_decoder: json.JSONDecoder | None = None
 
     def is_decoded_soon(self) -> bool:
-        """Return whether decoding the structure takes at most a few milliseconds."""
+        """Whether decoding the structure takes at most a few milliseconds."""
         return self._json_decoder is not None or sum(map(len, self.pieces)) <= _MAX_QUICK_NEW_BYTES
 
     def is_checked_soon(self, tree: bytes) -> bool:
-        """Return whether `check` takes at most a few milliseconds."""
+        """Whether `check` takes at most a few milliseconds."""
         return len(tree) <= (_MAX_QUICK_BYTES if self._json_decoder else _MAX_QUICK_NEW_BYTES)
 
     def check(self, tree: bytes, pause: Callable[[], None] | None = None) -> None:
-        """Decode a tree that has these pieces.
+        """Decode a tree that has these pieces, as a restore does. Any thread may call this.
 
-        Args:
-            pause: called about every millisecond while a long run is decoded.
-
-        Raises:
-            StateRefused: a restore could not decode the tree; the message names the path.
+        `pause` is called about every millisecond while a long run is decoded. Raises `StateRefused`, which names the
+        path, if a restore could not decode the tree.
         """
         if self._json_decoder is None:
             self._json_decoder = self._decode_structure()
@@ -272,36 +261,21 @@ class Capture:
     _holes: Sequence[object]
 
     def tree(self, pause: Callable[[], None] | None = None) -> bytes:
-        """Return everything but the tensors as typed JSON, as it was at the capture.
+        """Return everything but the tensors as typed JSON, as it was at the capture. Any thread may call this.
 
-        Any thread may call this at any time.
-
-        Args:
-            pause: called about every millisecond if encoding takes many.
-
-        Raises:
-            StateRefused: the tree is too large.
+        `pause` is called about every millisecond if encoding takes many. Raises `StateRefused` if the tree is too
+        large.
         """
         return encode(self._skeleton.pieces, self._holes, pause)
 
     def is_encoded_soon(self) -> bool:
-        """Return whether `tree` and `check` take at most a few milliseconds together."""
+        """Whether `tree` and `check` take at most a few milliseconds together."""
         hole_items = sum(len(hole) for hole in self._holes if isinstance(hole, tuple | dict | str | bytes))
         return hole_items <= _MAX_QUICK_ITEMS and self._skeleton.is_decoded_soon()
 
     def is_checked_soon(self, tree: bytes) -> bool:
-        """Return whether `check` takes at most a few milliseconds."""
         return self._skeleton.is_checked_soon(tree)
 
     def check(self, tree: bytes, pause: Callable[[], None] | None = None) -> None:
-        """Decode the result of `tree()` as a restore does; fast if the structure has been decoded before.
-
-        Any thread may call this.
-
-        Args:
-            pause: as for `tree`.
-
-        Raises:
-            StateRefused: a restore could not decode the tree; the message names the path.
-        """
+        """Decode the result of `tree()`, as `DecodableText.check`; fast if the structure has been decoded before."""
         self._skeleton.check(tree, pause)

@@ -30,8 +30,6 @@ from tierd.state.tensor_file import METADATA, TensorFileLayout
 
 
 class CapturePlan:
-    """The structure found by one full walk; captures a state of the same structure without another full walk."""
-
     def __init__(self, walk: Encoder, root: Node, layout: TensorFileLayout) -> None:
         self._text = walk.text
         self._levels: list[StructureLevel] = []
@@ -67,11 +65,9 @@ class CapturePlan:
         return [nodes[at] for nodes, level in zip(self._nodes, self._levels, strict=True) for at in level.tensors_at]
 
     def lay_out(self, layout: TensorFileLayout) -> None:
-        """Use `layout`, which contains all tensors, from now on."""
         self._layout, self._skeleton = layout, DecodableText(text_pieces(self._text), layout)
 
     def _number(self) -> None:
-        """Recompute everything that depends on the nodes and their indices."""
         tensors, pairs = self._tensor_nodes(), list(zip(self._nodes, self._levels, strict=True))
         stored = [nodes[index] for nodes, level in pairs for index in level.arrays_at]
         self._in_order = picker(_inverse([nodes[index].index for nodes, level in pairs for index in level.holes_at]))
@@ -115,9 +111,8 @@ class CapturePlan:
     def follow(self, state: Mapping[str, object], answers: Answers) -> Capture:
         """Capture a state that has this structure.
 
-        Raises:
-            Exception: the state may have another structure; `answers` then holds the states that objects have already
-                returned.
+        Raises any `Exception` if it may have another one; `answers` then holds the states that objects have already
+        returned.
         """
         if not isinstance(state, Mapping):
             raise StructureInDoubt
@@ -152,8 +147,7 @@ class CapturePlan:
     def _add(self, by_name: dict[str, torch.Tensor], added: list[tuple[Node, str, Any]]) -> dict[str, torch.Tensor]:
         """Append plain tensors to mappings of names in the structure, and add them to `by_name`.
 
-        Raises:
-            StructureInDoubt: only a full walk can encode the additions; nothing has changed.
+        Raises `StructureInDoubt` if only a full walk can encode the additions; nothing has changed then.
         """
         addresses, names = {*self._addresses}, {*by_name, METADATA}
         depths = {id(node): depth for depth, nodes in enumerate(self._nodes) for node in nodes if node.end >= 0}
@@ -229,11 +223,7 @@ class CapturePlan:
         return number
 
     def _check_tensors(self, tensors: list[torch.Tensor]) -> None:
-        """Check that the tensors have the expected forms, and that the same tensors among them share memory.
-
-        Raises:
-            StructureInDoubt: they differ from the structure.
-        """
+        """Check that the tensors have the expected forms, and that the same tensors among them share memory."""
         if not self._forms.matches(tensors):
             raise StructureInDoubt
         # Both lists have the same length, because the forms fit.

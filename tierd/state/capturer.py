@@ -26,9 +26,7 @@ from tierd.state.tensor_file import TensorFileLayout, TensorFilePlanner
 class Capturer:
     """Capture the states of one job, one after the other: a capture that begins during another one would mix them.
 
-    Args:
-        kept_nodes: values of the largest structure that is kept, because a larger one costs too much memory between
-            saves.
+    `kept_nodes` is the largest structure that is kept, because a larger one costs too much memory between saves.
     """
 
     def __init__(self, kept_nodes: int = 200_000) -> None:
@@ -111,7 +109,6 @@ class CapturerPool:
         self._idle: list[Capturer] = []  # its methods are atomic; a lock could be held by an interrupted thread
 
     def capture(self, state: Mapping[str, object]) -> Capture:
-        """Capture a state, as `Capturer.capture` does."""
         try:
             capturer = self._idle.pop()  # the one that was used last
         except IndexError:

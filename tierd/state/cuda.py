@@ -43,11 +43,9 @@ class Cuda:
         return tensor.device if tensor.is_cuda else None
 
     def devices_of(self, capture: Capture) -> Sequence[torch.device]:
-        """Return the CUDA devices of a capture's tensors."""
         return capture.devices
 
     def device_in(self, tensors: Iterable[torch.Tensor]) -> torch.device | None:
-        """Return the first CUDA device on which one of the tensors lies, or None."""
         return next(filter(None, map(self.device_of, tensors)), None)
 
     def enter(self, device: torch.device) -> None:
@@ -69,7 +67,6 @@ class Cuda:
     # -- streams and events -------------------------------------------------------------------------------------------
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream on which this thread enqueues work for a device."""
         return torch.cuda.current_stream(device)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -79,7 +76,7 @@ class Cuda:
         return self._side[device]
 
     def streams(self, device: torch.device) -> Sequence[torch.cuda.Stream]:
-        """Return every stream that torch has for a device: its default stream and the streams of all its pools.
+        """Return every stream that torch has for a device: its default stream and those of all its pools.
 
         `torch.cuda.Stream()` takes streams from the pools in rotation. Streams created outside torch are not included.
         """
@@ -89,16 +86,12 @@ class Cuda:
         return self._streams_by_device[device]
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event that occurs when `stream` has done all work enqueued so far.
-
-        A host thread that waits for it sleeps.
-        """
+        """Return an event that occurs when `stream` has done all work so far. A host thread that waits for it sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Return a context in which this thread enqueues on `stream`."""
         return torch.cuda.stream(stream)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -112,22 +105,15 @@ class Cuda:
             torch._foreach_copy_(into, sources, non_blocking=True)
 
     def empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised contiguous tensor of the same shape and dtype on a device.
-
-        Its memory belongs to this thread's current stream. Raises `torch.cuda.OutOfMemoryError`.
-        """
+        """Return an uninitialised contiguous tensor, in memory of this thread's current stream."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between two tensors on any devices, on the current stream."""
         with torch.no_grad():
             target.copy_(source)
 
     def join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return a one-dimensional tensor with the elements of all tensors, made on the current stream.
-
-        The tensors must be contiguous, of one dtype, and on one device.
-        """
+        """Return the elements of contiguous tensors of one dtype and device as one row, made on the current stream."""
         with torch.no_grad():
             return torch.cat([tensor.view(-1) for tensor in tensors])
 
@@ -154,8 +140,7 @@ class Cuda:
     def _forget_error(self, device: torch.device) -> None:
         """Clear the error that CUDA keeps for this thread, by launching a kernel that has no other purpose.
 
-        Otherwise torch would read the error after the thread's next kernel launch, and raise it there. Reading clears
-        it.
+        Otherwise torch would read it after the thread's next kernel launch, and raise it there. Reading clears it.
         """
         with contextlib.suppress(RuntimeError), self.on(self.side_stream(device)):
             torch.ones(1, device=device)

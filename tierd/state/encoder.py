@@ -52,8 +52,8 @@ class Encoder:
     """One walk: collects text, holes and tensors, and detects cycles among containers.
 
     Args:
-        answers: states that objects returned a moment ago in an abandoned walk; the encoder uses them instead of
-            calling `state_dict()` again.
+        answers: states that objects returned a moment ago in an abandoned walk, used instead of calling `state_dict()`
+            again.
 
     Attributes:
         tensors: by name; for a DTensor its local shard.
@@ -77,11 +77,7 @@ class Encoder:
         self._answers = answers or {}
 
     def begin(self, state: Mapping[str, object]) -> Node:
-        """Walk a whole state.
-
-        Raises:
-            StateRefused: a value has no encoding (the message names its path), or a `state_dict()` raised (chained).
-        """
+        """Walk a whole state. Raises `StateRefused` if a value has no encoding, or a `state_dict()` raised (chained)."""
         if not isinstance(state, Mapping):
             raise StateRefused(f"state: {type_name(state)}; pass a mapping of names to values")
         for key in state:
@@ -93,7 +89,6 @@ class Encoder:
             raise StateRefused("state: nested too deeply for the stack that is left") from error
 
     def pieces(self) -> list[str]:
-        """Return the text before, between and after the holes."""
         return text_pieces(self._text)
 
     @property

@@ -40,11 +40,7 @@ _WAY_OUT = "(None in this place takes what was saved)"
 
 
 def select_entries(state: Mapping[str, Any], names: Collection[str] | None) -> Mapping[str, Any]:
-    """Return the part of `state` to load into: all of it, or the entries of these names.
-
-    Raises:
-        ConfigError: `state` lacks one of the names, or `names` is empty.
-    """
+    """Return the part of `state` to load into. Raises `ConfigError` if it lacks one of `names`, or these are empty."""
     if names is None:
         return state
     missing = [path_part_text(name) for name in names if name not in state]
@@ -63,7 +59,6 @@ class LoadFit(NamedTuple):
     Attributes:
         stateful: each entry with `load_state_dict`: its path, the object and its saved state, which for an optimizer is
             in the order of its parameters.
-        has_shards: whether the restored state has shards of DTensors.
     """
 
     stateful: list[tuple[Path, Stateful, Any]]
@@ -73,12 +68,8 @@ class LoadFit(NamedTuple):
 def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> LoadFit:
     """Compare a restored state with the objects into which it would be loaded. Changes nothing.
 
-    Args:
-        restored: as `unflatten` returns it.
-
-    Raises:
-        StateMismatch: names the first few values that are missing, extra, or of another shape or dtype, and targets
-            that share memory although their saved values differ.
+    Raises `StateMismatch`, which names the first few values that are missing, extra, or of another shape or dtype, and
+    targets that share memory although their saved values differ.
     """
     mismatches: list[str] = []
     stateful: list[tuple[Path, Stateful, Any]] = []
@@ -181,12 +172,11 @@ def _misfits(
 
 
 def _groups(state_dict: dict[Any, Any]) -> object:
-    """Return the `param_groups` if this is the state dict of an optimizer."""
     return state_dict.get("param_groups") if "state" in state_dict else None
 
 
 def _homeless(target: object, saved: Any, path: Path) -> Iterator[str]:
-    """Report saved generators whose target is not a generator: a new generator would belong to no object of the job."""
+    """Report saved generators whose target is none: a new generator would belong to no object of the job."""
     if type(saved) in IMMUTABLE:
         return
     for place, generator in instances(saved, SavedRng, path):
@@ -298,7 +288,7 @@ def filled_pairs(target: torch.Tensor, saved: Any) -> Iterator[tuple[torch.Tenso
 
 
 def is_loaded_in_place(target: Any, saved: Any) -> bool:
-    """Return whether a load keeps the object.
+    """Whether a load keeps the object.
 
     Expanded and inference tensors and read-only arrays are replaced, because they cannot be written.
     """
@@ -322,12 +312,12 @@ def is_loaded_in_place(target: Any, saved: Any) -> bool:
 
 
 def is_sequence_of(target: Any, saved: Any) -> bool:
-    """Return whether a saved sequence is loaded into a live one value by value. A tuple of a subclass is replaced."""
+    """Whether a saved sequence is loaded into a live one value by value. A tuple of a subclass is replaced."""
     return type(target) is type(saved) or (isinstance(target, list | deque) and isinstance(target, type(saved)))
 
 
 def is_simple(value: object) -> bool:
-    """Return whether this is a plain container of plain values alone."""
+    """Whether this is a plain container of plain values alone."""
     if type(value) is dict:
         return is_plain(value.values())
     return type(value) in SEQUENCES and is_plain(value)  # type: ignore[arg-type]

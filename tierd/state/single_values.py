@@ -1,9 +1,7 @@
 """Handle the single values of a state: which types are known, how a path names a value, and how a value is encoded.
 
 Invariant: a value without a safe encoding is refused, with its path. A subclass is not accepted in place of its base.
-
-The module is longer than 300 lines because a value's refusal and its encoding are decided in one place, so that nothing
-is accepted that has no encoding.
+Both are decided in this module, so that nothing is accepted that has no encoding.
 """
 
 from __future__ import annotations
@@ -46,10 +44,7 @@ class JsonText(str):
 
 
 def path_text(path: Path) -> str:
-    """Format a path as Python code: ``state["optimizer"]["state"][0]``.
-
-    The text is safe to print; long parts are cut.
-    """
+    """Format a path as Python code: ``state["optimizer"]["state"][0]``. Safe to print; long parts are cut."""
     return "state" + "".join(f"[{path_part_text(part)}]" for part in path)
 
 
@@ -74,7 +69,7 @@ def raise_refused(path: Path, reason: str, cause: Exception | None = None) -> No
 
 
 def is_storable(tensor: torch.Tensor) -> bool:
-    """Return whether `why_refused` would return None; faster than `why_refused`."""
+    """Whether `why_refused` would return None; faster."""
     return (
         type(tensor) in PLAIN
         and tensor.dtype in _STORABLE
@@ -88,13 +83,13 @@ def is_storable(tensor: torch.Tensor) -> bool:
 
 
 def _is_unreadable(negated: torch.Tensor) -> bool:
-    """Return whether torch itself cannot read the values of a lazily negated tensor."""
+    """Whether torch itself cannot read the values of a lazily negated tensor."""
     dtype = negated.dtype
     return dtype not in _NEGATED_INTEGERS and not (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
 
 
 def _memory_fault(tensor: torch.Tensor) -> str | None:
-    """Return the reason why a strided tensor's memory cannot be stored, or None."""
+    """Return why a strided tensor's memory cannot be stored, or None."""
     nbytes, span = tensor.nbytes, span_of(tensor)
     if not nbytes and math.prod(n or 1 for n in tensor.shape) * tensor.itemsize >= 2**63:
         return f"an empty tensor of shape {tuple(tensor.shape)}, too large to be read again; pass .flatten()"
@@ -156,7 +151,6 @@ def why_refused(tensor: torch.Tensor) -> str | None:
 
 
 def why_array_refused(array: Any) -> str | None:
-    """Return why the NumPy array cannot be stored, with a remedy; None if it can be stored."""
     if not stored_arrays.describes(array.dtype):
         remedy = supported_values.remedy_for_dtype(array.dtype)
         return f"numpy.ndarray of dtype {array.dtype}, which has no encoding; {remedy}"
@@ -177,7 +171,7 @@ def form_of(tensor: torch.Tensor) -> TensorForm:
 
 
 def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy `saved` into `target`, in place. Both have one dtype and shape; torch need not be able to copy the dtype."""
+    """Copy `saved` into `target`, in place. Torch need not be able to copy their dtype."""
     if target.dtype in OPAQUE_DTYPES:
         target, saved = target.view(torch.uint8), saved.view(torch.uint8)
     cuda.api.assign(target, saved)
@@ -201,10 +195,7 @@ def storable_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode_at_once(value: Any, path: Path) -> JsonText:
-    """Return the JSON of a value at once.
-
-    Such a value is mutable, so training may change it, or only encoding it shows whether it can be stored.
-    """
+    """Return the JSON of a mutable value, or of one of which only encoding shows whether it can be stored."""
     if type(value) in (set, frozenset):
         check_alike(elements := list(value), path)
         members = sorted((key_tree(member, path) for member in elements), key=lambda member: json.dumps(member))
@@ -258,10 +249,7 @@ def key_tree(key: object, path: Path, inside: int = 0) -> object:
 
 
 def check_alike(keys: list[object], path: Path) -> None:
-    """Refuse the keys of one dict, or the members of one set, if too many share a hash.
-
-    The reason is that a reader would compare each of them with all others.
-    """
+    """Refuse the keys of one dict, or the members of one set, if too many share a hash."""
     if largest := state_tree.count_equal_hashes(keys):
         raise_refused(
             path,
@@ -271,12 +259,12 @@ def check_alike(keys: list[object], path: Path) -> None:
 
 
 def is_name(key: object) -> bool:
-    """Return whether a mapping's key can be the key of a JSON object."""
+    """Whether a mapping's key can be the key of a JSON object."""
     return type(key) is str and not key.startswith("$") and type(SCALARS[str](key)) is str
 
 
 def is_run(parts: Collection[object]) -> bool:
-    """Return whether all parts are immutable, so that a copy is a snapshot, and no part is packed on its own."""
+    """Whether all parts are immutable, so that a copy is a snapshot, and no part is packed on its own."""
     kinds = set(map(type, parts))
     if bytes in kinds and any(type(part) is bytes and len(part) >= stored_arrays.FEWEST_BYTES for part in parts):
         return False
@@ -284,7 +272,7 @@ def is_run(parts: Collection[object]) -> bool:
 
 
 def is_run_of_members(value: dict[Any, object]) -> bool:
-    """Return whether a dict is encoded in one call: names as keys, immutable values, and not too many of them."""
+    """Whether a dict is encoded in one call: names as keys, immutable values, and not too many of them."""
     if not 0 < len(value) <= _WINDOW or set(map(type, value)) != {str} or not is_run(value.values()):
         return False
     # Long texts are holes of their own, whose length says how long encoding will take.
@@ -304,7 +292,6 @@ def encode(
     """Return typed JSON in UTF-8: the pieces of text, with the JSON of the holes' values between them.
 
     Args:
-        pieces: text before, between and after the holes.
         holes: immutable values, tuples of immutable values, dicts as `is_run_of_members` accepts them, `JsonText` and
             `PackedReference`.
         pause: called about every millisecond while a long tuple is encoded.
@@ -359,7 +346,7 @@ def _encode_hole(value: Any) -> str:
 
 
 def _is_as_json(values: Collection[Any]) -> bool:
-    """Return whether JSON represents these values as they are, because a sampler's permutation has a million."""
+    """Whether JSON represents these values as they are. Fast, because a sampler's permutation has a million."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) >= -EXACT and max(values) <= EXACT)

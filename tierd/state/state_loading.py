@@ -60,11 +60,8 @@ def unflatten(tree: bytes | bytearray | memoryview, file: Buffer, *, is_read: bo
     The returned tensors are views into `file`, so `file` must outlive them. It must be writable, because torch warns
     otherwise. NumPy arrays own their memory. One stored tensor is one tensor object, however often the tree names it.
 
-    Args:
-        is_read: as for `parse_tree`: False if only the header of `file` has been read.
-
-    Raises:
-        StateMismatch: tierd did not write this tree or file; the message names the defect.
+    `is_read` is as for `parse_tree`: False if only the header of `file` has been read. Raises `StateMismatch`, which
+    names the defect, if tierd did not write this tree or file.
     """
     entries = parse_layout(file).entries
     views: dict[str, torch.Tensor] = {}
@@ -83,9 +80,8 @@ def unflatten(tree: bytes | bytearray | memoryview, file: Buffer, *, is_read: bo
 class ReclaimedMemory:
     """Watches tensors that are views of one mapped file, each with a storage of its own as `unflatten` makes them.
 
-    Args:
-        file: a mapping or a view of one; memory of any other kind is never released.
-        tensors: all tensors in the file; memory outside them is never released.
+    `file` is a mapping or a view of one, because other memory is never released, and neither is memory outside
+    `tensors`.
     """
 
     def __init__(self, file: Buffer, tensors: Iterable[torch.Tensor]) -> None:
@@ -198,10 +194,7 @@ def _load(
 
 
 def _copy(saved: Any, memo: dict[int, object]) -> Any:
-    """Return a deep copy.
-
-    Plain values of one container are copied in one call, because `deepcopy` copies them one by one.
-    """
+    """Return a deep copy. `deepcopy` would copy the plain values of a container one by one."""
     if type(saved) in IMMUTABLE:
         return saved
     if is_simple(saved):

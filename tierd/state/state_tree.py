@@ -138,15 +138,11 @@ def exceeded_limit(text: str) -> str:
 
 
 def exceeded_run_limit(values: int) -> str:
-    """Describe the excess as `exceeded_limit` does, for this number of values in packed runs."""
     return f"{values} values in packed runs, {MAX_VALUES} at most" if values > MAX_VALUES else ""
 
 
 def count_nodes(text: str, step: int = 1 << 16) -> tuple[int, int]:
-    """Count the nodes and the commas of JSON that lie outside strings.
-
-    Uses the memory of `step` characters for a text of any length.
-    """
+    """Count the nodes and the commas of JSON that lie outside strings, in the memory of `step` characters."""
     nodes = values = at = inside = 0
     while at < len(text):
         window = text[at : at + step]
@@ -227,10 +223,7 @@ def instances(value: object, kind: type[T], path: Path = ()) -> Iterator[tuple[P
 
 
 def pair_values(target: Any, saved: Any) -> Iterator[tuple[object, Any, Any]]:
-    """Yield the key of each value in `saved`, what `target` has in its place (None if nothing), and the value.
-
-    Both are dicts, or both are sequences.
-    """
+    """Yield the key of each value in `saved`, what `target` has in its place (None if nothing), and the value."""
     if isinstance(saved, dict):
         yield from ((key, target.get(key), value) for key, value in saved.items())
         return

@@ -42,10 +42,7 @@ class StructureInDoubt(Exception):
 
 
 class StructureLevel:
-    """All values at one depth of the state, in one list.
-
-    A few calls in C compare them and return the values one level down.
-    """
+    """All values at one depth of the state, in one list, which a few calls in C compare."""
 
     def __init__(self, nodes: list[Node], depth: int) -> None:
         at: dict[NodeForm, list[int]] = {form: [] for form in NodeForm}
@@ -105,7 +102,6 @@ class StructureLevel:
             raise StructureInDoubt
 
     def holes(self, values: list[Any]) -> list[object]:
-        """Return the current values of the level's holes."""
         return [*self._scalars(values), *(keep(values[index]) for index, keep in self._keep)]
 
     def arrays(self, values: list[Any]) -> list[torch.Tensor]:
@@ -115,9 +111,8 @@ class StructureLevel:
     def children(self, values: list[Any], answers: Answers, added: list[tuple[int, str, Any]]) -> list[Any]:
         """Return the values one level down, in the order of the plan's nodes.
 
-        Args:
-            added: receives the members that simple dicts have after all known members: the dict's index in `dicts_at`,
-                the new key and its value.
+        `added` receives the members that simple dicts have after all known members: the dict's index in `dicts_at`, the
+        new key and its value.
         """
         inner_values: list[Any] = []
         if self._lengths:
@@ -150,7 +145,6 @@ def _run_copier(node: Node) -> Callable[[Any], object]:
 
 
 def _copy_members(value: dict[Any, object]) -> object:
-    """Return a copy of a dict of immutable values, or raise `StructureInDoubt`."""
     members = value.copy()
     if not is_run_of_members(members) or pack(members):
         raise StructureInDoubt
@@ -241,8 +235,6 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
 
 
 def _packer(names: tuple[str, ...], extra: object) -> Callable[[Any, Answers], Iterable[Any]]:
-    """Return a function that packs a value as before, or raises `StructureInDoubt` if it cannot."""
-
     def parts(value: Any, answers: Answers) -> Iterable[Any]:
         runs = pack(value)
         if runs is None or len(runs) != len(names) or _extra(value) != extra:
@@ -255,10 +247,7 @@ def _packer(names: tuple[str, ...], extra: object) -> Callable[[Any, Answers], I
 
 
 def _extra(value: Any) -> object:
-    """Return what the JSON of a packed container depends on, apart from the container's values.
-
-    This is the length limit of a deque, the factory of a defaultdict, or the attributes set on an instance.
-    """
+    """Return what the JSON of a packed container depends on, apart from the container's values."""
     if type(value) is deque:
         return value.maxlen
     if type(value) is defaultdict:
@@ -269,8 +258,6 @@ def _extra(value: Any) -> object:
 
 
 def _unwrapper(names: list[str], context: list[object]) -> Callable[[Any, Answers], Iterable[Any]]:
-    """Return a function that returns a wrapper's inner tensors. It raises `StructureInDoubt` for another context."""
-
     def tensors(value: Any, answers: Answers) -> Iterable[Any]:
         inner = wrapper_tensors.inner_tensors(value)
         if list(inner) != names or wrapper_tensors.context_of(value) != context:
@@ -281,10 +268,7 @@ def _unwrapper(names: list[str], context: list[object]) -> Callable[[Any, Answer
 
 
 class _Shard:
-    """Return a DTensor's local shard if its placement is unchanged.
-
-    The spec is usually the same object from save to save.
-    """
+    """Return a DTensor's local shard if its placement is unchanged: usually the spec is the same object."""
 
     def __init__(self, spec: Any) -> None:
         self._spec = spec

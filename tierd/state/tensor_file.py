@@ -10,8 +10,6 @@ that may be frozen come before tensors that move, that is, that change at every 
 tensors come before small ones, so that `core.chunking` does not shift the chunks of unchanged data. The metadata give
 the range of the tensors that move. The last criteria are element size (largest first) and name. Only the dtypes that
 safetensors 0.5 knows are used.
-
-The module is longer than 300 lines because planning, writing and parsing are three views of this one layout.
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class TensorFileLayout:
 
     Attributes:
         header: with its length prefix and padding.
-        size: of the whole file, in bytes.
         entries: by name, in file order.
     """
 
@@ -101,11 +98,9 @@ class TensorFilePlanner:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> None:
-        """Describe the first tensors. Raises `StateRefused` for a dtype that safetensors does not hold."""
         self._rows = sorted((_describe(name, tensors[name], moving) for name in tensors), key=_place_of)
 
     def add(self, name: str, tensor: torch.Tensor, moving: Collection[str] = ()) -> None:
-        """Add a tensor with a new name. Raises `StateRefused` for a dtype that safetensors does not hold."""
         bisect.insort(self._rows, _describe(name, tensor, moving), key=_place_of)
 
     def layout(self) -> TensorFileLayout:
@@ -139,7 +134,6 @@ def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _Tens
 
 
 def _metadata(described: list[_TensorRow], offsets: list[int]) -> str:
-    """Return the metadata member of the header: the format and, if any tensors move, their range."""
     first = bisect.bisect_left(described, (False, True), key=_place_of)
     begin, end = offsets[first], offsets[bisect.bisect_left(described, (True,), lo=first, key=_place_of)]
     where = f',{quoted(MOVING)}:"{begin}:{end}"' if end > begin else ""
@@ -147,13 +141,7 @@ def _metadata(described: list[_TensorRow], offsets: list[int]) -> str:
 
 
 def target_views(layout: TensorFileLayout, buffer: Buffer) -> Targets:
-    """Return views into `buffer`, one for each tensor, to be filled.
-
-    The views hold the buffer and stay valid until its memory is used for something else.
-
-    Args:
-        buffer: writable, at least `layout.size` bytes long.
-    """
+    """Return views into the writable `buffer`, one for each tensor, to be filled."""
     size = memoryview(buffer).nbytes
     if size < layout.size:
         raise ValueError(f"a buffer of {size} bytes for a layout of {layout.size}")
@@ -176,10 +164,8 @@ def file_pieces(
     """Yield the file's bytes in consecutive pieces, each as long as `buffer` except the last.
 
     A piece is a view of `buffer` and is valid until the next piece is requested. A tensor that is not contiguous is
-    copied whole while its pieces are yielded.
-
-    Args:
-        buffer: a positive multiple of 4,096 bytes, so that every tensor is aligned to its elements in every piece.
+    copied whole while its pieces are yielded. The buffer is a positive multiple of 4,096 bytes, so that every tensor is
+    aligned to its elements in every piece.
     """
     if not buffer.nbytes or buffer.nbytes % PAGE:
         raise ValueError(f"a buffer of {buffer.nbytes} bytes; it has to be a multiple of {PAGE}")
@@ -201,7 +187,6 @@ def file_pieces(
 
 
 def _parts(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the header and the tensors in file order, each flat."""
     yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     for name, entry in layout.entries.items():
         if entry.nbytes:
@@ -209,10 +194,7 @@ def _parts(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor]) -> Ite
 
 
 def tensor_view(file: Buffer, entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor at `entry` as a view of `file`.
-
-    `file` must outlive the tensor: do not close a memory mapping that a tensor still uses.
-    """
+    """Return the tensor at `entry` as a view of `file`, which must outlive it."""
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=entry.dtype)
     count = entry.nbytes // entry.dtype.itemsize
@@ -222,8 +204,7 @@ def tensor_view(file: Buffer, entry: TensorEntry) -> torch.Tensor:
 def parse_layout(file: Buffer, name: str = "tensors.safetensors") -> TensorFileLayout:
     """Parse a header strictly; the inverse of the planner's `layout`. The bytes may be untrusted.
 
-    Raises:
-        StateMismatch: tierd cannot have written this file; the message names the file and the defect.
+    Raises `StateMismatch`, which names the file and the defect, if tierd cannot have written it.
     """
     with memoryview(file).cast("B") as raw:
         size = raw.nbytes

@@ -25,11 +25,7 @@ from tierd.state.value_kinds import VALUE_TAGS, dtype_named, parts_of, require_t
 
 
 def tree_text(tree: bytes | bytearray | memoryview) -> str:
-    """Decode a tree's bytes to text, before any of it is parsed.
-
-    Raises:
-        ValueError: the tree is larger than tierd writes, or is not UTF-8.
-    """
+    """Decode a tree's bytes to text. Raises `ValueError` if it is larger than tierd writes, or no UTF-8."""
     if len(tree) > MAX_TREE:
         raise ValueError(f"{len(tree)} bytes, more than the {MAX_TREE} that tierd writes")
     text = str(tree, "utf-8")
@@ -50,11 +46,7 @@ class StoredCopies:
         self._values = 0
 
     def claim(self, stored: object) -> None:
-        """Record that this tensor, or the object that represents it, is copied.
-
-        Raises:
-            ValueError: it was claimed before.
-        """
+        """Record that this tensor, or the object that represents it, is copied; raises `ValueError` the second time."""
         if id(stored) in self._claimed:
             raise ValueError("one tensor is named by two arrays or runs of values, which tierd never writes")
         self._claimed[id(stored)] = stored
@@ -96,7 +88,6 @@ def parse_tree(
 
 
 def parse_key(key: object) -> Any:
-    """Build a mapping's key from plain JSON. Raises `StateMismatch`."""
     return parse_tree(json.dumps([key]).encode(), dict[str, Any]().__getitem__)[0]
 
 
@@ -114,8 +105,7 @@ def decoder(
     Args:
         tensor: returns the stored tensor of a name, or raises `KeyError`.
         view: views a stored tensor as a dtype of `STORED_AS`.
-        array: converts a stored tensor to an array of this dtype and shape.
-        values: converts a stored tensor to a run of this kind and number of elements.
+        array, values: convert a stored tensor to an array, or to a run of plain values.
     """
     views: dict[tuple[str, torch.dtype], Any] = {}
 
@@ -179,7 +169,6 @@ _CONTAINERS = frozenset((dict, OrderedDict, Counter, defaultdict, list, tuple, d
 
 
 def check_depth(value: object) -> None:
-    """Raise `ValueError` if containers are nested deeper than tierd writes them."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 2):
         inner: list[object] = []
@@ -207,19 +196,11 @@ _SECOND = ("$deque", "$defaultdict")  # tags whose payload is [property, content
 
 
 def hole_paths(pieces: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths of the holes between the pieces, in order."""
     return _holes(json.loads("null".join(pieces)), ())
 
 
 def heaviest_path(paths: Iterable[Path], sizes: Sequence[int]) -> tuple[Path, int]:
-    """Return the path with the largest size, and its size.
-
-    The path is as deep as one entry has more than half of its parent.
-
-    Args:
-        paths: of values.
-        sizes: of the same values.
-    """
+    """Return the path with the largest size, and its size, as deep as one entry has more than half of its parent."""
     inside = list(zip(paths, sizes, strict=True))
     path: Path = ()
     total = sum(sizes)

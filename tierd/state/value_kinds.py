@@ -41,7 +41,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Return whether `value` is an instance, not a class, with callable `state_dict` and `load_state_dict`."""
+    """Whether `value` is an instance, not a class, with callable `state_dict` and `load_state_dict`."""
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
     )
