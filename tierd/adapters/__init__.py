@@ -13,12 +13,7 @@ from types import ModuleType
 
 
 def framework(module: str, package: str, advice: str = "") -> ModuleType:
-    """Import a framework's module.
-
-    Raises:
-        ImportError: the import failed; the message names the package that provides the module, the reason, and
-            `advice`.
-    """
+    """Import a framework's module. `ImportError` names the package that provides it, the reason, and `advice`."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -58,11 +58,7 @@ class Restorable:
             ) from error
 
     def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
-        """Rebuild the pipeline at the saved position.
-
-        Raises:
-            StateMismatch: the state is not a pipeline's, or DALI rejects it.
-        """
+        """Rebuild the pipeline at the saved position; `StateMismatch` if the state is none, or DALI rejects it."""
         if not isinstance(state_dict, dict) or type(state_dict.get("checkpoint")) is not bytes:
             raise StateMismatch("not the state of a DALI pipeline")
         try:

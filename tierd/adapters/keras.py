@@ -161,13 +161,13 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             self.model.stop_training = True
 
     def _has_rate(self) -> bool:
-        """Return whether the learning rate is a number that callbacks may set, and no schedule."""
+        """Whether the learning rate is a number that callbacks may set, and no schedule."""
         optimizer = self.model.optimizer
         schedule = _keras.optimizers.schedules.LearningRateSchedule
         return optimizer is not None and not isinstance(getattr(optimizer, "_learning_rate", None), schedule)
 
     def _is_last(self, batch: int) -> bool:
-        """Return whether a batch is known to be the last of its epoch."""
+        """Whether a batch is known to be the last of its epoch."""
         steps = (self.params or {}).get("steps")
         if not steps:
             return False
@@ -238,10 +238,7 @@ class _Metrics:
 
 
 class _Variables:
-    """Keras variables, identified by their order.
-
-    Their paths cannot identify them, because the paths contain counters of the models that the process has made.
-    """
+    """Keras variables by their order, because their paths contain counters of the models that the process has made."""
 
     def __init__(self, variables: Any) -> None:
         self._variables = variables
@@ -250,11 +247,7 @@ class _Variables:
         return {str(number): variable.value.detach() for number, variable in enumerate(self._variables())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Assign all variables, or none.
-
-        Raises:
-            StateMismatch: the number of variables or a shape differs; the message names the first.
-        """
+        """Assign all variables, or none: `StateMismatch` names the first that differs."""
         variables = list(self._variables())
         if len(variables) != len(state_dict):
             raise StateMismatch(f"{len(state_dict)} variables in the checkpoint, {len(variables)} in the model")

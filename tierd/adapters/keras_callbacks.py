@@ -24,10 +24,7 @@ _STATES = {
 
 
 def list_of(callback: Any, kind: type[Any]) -> Any:
-    """Return the `CallbackList` (`kind`) that is calling a callback; None if something else calls it.
-
-    Keras gives a callback no way to its list.
-    """
+    """Return the `CallbackList` (`kind`) that is calling a callback, to which Keras gives no way; None without."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller: Any = frame.f_locals.get("self")
@@ -38,11 +35,7 @@ def list_of(callback: Any, kind: type[Any]) -> Any:
 
 
 class CallbackStates:
-    """The states of some callbacks, by the name of their class and their number among those of it.
-
-    Args:
-        callbacks: of a `fit` that has called their `on_train_begin`.
-    """
+    """The states of callbacks whose `on_train_begin` was called, by their class's name and their number in it."""
 
     def __init__(self, callbacks: list[Any]) -> None:
         self._by_name: dict[str, Any] = {}
@@ -114,7 +107,6 @@ def _has_methods(callback: Any) -> bool:
 
 
 def _scalars(callback: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers or texts."""
     return {
         name: value
         for name, value in vars(callback).items()
@@ -125,9 +117,7 @@ def _scalars(callback: Any) -> dict[str, Any]:
 def resume_obstacle(model: Any, has_loader: bool) -> str | None:
     """Return which resumes of the `fit` that is calling are not exact, and why; None if nothing is known against any.
 
-    Args:
-        model: the model whose `fit` is in the calling stack. Keras gives its iterator no other way.
-        has_loader: whether the data has a state, which is saved.
+    `has_loader`: the data has a state, which is saved. Keras gives its iterator no other way than the calling stack.
     """
     iterator = _iterator_of(model)
     if iterator is None:

@@ -136,7 +136,6 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         return resumed if measured <= resumed.metrics.keys() else None
 
     def _waiting_at(self, step: int) -> str | None:
-        """Return the path of the save that waits at this step; None if there is none."""
         return self._waiting[1] if self._waiting is not None and self._waiting[0] == step else None
 
     def _name(self, path: Path, step: int, attempt: str) -> None:
@@ -229,13 +228,12 @@ def _read_reference(path: Path) -> dict[str, Any] | None:
 
 
 def _loaders(checkpoint: dict[str, Any]) -> list[Any]:
-    """Return the states of the loaders, one for each loader."""
     states: list[Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     return states
 
 
 def _is_last(checkpoint: dict[str, Any]) -> bool:
-    """Return whether a checkpoint was saved at an epoch's last batch."""
+    """Whether a checkpoint was saved at an epoch's last batch."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
     return bool(fit_loop.get("epoch_loop.batch_progress", {}).get("is_last_batch"))
 

@@ -41,7 +41,6 @@ class TrainingStep:
         self._at = part
 
     def measured(self) -> dict[str, Any]:
-        """Return the metrics that were measured since the step began."""
         if self._trainer is None:
             return {}
         metrics = self._trainer.callback_metrics.items()
@@ -53,13 +52,12 @@ class TrainingStep:
         return {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
 
     def monitored(self) -> list[str]:
-        """Return the metrics by which some `ModelCheckpoint` decides."""
         callbacks = [] if self._trainer is None else self._trainer.checkpoint_callbacks
         return [callback.monitor for callback in callbacks if getattr(callback, "monitor", None)]
 
     def is_incomplete(self) -> bool:
-        """Return whether a save waits: for a monitored metric that a later part of this step may measure, and at an
-        epoch's last batch for its validation or its end.
+        """Whether a save waits: for a monitored metric that a later part of this step may measure, and at an epoch's
+        last batch for its validation or its end.
 
         Lightning cannot resume from a checkpoint of that batch's end: it leaves out the validation and the steps of
         schedulers, and a second resume counts the epochs wrongly.
@@ -128,11 +126,7 @@ class Resumption:
     """What Lightning does not do by itself when it resumes.
 
     It steps no `ReduceLROnPlateau` at the end of the epoch in which it resumes, nor for an epoch at whose last batch
-    the checkpoint was saved, because it does not save the metrics.
-
-    Args:
-        metrics: the newest value of each metric when the checkpoint was saved.
-        is_last: whether it was saved at an epoch's last batch.
+    the checkpoint was saved (`is_last`), because it does not save the metrics.
     """
 
     def __init__(self, metrics: Mapping[str, Any], is_last: bool) -> None:
@@ -166,7 +160,7 @@ class Resumption:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Return whether a metric was not measured again: Lightning gives new views of the tensor that it holds."""
+    """Whether a metric was not measured again: Lightning gives new views of the tensor that it holds."""
     if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
         return value.data_ptr() == before.data_ptr()
     return value is before

@@ -31,9 +31,8 @@ class StepMetrics:
     def usable(self, logged: Mapping[Any, Any], first: Iterable[str | None] = ()) -> dict[str, float]:
         """Return what is a number, as floats: at most as many as a checkpoint holds.
 
-        Args:
-            logged: names and values; NumPy scalars and tensors of one element are numbers.
-            first: names that are kept if there are too many, beside the one of the checkpointer's `when`.
+        NumPy scalars and tensors of one element are numbers. Names in `first` are kept if there are too many, beside
+        the one of the checkpointer's `when`.
         """
         numbers = {name: number for name, value in logged.items() if (number := _number(name, value)) is not None}
         when = self._checkpointer.when
@@ -124,9 +123,9 @@ class LastSave:
             self.step, self._save = step, save
 
     def is_of_step(self, step: int) -> bool:
-        """Return whether the last save is of this step, and running or durable."""
+        """Whether the last save is of this step, and running or durable."""
         return step == self.step and (self._save is None or self._save.error() is None)
 
     def needs_save(self, step: int) -> bool:
-        """Return whether a loop that never goes back has yet to save this step."""
+        """Whether a loop that never goes back has yet to save this step."""
         return step >= self.step and not self.is_of_step(step)

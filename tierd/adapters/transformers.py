@@ -243,9 +243,8 @@ def _has_state(callback: Any) -> bool:
 
 
 def _export_states(callbacks: list[Any]) -> dict[str, Any]:
-    """Return the callbacks' states in the form of `TrainerState`: by class name, as a list if a class has several.
-
-    `Trainer._save_checkpoint` uses the same form.
+    """Return the callbacks' states as `Trainer._save_checkpoint` has them: by class name, as a list if there are
+    several.
     """
     states: dict[str, list[Any]] = {}
     for callback in callbacks:
@@ -262,7 +261,6 @@ def _save_model(directory: Path, model: Any) -> None:
 
 
 def _write(directory: Path, trainer: Any, state: dict[str, Any]) -> None:
-    """Write a directory of the same form as `Trainer._save_checkpoint` does."""
     if trainer.args.should_save:
         trainer._save(str(directory))
     else:  # `Trainer._save` writes nothing on other ranks, and each rank loads its own directory

@@ -42,11 +42,7 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
     """DCP's default planner, with a check of DTensor shards."""
 
     def create_local_plan(self) -> Any:
-        """Called by torch.
-
-        Raises:
-            StateMismatch: DCP cannot load into a DTensor's shard.
-        """
+        """Called by torch. Raises `StateMismatch` if DCP cannot load into a DTensor's shard."""
         for name, value in self.state_dict.items():
             if is_dtensor(value):
                 try:
@@ -68,9 +64,7 @@ _IDENTIFYING = ("params", "param_names", "name")  # members of a group that its 
 class OptimizerStandIn:
     """Presents an optimizer to DCP with state tensors for everything that the checkpoint has for it.
 
-    Args:
-        name: of the optimizer in the state.
-        value: returns the checkpoint's value of a name, None if it has none or it cannot be read.
+    `value` returns the checkpoint's value of a name, None if it has none or it cannot be read.
     """
 
     def __init__(
@@ -201,11 +195,7 @@ class _ModuleStandIn:
 class StandIns:
     """A state as DCP receives it: with stand-ins for optimizers, and for modules and mappings with extra states.
 
-    Args:
-        value: returns the checkpoint's value of a name, None if it has none or it cannot be read.
-
-    Attributes:
-        state: the state to pass to DCP.
+    `value` is as for `OptimizerStandIn`.
     """
 
     def __init__(
@@ -224,8 +214,7 @@ class StandIns:
     def check(self) -> None:
         """Compare optimizers with what the checkpoint has for them.
 
-        Raises:
-            StateMismatch: the parameters are others, or have other shapes; the message names them.
+        Raises `StateMismatch`, which names the parameters, if they are others, or have other shapes.
         """
         name_of = names_in(leaves(self._state))
         for name, entry in self.state.items():
@@ -348,10 +337,7 @@ def _load(
 
 
 def _own_failure(failure: BaseException | None) -> BaseException | None:
-    """Return why this rank could not load, or None.
-
-    Failures of other ranks are left out, because those ranks report them.
-    """
+    """Return why this rank could not load, or None: other ranks report their own failures."""
     if not isinstance(failure, CheckpointException):
         return failure
     rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

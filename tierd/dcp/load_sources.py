@@ -53,12 +53,10 @@ def position_of(
 ) -> tuple[PartId, str, int, int]:
     """Return the part, the file, the offset and the length of an entry.
 
-    It lies in the part named at the start of its path, or else in the coordinator's part.
+    It lies in the part named at the start of its path, or else in `first`, the coordinator's part.
 
     Args:
         storage: `storage_data` of DCP's metadata, which has a `_StorageInfo` for each entry.
-        index: the entry.
-        first: the coordinator's part.
         base: the directory of all files in that part, of a checkpoint that DCP wrote by itself; it ends in `/`.
 
     Raises:
@@ -79,7 +77,6 @@ def position_of(
 
 
 def load_tensor(item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
-    """Copy the section of a tensor that a plan's item requests to the item's target."""
     tensor = torch.load(cast(IO[bytes], _View(data)), map_location="cpu", weights_only=True)
     for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         if tensor.size(dimension) != length:
@@ -155,10 +152,6 @@ class _Block:
 class SavedState:
     """The state that one checkpoint holds.
 
-    Args:
-        files: of the checkpoint.
-        rank, world: this process's rank and the number of ranks that load together.
-
     Attributes:
         metadata: as DCP describes a state.
         claims: what the ranks saved under each name.
@@ -217,9 +210,8 @@ class SavedState:
     def prepare(self, plan: LoadPlan) -> None:
         """Fetch everything that the plan needs, and check that it can be loaded.
 
-        Raises:
-            StateMismatch: ranks saved different values under one name; the message names it.
-            Also as `PartFiles.read`.
+        Raises `StateMismatch`, which names the value, if ranks saved different ones under one name; also as
+        `PartFiles.read`.
         """
         names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
         for name in names:
@@ -291,10 +283,7 @@ class SavedState:
 
 
 def _rows(block: _Block, item: ReadItem) -> tuple[int, int, int]:
-    """Return the rows of the stored tensor that an item needs: the first, the end, and the bytes of a row.
-
-    Only these rows are read.
-    """
+    """Return the only rows of the stored tensor that an item needs: the first, the end, and the bytes of a row."""
     entry = block.leaf.entry
     if not entry.shape:
         return 0, 1, entry.nbytes

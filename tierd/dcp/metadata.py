@@ -40,7 +40,6 @@ NAMES |= {("torch", name): PickledGlobal("dtype", name) for name in _DTYPES}
 
 
 def raise_misplaced(pickled: Any, place: str) -> NoReturn:
-    """Raise, because the pickle describes something other than a `place`."""
     actual = (
         pickled.of.name
         if type(pickled) is PickledInstance
@@ -66,7 +65,6 @@ def layout(pickled: Any) -> torch.layout:
 
 
 def memory_format(pickled: Any) -> torch.memory_format:
-    """Return the memory format that an enumeration member names, by value or by name."""
     arguments = pickled.arguments if type(pickled) is PickledInstance else ()
     if type(pickled) is PickledInstance and pickled.of.kind == "memory format" and len(arguments) == 1:
         [value] = arguments
@@ -98,11 +96,7 @@ _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def check_readable(metadata: Metadata, where: str) -> None:
-    """Check that a custom planner's data in the metadata can be read again.
-
-    Raises:
-        StateRefused: it cannot.
-    """
+    """Raise `StateRefused` if a custom planner's data in the metadata could not be read again."""
     stripped = dataclasses.replace(metadata, state_dict_metadata={}, storage_data={})
     try:
         _read(pickle.dumps(stripped))
@@ -134,10 +128,7 @@ def _read(data: bytes) -> Metadata:
 
 
 def _known_members(values: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return the values that this torch's class has as fields.
-
-    An older torch lacks fields that a newer one only records.
-    """
+    """Return the values that this torch's class has as fields: an older one lacks some that a newer one records."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if name in names}
 
@@ -160,10 +151,7 @@ class _Builder:
             raise StateRefused("it holds more values than bytes, because it refers to the same ones many times")
 
     def _members(self, pickled: Any, kind: str, required: list[str], optional: Iterable[str] = ()) -> dict[str, Any]:
-        """Return an instance's members by name, not yet interpreted.
-
-        `required` is in the order in which DCP writes them.
-        """
+        """Return an instance's members by name, not yet interpreted; DCP writes the `required` ones in this order."""
         if (
             type(pickled) is not PickledInstance
             or pickled.of.kind != kind

@@ -37,13 +37,7 @@ Path = tuple[str | int, ...]  # of a value in the state, as DCP writes it: a map
 
 @dataclass(frozen=True, slots=True)
 class NativeLeaf:
-    """A tensor in a part.
-
-    Attributes:
-        entry: its position in the tensor file.
-        dtype, shape: of the tensor, or of a DTensor's local shard.
-        placement: of a DTensor's local shard; None for a plain tensor.
-    """
+    """A tensor in a part, or a DTensor's local shard, which has a `placement`."""
 
     entry: TensorEntry
     dtype: torch.dtype
@@ -52,7 +46,6 @@ class NativeLeaf:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return self.shape if self.placement is None else self.placement.shape
 
     @property
@@ -72,7 +65,6 @@ class SavedArray:
     shape: tuple[int, ...]
 
     def rebuild(self, stored: torch.Tensor) -> Any:
-        """Return the array from its stored tensor."""
         return stored_arrays.array_of(stored, self.dtype, self.shape)
 
 
@@ -86,11 +78,7 @@ class SavedBytes(SavedArray):
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor(SavedArray):
-    """A tensor in a container that DCP takes as one value, such as a tuple.
-
-    Attributes:
-        sharded: whether it is a DTensor's local shard.
-    """
+    """A tensor in a container that DCP takes as one value, such as a tuple. `sharded`: a DTensor's local shard."""
 
     sharded: bool
 
@@ -120,9 +108,7 @@ class PartLeaves:
 def read_leaves(files: PartRanges, part: PartId) -> PartLeaves:
     """Read a part's tree and header, and its packed values.
 
-    Raises:
-        StateMismatch: tierd did not write them; or two values of the state have one name.
-        Also as `PartRanges.fill`.
+    Raises `StateMismatch` if tierd did not write them, or two values have one name; also as `PartRanges.fill`.
     """
     tree = read_tree(files, part)
     _, layout = read_header(files, part)
@@ -203,12 +189,7 @@ RankClaim = tuple[int, Any]
 
 
 class RankClaims:
-    """The values of all ranks that saved, by name.
-
-    Args:
-        files: of the checkpoint.
-        rank, world: this process's rank and the number of ranks that load together.
-    """
+    """The values of all ranks that saved, by name."""
 
     def __init__(self, files: PartFiles, rank: int, world: int) -> None:
         self._files, self._rank, self._world = files, rank, world
@@ -224,10 +205,7 @@ class RankClaims:
         return self._claims.keys()
 
     def own_claim(self, name: str) -> RankClaim:
-        """Return this rank's value of a name if as many ranks load as saved.
-
-        Otherwise return the value of the first rank that has one.
-        """
+        """Return this rank's value if as many ranks load as saved, else that of the first rank that has one."""
         claims = self._claims[name]
         return next((claim for claim in claims if self._is_as_before and claim[0] == self._rank), claims[0])
 
@@ -314,7 +292,7 @@ class RankClaims:
         )
 
     def _is_same(self, first_claim: RankClaim, second_claim: RankClaim) -> bool:
-        """Return whether two ranks' tensors are the same, or the arrays in two values that are otherwise equal."""
+        """Whether two ranks' tensors are the same, or the arrays in two values that are otherwise equal."""
         first_part, second_part = self._sides[first_claim[0]], self._sides[second_claim[0]]
         if isinstance(first_claim[1], NativeLeaf) != isinstance(second_claim[1], NativeLeaf):
             return False

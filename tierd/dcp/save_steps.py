@@ -62,12 +62,8 @@ def stage(
 ) -> StagedState | None:
     """Copy a state. Returns when training may change it, except for tensors that only an attached optimizer changes.
 
-    Args:
-        draft: manifest of the part that will hold the state.
-        fallback: stages the values that are neither plain nor tensors that an arena accepts.
-
-    Returns:
-        The staged state, or None if an arena does not accept these tensors.
+    `fallback` stages the values that are neither plain nor tensors that an arena accepts. None if an arena does not
+    accept these tensors.
     """
     start_s = time.perf_counter()
     tensors: list[torch.Tensor] = []
@@ -120,7 +116,7 @@ class DigestingFileSystem(FileSystem):
 
     Attributes:
         digests: file name -> size in bytes and digest of the written data.
-        failed: the exception of the first stream that failed.
+        error: the exception of the first stream that failed.
     """
 
     def __init__(self) -> None:
@@ -202,11 +198,7 @@ class RankResults(list[WriteResult]):
 
 
 def check_same_checkpoint(results: Iterable[list[WriteResult]], expected: str) -> None:
-    """Check that all ranks wrote `expected`, the coordinator's checkpoint.
-
-    Raises:
-        ConfigError: a rank wrote another one.
-    """
+    """Raise `ConfigError` unless all ranks wrote `expected`, the coordinator's checkpoint."""
     for rank, result in enumerate(results):
         if isinstance(result, RankResults) and result.checkpoint != expected:
             raise ConfigError(

@@ -109,7 +109,6 @@ class OpenReader(Reader):
 
     @property
     def metadata(self) -> Metadata | None:
-        """DCP's metadata of the open checkpoint."""
         return self._metadata
 
     @property

@@ -5,10 +5,8 @@ read back. A rank's part becomes visible by one rename, its last step. The coord
 holds `.metadata`. So a save that failed on any rank leaves no complete checkpoint.
 
 From torch the module uses `FileSystemWriter` with its `fs` and `path`, and the documented methods of `StorageWriter`.
-`set_up_storage_writer` accepts keywords that only newer versions of torch pass (`rank`, `use_collectives`).
-
-The module is longer than 300 lines because torch calls one object through a whole save, and each call depends on what
-the call before it left in that object.
+`set_up_storage_writer` accepts keywords that only newer versions of torch pass (`rank`, `use_collectives`). The module
+is longer than 300 lines because torch calls one object through a whole save.
 """
 
 from __future__ import annotations
@@ -262,7 +260,6 @@ class StorageWriter(FileSystemWriter):
             internals(self._checkpointer).schedule.count_save(self._fixed_step)
 
     def _drafted(self, step: int) -> Manifest:
-        """Return the part's manifest, without files."""
         if self._checkpointer is None:  # in another process
             return msgspec.structs.replace(self._draft, step=step)
         internals(self._checkpointer).check_open()
@@ -287,10 +284,7 @@ class StorageWriter(FileSystemWriter):
         )
 
     def _check_written(self, plan: SavePlan, results: list[WriteResult]) -> None:
-        """Check that torch's threads ended without an error.
-
-        The check is needed because torch loses an exception of any thread but the first.
-        """
+        """Check that torch's threads ended without an error: torch loses that of any thread but the first."""
         streams = cast(DigestingFileSystem, self.fs)
         if streams.error is not None:
             raise streams.error
@@ -298,10 +292,7 @@ class StorageWriter(FileSystemWriter):
             raise SaveFailed(f"{self._draft.part}: {len(results)} of {len(plan.items)} entries were written")
 
     def _placed(self, result: WriteResult) -> WriteResult:
-        """Return the result with its path relative to the checkpoint's directory.
-
-        Each part has its own subdirectory there.
-        """
+        """Return the result with its path relative to the checkpoint's directory, where each part has its own."""
         info = result.storage_data
         path = f"{self._draft.part.name}/{info.relative_path}"
         return dataclasses.replace(result, storage_data=dataclasses.replace(info, relative_path=path))
@@ -319,7 +310,6 @@ class StorageWriter(FileSystemWriter):
 
     @contextmanager
     def _careful(self) -> Iterator[None]:
-        """Remove the staged part if the block raises."""
         try:
             with spool_errors(f"spool {self._spool.root}", self._spool.root):
                 yield
@@ -331,17 +321,14 @@ class StorageWriter(FileSystemWriter):
             raise
 
     def _abandon(self) -> None:
-        """Remove a part that was staged but not committed.
-
-        That happens, for example, if another rank failed, because torch does not notify this one.
-        """
+        """Remove a part that was not committed: if another rank failed, torch does not notify this one."""
         if self._sweep is not None:
             self._sweep()
         self._stage = self._sweep = None
         self.path = self._spool.control / "stage"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the writer's state for another process that saves: names, and the data that the manifest needs."""
+        """Return what another process that saves needs: names, and the data of the manifest."""
         if self._checkpointer is not None:
             if not self._staged:
                 self._draft = self._drafted(self._step or 0)

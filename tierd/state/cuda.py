@@ -86,7 +86,7 @@ class Cuda:
         return self._streams_by_device[device]
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event that occurs when `stream` has done all work so far. A host thread that waits for it sleeps."""
+        """Return an event that occurs when `stream` has done its work so far. A host thread that waits sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event

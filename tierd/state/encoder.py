@@ -77,7 +77,7 @@ class Encoder:
         self._answers = answers or {}
 
     def begin(self, state: Mapping[str, object]) -> Node:
-        """Walk a whole state. Raises `StateRefused` if a value has no encoding, or a `state_dict()` raised (chained)."""
+        """Walk a state. Raises `StateRefused` if a value has no encoding, or a `state_dict()` raised (chained)."""
         if not isinstance(state, Mapping):
             raise StateRefused(f"state: {type_name(state)}; pass a mapping of names to values")
         for key in state:

@@ -27,12 +27,7 @@ RESHARD = "tierd.dcp.load(state, checkpointer) loads DTensors onto another mesh,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedDTensor:
-    """One rank's shard in a checkpoint.
-
-    Attributes:
-        local: the shard, a tensor or a `SavedWrapper`; may be a view of the restored file.
-        placement: its position in the whole tensor, and the rank that saved it.
-    """
+    """One rank's shard in a checkpoint: a tensor or a `SavedWrapper`, perhaps a view of the restored file."""
 
     local: Any
     placement: Placement
@@ -46,7 +41,7 @@ class SavedDTensor:
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
-    """Return whether `value` is exactly a DTensor; a subclass is not."""
+    """Whether `value` is exactly a DTensor; a subclass is not."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and type(value) is getattr(module, "DTensor", None)
 
@@ -66,8 +61,7 @@ def tensors_held_by(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def placement_of(dtensor: Any) -> Placement:
     """Return the placement of a live DTensor's local shard.
 
-    Raises:
-        ValueError: the placement is unknown, or elements are missing; the message names the reason and a remedy.
+    Raises `ValueError`, with the reason and a remedy, if the placement is unknown, or elements are missing.
     """
     spec = dtensor._spec
     mesh = spec.mesh
@@ -111,7 +105,7 @@ def _rule(placement: Any) -> Rule:
 
 
 def _is_ordered_otherwise(spec: Any, rules: Sequence[Rule]) -> bool:
-    """Return whether several mesh dimensions split one tensor dimension in an order that the placements do not show.
+    """Whether several mesh dimensions split one tensor dimension in an order that the placements do not show.
 
     The usual order is from first to last; strided placements show another one. Newer versions of torch store the order
     separately from the placements. Some of them also derive it from strided placements, which are skipped because they
@@ -125,7 +119,7 @@ def _is_ordered_otherwise(spec: Any, rules: Sequence[Rule]) -> bool:
 
 
 def is_placed_alike(spec: Any, other_spec: Any) -> bool:
-    """Return whether two DTensors' specs are equal.
+    """Whether two DTensors' specs are equal.
 
     Types are compared as well, because up to about torch 2.8 a strided placement equals a plain one.
     """
@@ -154,13 +148,13 @@ def dtensor_misfit(target: Any, saved: object) -> str | None:
 
 
 def has_whole_shard(saved: SavedDTensor) -> bool:
-    """Return whether the local shard has the shape that its placement gives."""
+    """Whether the local shard has the shape that its placement gives."""
     return saved.placement.coordinate is None or tuple(saved.local.shape) == saved.placement.local_shape
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested containers, live or saved; for a DTensor its local shard, for a wrapper the inner
-    tensors.
+    ones.
     """
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):

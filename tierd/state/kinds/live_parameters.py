@@ -42,7 +42,6 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def address_and_size(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's elements, and their size in bytes."""
     return tensor.data_ptr(), tensor.nbytes
 
 
@@ -76,13 +75,12 @@ def optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
 
 
 def trained_parameters(optimizers: list[Optimizer]) -> list[bool]:
-    """Return for each parameter whether these optimizers change it, because their groups may also list frozen ones."""
+    """Return for each parameter whether these optimizers change it; their groups may also list frozen ones."""
     groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
     return list(map(_requires_grad, chain.from_iterable(groups)))
 
 
 def names_changed_by_step(optimizers: list[Optimizer], tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Return the names of the tensors that every step of these optimizers changes."""
     changed_places = {
         address_and_size(tensor)
         for optimizer in optimizers
@@ -189,7 +187,6 @@ def _pairs(target: Iterable[object], saved: Iterable[object]) -> dict[str, str] 
 
 
 def strip_wrapper_prefixes(names: list[str]) -> list[str]:
-    """Return the names without wrappers' prefixes."""
     front = _is_in_front(names)
     return [_bare(name, front) for name in names]
 
@@ -210,11 +207,7 @@ def _bare(name: str, front: bool) -> str:
 
 
 class Meshes:
-    """The device meshes of a running job's state, for saved DTensors that have no live DTensor as their target.
-
-    Args:
-        state: values as `Checkpointer.restore` receives them.
-    """
+    """The device meshes of a running job's state, for saved DTensors that have no live DTensor as their target."""
 
     def __init__(self, state: Iterable[object]) -> None:
         self._meshes: dict[int, Any] = {}
@@ -234,10 +227,7 @@ class Meshes:
                 self._meshes[id(tensor.device_mesh)] = tensor.device_mesh
 
     def with_first(self, tensor: torch.Tensor) -> Meshes:
-        """Return the same meshes with the mesh of `tensor` first.
-
-        The order matters because two meshes of a job may have the same shape and names.
-        """
+        """Return the same meshes with that of `tensor` first: two of a job may have the same shape and names."""
         reordered = Meshes((tensor,))
         reordered._meshes |= self._meshes
         return reordered
@@ -245,8 +235,7 @@ class Meshes:
     def dtensor_of(self, saved: SavedDTensor) -> Any:
         """Return a DTensor around the saved shard, on this job's mesh; it shares the shard's memory.
 
-        Raises:
-            ValueError: no mesh of this job is the one on which the shard was saved.
+        Raises `ValueError` if no mesh of this job is the one on which the shard was saved.
         """
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
@@ -304,7 +293,6 @@ def place_optimizer_shards(optimizer: Optimizer, saved: Any, meshes: Meshes) -> 
 
 
 def shards_in(restored: Mapping[str, object]) -> list[tuple[Path, SavedDTensor]]:
-    """Return every saved shard, with its path."""
     return [shard for key, saved in restored.items() for shard in instances(saved, SavedDTensor, (key,))]
 
 
@@ -317,7 +305,7 @@ def shards_without_mesh(state: Mapping[str, object], shards: Iterable[tuple[Path
 
 
 def _has_place(target: object, path: Path) -> bool:
-    """Return whether the path leads to a live tensor or a module, for which other checks report a mismatch."""
+    """Whether the path leads to a live tensor or a module, for which other checks report a mismatch."""
     for part in path:
         if isinstance(target, dict):
             target = target.get(part)

@@ -31,7 +31,7 @@ _files: dict[int, str] = {}  # by the dataset's id, while it lives: a save runs 
 
 
 def is_shard_dataset(part: object) -> bool:
-    """Return whether `part` is a `StructuredDataset`, an `IcebergDataset` or another of the library's datasets."""
+    """Whether `part` is a `StructuredDataset`, an `IcebergDataset` or another of the library's datasets."""
     return any(kind.__module__ == _BASE and kind.__name__ == "BaseDataset" for kind in type(part).__mro__)
 
 
@@ -95,7 +95,7 @@ LOADER, NODES = "torchdata.stateful_dataloader.", "torchdata.nodes."
 
 
 def gives_samples(value: object) -> bool:
-    """Return whether `value` is a loader, sampler, dataset or similar: iterated or indexed, and not part of a model."""
+    """Whether `value` is a loader, sampler, dataset or similar: iterated or indexed, and not part of a model."""
     kind = type(value)
     return not isinstance(value, nn.Module | torch.optim.Optimizer | torch.Tensor) and any(
         hasattr(kind, name) for name in ("__iter__", "__next__", "__getitem__")
@@ -103,11 +103,7 @@ def gives_samples(value: object) -> bool:
 
 
 def read_arguments(value: object, state: dict[object, object] | None = None) -> Fingerprint:
-    """Read the arguments of an object and of those that it holds.
-
-    Args:
-        state: the object's state. What it restores is left out.
-    """
+    """Read the arguments of an object and of those that it holds, without what its `state` restores."""
     fingerprint: Fingerprint = {}
     shard_fingerprint: Fingerprint = {}  # of datasets whose state names arguments that it does not restore
     todo = deque([("", value, True)])
@@ -181,10 +177,7 @@ def _facts(where: str, part: Any, own_values: dict[str, object], alone: bool, is
 
 
 def _length(part: Any) -> int:
-    """Return `len(part)`, computed once per object.
-
-    Some objects count their files, and a save runs in the training thread.
-    """
+    """Return `len(part)`, computed once per object: some count their files, and a save runs in the training thread."""
     at = id(part)
     if at in _lengths:
         return _lengths[at]
@@ -196,10 +189,7 @@ def _length(part: Any) -> int:
 
 
 def _has_a_fixed_length(where: str, part: object) -> bool:
-    """Return whether the length never changes.
-
-    That of a history or a replay buffer grows, and its own state restores it.
-    """
+    """Whether the length never changes, unlike that of a history or a replay buffer, whose own state restores it."""
     if isinstance(part, Dataset):
         return hasattr(type(part), "__len__") and not isinstance(part, IterableDataset)
     return where.endswith(("dataset", "data_source")) and hasattr(type(part), "__getitem__") and not is_stateful(part)
@@ -220,7 +210,6 @@ def _meaning(attribute: str) -> tuple[str, str, str]:
 
 @functools.lru_cache(maxsize=256)
 def _parameters(kind: Any) -> frozenset[str]:
-    """Return the parameters of the constructors of a class and its bases."""
     names: set[str] = set()
     for base in kind.__mro__[:-1]:
         with suppress(ValueError, TypeError):

@@ -146,10 +146,7 @@ def _read_loader(target: Stateful, saved: Any, saved_fingerprint: Fingerprint) -
 def _add_named_in_state(
     target: Stateful, saved: Any, saved_fingerprint: Fingerprint, target_fingerprint: Fingerprint
 ) -> None:
-    """Add values that only the saved state names.
-
-    They exist because an object may get its rank from an attribute with another name.
-    """
+    """Add values that only the saved state names, because an attribute of another name may hold the rank."""
     if not isinstance(saved, dict) or type(target).__module__.startswith((LOADER, NODES)) or held_objects(target)[0]:
         return
     own_facts = saved_fingerprint.setdefault("", {})

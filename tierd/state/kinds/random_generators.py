@@ -31,7 +31,6 @@ class SavedRng:
 
     @property
     def label(self) -> str:
-        """What it is, for messages."""
         raise NotImplementedError
 
     def rebuild(self) -> Any:
@@ -60,12 +59,7 @@ class SavedRng:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedGenerator(SavedRng):
-    """The state of a `torch.Generator`.
-
-    Attributes:
-        state: uint8, one-dimensional; may be a view of the restored file.
-        device: of the generator; such a device need not exist here.
-    """
+    """The state of a `torch.Generator`, perhaps a view of the restored file. Its device need not exist here."""
 
     state: torch.Tensor
     device: torch.device
@@ -157,12 +151,7 @@ def parse_random(payload: object) -> SavedRandom:
 
 
 class SavedRandom(SavedRng):
-    """The state of a generator of NumPy or of Python's `random` in a checkpoint.
-
-    Attributes:
-        kind: `PYTHON`, `NUMPY` or `LEGACY`.
-        state: as parsed from JSON.
-    """
+    """The state of a generator of NumPy or of Python's `random` in a checkpoint, as parsed from JSON."""
 
     __slots__ = ("kind", "state")
 

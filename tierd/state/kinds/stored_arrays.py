@@ -56,19 +56,12 @@ PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
 def is_plain(values: Iterable[object]) -> bool:
-    """Return whether no value contains another.
-
-    One call checks all values, because a call for each of a million numbers takes seconds.
-    """
+    """Whether no value contains another, in one call, because a call for each of a million numbers takes seconds."""
     return PLAIN.issuperset(map(type, values))
 
 
 class PackedReference(str):
-    """The JSON that refers to a packed run.
-
-    Attributes:
-        values: number of values that a reader will make of the run.
-    """
+    """The JSON that refers to a packed run, of which a reader will make `values` values."""
 
     __slots__ = ("values",)
     values: int
@@ -78,10 +71,8 @@ class PackedRun(NamedTuple):
     """A packed run.
 
     Attributes:
-        kind: a key of `DTYPES`.
         size: number of the tensor's elements in use; they are values, or bytes of text.
         values: number of values; 0 for `bytes` and `bytearray`, which are one value.
-        tensor: one-dimensional, of `padded_size(size)` elements, with zeros from `size` on; nothing else holds it.
     """
 
     kind: str
@@ -90,7 +81,6 @@ class PackedRun(NamedTuple):
     tensor: torch.Tensor
 
     def json_reference(self, name: str) -> PackedReference:
-        """Return the JSON that refers to the run if its tensor has this name."""
         text = json.dumps({"$values": [name, self.kind, self.size]}, ensure_ascii=False, separators=(",", ":"))
         reference = PackedReference(text)
         reference.values = self.values
@@ -98,10 +88,7 @@ class PackedRun(NamedTuple):
 
 
 def layout_form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return the properties on which the layout of the tensor file depends.
-
-    Two runs of one form fit into the same position.
-    """
+    """Return what the layout of the tensor file depends on: two runs of one form fit into the same position."""
     return str(tensor.dtype), tensor.shape
 
 
@@ -112,10 +99,7 @@ def padded_size(size: int) -> int:
 
 
 def pack(value: Any) -> list[PackedRun] | None:
-    """Pack a container, `bytes` or `bytearray` as it is now.
-
-    Returns one run, two for a mapping, or None if it must be stored as JSON.
-    """
+    """Pack a container, `bytes` or `bytearray` as it is now, into one run, or two for a mapping; None for JSON."""
     kind = type(value)
     if kind is bytes or kind is bytearray:
         return [_pack_bytes(kind.__name__, value, 0)] if len(value) >= FEWEST_BYTES else None
@@ -128,7 +112,7 @@ def pack(value: Any) -> list[PackedRun] | None:
 
 
 def pack_run(parts: tuple[Any, ...]) -> PackedRun | None:
-    """Pack a run of values; returns None if it must be stored as JSON."""
+    """Pack a run of values; None if it must be stored as JSON."""
     if len(parts) < FEWEST or not _is_likely(parts[0], parts[-1]):
         return None
     kind = type(parts[0])
@@ -193,10 +177,7 @@ def check_run_form(dtype: torch.dtype, shape: Sequence[int], kind: str, size: in
 
 
 def count_values(tensor: torch.Tensor, kind: str, size: int) -> int:
-    """Return how many values `unpack` would make; 0 for `bytes` and `bytearray`.
-
-    Raises `ValueError` as `check_run_form`.
-    """
+    """Return how many values `unpack` would make; 0 for `bytes` and `bytearray`. Raises as `check_run_form`."""
     check_run_form(tensor.dtype, tensor.shape, kind, size)
     if kind == "str":
         return 1 + int((tensor[:size] == 0).sum())
@@ -204,13 +185,9 @@ def count_values(tensor: torch.Tensor, kind: str, size: int) -> int:
 
 
 def unpack(tensor: torch.Tensor, kind: str, size: int) -> Any:
-    """Return the packed values: a list of the run's values, `bytes` or a `bytearray`.
+    """Return the packed values of a contiguous tensor on the host: a list, `bytes` or a `bytearray`.
 
-    Args:
-        tensor: contiguous, in the host's memory.
-
-    Raises:
-        ValueError: as `check_run_form`, or the text is not UTF-8.
+    Raises `ValueError` as `check_run_form`, or if the text is not UTF-8.
     """
     check_run_form(tensor.dtype, tensor.shape, kind, size)
     if DTYPES[kind] is not torch.uint8:
@@ -227,25 +204,25 @@ _TORCH_HAS = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f
 
 
 def is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
-    """Return whether `value` is exactly a `numpy.ndarray` (not a matrix, memmap or masked array)."""
+    """Whether `value` is exactly a `numpy.ndarray` (not a matrix, memmap or masked array)."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
 
 
 def is_kind_of_array(value: object) -> bool:
-    """Return whether `value` is an instance of a subclass of `numpy.ndarray`."""
+    """Whether `value` is an instance of a subclass of `numpy.ndarray`."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray) and type(value) is not numpy.ndarray
 
 
 def is_scalar(value: object) -> TypeGuard[np.generic]:
-    """Return whether `value` is a NumPy scalar; `numpy.float64` is one although it is a `float` too."""
+    """Whether `value` is a NumPy scalar; `numpy.float64` is one although it is a `float` too."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 
 
 def describes(dtype: np.dtype[Any]) -> bool:
-    """Return whether `dtype` can be stored: not object, structured, or foreign (ml_dtypes)."""
+    """Whether `dtype` can be stored: not object, structured, or foreign (ml_dtypes)."""
     import numpy as np
 
     return _DTYPE.fullmatch(dtype.str) is not None and np.dtype(dtype.str) == dtype
@@ -266,10 +243,8 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the array of a tensor, the inverse of `tensor_of`. The array owns its memory.
-
-    Raises:
-        ValueError: dtype, shape and tensor do not match.
+    """Return the array of a tensor, in its own memory: the inverse of `tensor_of`. Raises `ValueError` if they do not
+    match.
     """
     import numpy as np
 
@@ -293,11 +268,7 @@ def scalar_json(value: np.generic) -> list[str]:
 
 
 def scalar_of(dtype: str, data: str) -> np.generic:
-    """Return the scalar, the inverse of `scalar_json`.
-
-    Raises:
-        ValueError: the bytes do not fit the dtype.
-    """
+    """Return the scalar, the inverse of `scalar_json`. Raises `ValueError` if the bytes do not fit the dtype."""
     import numpy as np
 
     kind, raw = _dtype(dtype), base64.b64decode(data, validate=True)

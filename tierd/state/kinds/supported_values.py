@@ -28,14 +28,7 @@ from tierd.state.kinds.wrapper_tensors import CLASSES
 
 
 class ValueKindRow(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        types: the exact types, as far as they can be named without importing an optional library.
-        value: what it is, for people.
-        stored: how a save stores it.
-        restored: what a restore does with the value in its place.
-    """
+    """A row of the table, for people. `types` are those that need no optional library to be named."""
 
     types: tuple[type, ...]
     value: str
@@ -216,7 +209,6 @@ def _of_array(array: Any) -> str:
 
 
 def remedy_for_dtype(dtype: Any) -> str:
-    """Return what to do with an array of a NumPy dtype that has no encoding."""
     if dtype.names is not None:
         return (
             "pass an array for each field, {name: numpy.asarray(a[name]) for name in a.dtype.names}, and assign them "

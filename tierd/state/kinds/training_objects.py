@@ -35,14 +35,13 @@ _EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(key: str) -> bool:
-    """Return whether a key of a module's state holds the result of `get_extra_state`."""
+    """Whether a key of a module's state holds the result of `get_extra_state`."""
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _prepare_state(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
-    """Return the state to pass to a module.
-
-    It has views where torch's own modules copy, and owned memory where other code may keep it.
+    """Return the state to pass to a module: views where torch's own modules copy, owned memory where others may keep
+    it.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return copy.deepcopy(saved, memo)
@@ -95,8 +94,7 @@ class _Moment(NamedTuple):
 
     Attributes:
         place: the parameter's position among all of the optimizer.
-        key: of the tensor in the parameter's state.
-        shape: of the tensor; of a DTensor the whole one's.
+        shape: of a DTensor the whole one's.
     """
 
     place: int
@@ -127,11 +125,9 @@ def align_state(optimizer: Optimizer, saved: Any) -> Any:
 
 
 def parameters_by_number(optimizer: Optimizer, groups: object) -> dict[Any, torch.Tensor]:
-    """Return the optimizer's parameters by the numbers that they have in a saved state.
+    """Return the optimizer's parameters by the numbers that they have in saved `param_groups`.
 
-    Args:
-        groups: the saved `param_groups`. Without them, or if they do not fit, parameters have the numbers of
-            `state_dict()`.
+    Without groups, or if they do not fit, parameters have the numbers of `state_dict()`.
     """
     target_groups = optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -148,11 +144,7 @@ def parameters_by_number(optimizer: Optimizer, groups: object) -> dict[Any, torc
 
 
 def misfits(optimizer: Optimizer, saved: Any, name_of: NameOf) -> Iterator[str]:
-    """Report why a saved state cannot be assigned to the optimizer's parameters.
-
-    Args:
-        name_of: returns the name by which a message mentions a parameter, or None.
-    """
+    """Report why a saved state cannot be assigned to the optimizer's parameters."""
     target_groups: Groups = optimizer.param_groups
     try:
         saved_groups: Groups = saved["param_groups"]
@@ -172,10 +164,9 @@ def misfits(optimizer: Optimizer, saved: Any, name_of: NameOf) -> Iterator[str]:
 
 
 def misfit_of_groups(target_groups: object, saved_groups: object) -> str | None:
-    """Return why the state dict of an optimizer cannot be replaced by a saved one: its parameters have another order.
+    """Return why saved `param_groups` cannot replace others: their parameters have another order.
 
-    Args:
-        target_groups, saved_groups: the `param_groups` of both. Anything else is no misfit.
+    Anything else is no misfit.
     """
     try:
         target_names, saved = _names(target_groups), _names(saved_groups)  # type: ignore[arg-type]
@@ -312,7 +303,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
 
 
 def _has_parameter_shape(moment: _Moment, parameters: list[torch.Tensor]) -> bool:
-    """Return whether the moment has its parameter's shape, or that of a factor of it."""
+    """Whether the moment has its parameter's shape, or that of a factor of it."""
     parameter = parameters[moment.place]
     full_shape = tuple(parameter.shape)
     if moment.shape in (full_shape, tuple(local_of(parameter).shape)):

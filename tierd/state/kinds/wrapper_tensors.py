@@ -69,7 +69,6 @@ def wrapper_name_of(value: object, classes: dict[str, tuple[str, ...]] = CLASSES
 
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """Return the inner tensors of a wrapper by their names."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
@@ -85,8 +84,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def context_of(tensor: Any) -> list[object]:
     """Return everything but the inner tensors as typed JSON: the context, the shape, the stride and the dtype.
 
-    Raises:
-        ValueError: the context holds a value that is not plain; the message names its type.
+    Raises `ValueError`, which names the type, if the context holds a value that is not plain.
     """
     sizes = list(map(int, tensor.shape)), list(map(int, tensor.stride()))
     return [_encoded(tensor.__tensor_flatten__()[1]), *sizes, SCALARS[torch.dtype](tensor.dtype)]
@@ -108,7 +106,6 @@ def _encoded(value: Any) -> object:
 
 
 def _fields(kind: Any) -> tuple[str, ...]:
-    """Return the names of a dataclass's, or of a named tuple's, members."""
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     return tuple(kind._fields)
@@ -118,7 +115,6 @@ class SavedWrapper:
     """A wrapper subclass in a checkpoint; `copy.deepcopy` of it returns the tensor.
 
     Attributes:
-        name: of its class, a key of `CLASSES`.
         inner: its inner tensors by name, which may be views of the restored file, or further wrappers.
         context: as `context_of` returns it, parsed.
     """
@@ -148,9 +144,8 @@ class SavedWrapper:
     def rebuild(self, convert: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
         """Return a tensor of inner tensors as `convert` returns them.
 
-        Raises:
-            ValueError: this class, or one in its context, is not installed here.
-            Exception: it does not take these inner tensors or this context.
+        Raises `ValueError` if this class, or one in its context, is not installed here, and any other error if it does
+        not take these inner tensors or this context.
         """
         context, shape, stride, _ = self.context
         inner = {
@@ -169,7 +164,6 @@ class SavedWrapper:
         return None
 
     def tensors(self) -> Iterator[Any]:
-        """Yield the stored tensors."""
         for tensor in self.inner.values():
             if isinstance(tensor, SavedWrapper):
                 yield from tensor.tensors()
@@ -177,7 +171,6 @@ class SavedWrapper:
                 yield tensor
 
     def nested(self) -> dict[str, Any]:
-        """Return the inner tensors as nested dicts."""
         return {
             name: tensor.nested() if isinstance(tensor, SavedWrapper) else tensor for name, tensor in self.inner.items()
         }
