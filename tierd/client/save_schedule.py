@@ -50,17 +50,13 @@ _START = 0, -1  # the step and epoch of `SaveHistory` before the first save
 
 
 class SaveSchedule:
-    """One rank's record of past saves, by which it decides whether a checkpoint is due.
+    """One rank's record of past saves, by which it decides whether a checkpoint is due (`Checkpointer.due`).
 
-    A save counts once it took its snapshot. A save that `when_busy` skipped does not count, so a checkpoint is due
-    again at the next step. A save that fails later counts, because otherwise a full disk would be tried at every step;
-    but the value of its metric is forgotten. With several ranks, steps and epochs are counted from where a checkpoint
-    was last found due, whether or not its save succeeded. The reason is that a rank does not know the result of another
-    rank's save.
+    A save that fails later counts, because otherwise a full disk would be tried at every step. With several ranks,
+    steps and epochs are counted from where a checkpoint was last found due, because a rank does not know the result of
+    another rank's save.
 
-    Raises:
-        ConfigError: `when` is no `When`; or it depends on a clock, a metric or a notice, and the ranks cannot talk to
-            each other.
+    Raises `ConfigError` if `when` depends on a clock, a metric or a notice, and the ranks cannot talk to each other.
     """
 
     def __init__(self, when: When | None, ranks: Ranks, now: Callable[[], float] = time.monotonic) -> None:

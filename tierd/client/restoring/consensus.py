@@ -46,7 +46,9 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outcome(msgspec.Struct, frozen=True):
     """A rank's result for its part: whole, proven corrupt in every place, gone from every place, or unfit for its
-    target state. `failed` means that the rank could not find out.
+    target.
+
+    `failed` means that the rank could not find out.
     """
 
     what: Literal["whole", "corrupt", "gone", "unfit", "failed"]
@@ -61,9 +63,7 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ConsensusResult:
-    """What all ranks do next: load their parts; or try the next candidate, with `corrupt` naming the corrupt parts; or,
-    if `is_gone`, list again.
-    """
+    """What all ranks do next: load; try the next candidate if parts are `corrupt`; or list again if one `is_gone`."""
 
     corrupt: str = ""
     is_gone: bool = False
@@ -77,10 +77,6 @@ class RestoreAgreement:
     """The exchanges between a launch's ranks in one restore. Every rank makes the same calls in the same order.
 
     Ranks that cannot talk each decide by the listings of the tiers alone.
-
-    Args:
-        view: returns this rank's view of the run.
-        clock: returns this rank's contribution to the next attempt's name.
     """
 
     def __init__(self, ranks: Ranks, run: str, view: Callable[[], RunView], clock: Callable[[], RankClock]) -> None:
@@ -99,12 +95,8 @@ class RestoreAgreement:
     ) -> RestoreOrder:
         """Observe on every rank, exchange the views in one gather, and order the checkpoints by what all ranks see.
 
-        Args:
-            everything: every rank needs every rank's part, as a reader that reshards does. Any number of ranks may then
-                have saved.
-            best: order all checkpoints by this metric.
-            at_least: a step that is known to have been saved; the same on all ranks.
-            only: the names of the entries that are needed; None for all.
+        With `everything` each rank needs every rank's part, as a reader that reshards does, and any number of ranks may
+        have saved.
 
         Raises:
             StoreUnavailable: another rank cannot observe; or this rank's own error.
@@ -144,8 +136,7 @@ class RestoreAgreement:
     def exchange_load_result(self, checkpoint: CheckpointId, error: Exception | None) -> None:
         """Exchange in one gather whether each rank has loaded the checkpoint: all ranks continue from it, or none does.
 
-        Raises:
-            StateMismatch: this rank loaded it, and another one could not. Otherwise `error`, if it is not None.
+        Raises `error`, or `StateMismatch` if another rank could not load it.
         """
         outcomes = self._ranks.gather(LoadOutcome("" if error is None else _text(error)))
         if error is not None:

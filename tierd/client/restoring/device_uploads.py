@@ -40,7 +40,7 @@ class DeviceUploads:
     """The copies of one restore. Used only by the thread that restores.
 
     Args:
-        state: the state to load into; its tensors say which device each saved tensor is copied to.
+        state: its tensors say which device each saved tensor is copied to.
         device: one of those devices, in whose context memory is pinned.
 
     Attributes:
@@ -94,9 +94,7 @@ class DeviceUploads:
         return read_file(path, file, memory, self.copy_up_to)
 
     def check(self, arena: Arena, files: Mapping[str, memoryview], manifest: Manifest) -> None:
-        """Verify files in memory, of which the tensor file is in `arena`, and copy meanwhile. Raises as
-        `check_bytes`.
-        """
+        """Verify files in memory, of which the tensor file is in `arena`, as `check_bytes`, and copy meanwhile."""
         self.arena = arena
         self._size = len(files[TENSORS])
         # The tree first, because it says which tensor goes to which device.

@@ -42,14 +42,7 @@ class FetchProgress:
     """Called with each progress message of a daemon that fetches `part`.
 
     Rank 0's is a line on the terminal, if there is one, until the context ends. Otherwise it is a line of the log, once
-    a minute.
-
-    Args:
-        part: the part.
-        stalled_s: seconds without a byte after which the fetch is given up.
-
-    Raises:
-        StoreUnavailable: no byte arrived for `stalled_s`.
+    a minute. Raises `StoreUnavailable` if no byte arrived for `stalled_s`.
     """
 
     def __init__(self, part: PartId, stalled_s: float = USUAL_TIMINGS.stalled_s) -> None:
@@ -102,7 +95,7 @@ class StreamedPart:
     Args:
         worth: whether the files are needed in memory at all.
         memory: returns the memory to read a file into, in whole pages; None to allocate it here.
-        pause_s: seconds between two checks for chunks that have arrived.
+        pause_s: between two checks for chunks that have arrived.
     """
 
     def __init__(
@@ -165,7 +158,6 @@ class StreamedPart:
             pass
 
     def _draft(self) -> Manifest | None:
-        """Return the manifest of the part being fetched; None if `stop` was called first."""
         while not self._end.wait(self._pause_s):
             try:
                 with os.fdopen(open_plain(self._from / DRAFT_NAME), "rb") as file:
@@ -190,8 +182,9 @@ class _Image:
         self._touched = 0
 
     def touch(self) -> bool:
-        """Touch some more of the memory while waiting, because touching costs more than reading into it. False once all
-        is touched.
+        """Touch some more of the memory while waiting, because touching costs more than reading into it.
+
+        False once all is touched.
         """
         memory, begin = self._memory.obj, self._touched
         if not isinstance(memory, mmap.mmap) or begin >= len(memory):

@@ -52,17 +52,10 @@ _NEWEST = 4  # checkpoints in the first listing; nearly every restore takes one 
 
 
 def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | None, dict[CheckpointId, str]]:
-    """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist, and what
-    `Spool.odd_places` found.
+    """List the run in the spool: every checkpoint if `deep`, else the newest few.
 
-    Args:
-        spool: the spool.
-        run: the run.
-        deep: list every checkpoint, not only the newest few.
-
-    Raises:
-        SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_run_directory` refuses a
-            link.
+    Also return the oldest checkpoint that was listed, if older ones exist, and what `Spool.odd_places` found. Raises
+    `SpoolUnusable` if the spool cannot be listed, so that it does not count as empty.
     """
     parts: dict[PartId, ManifestFacts | None] = {}
     defects: dict[PartId, TierdError] = {}
@@ -112,7 +105,6 @@ class NodeSource:
         metrics: names of the metrics whose values the view contains.
         silent: why the daemon cannot be asked, if that is already known; the daemon is then not waited for again.
         uploads: copies files to devices while more is read.
-        timings: how long it waits.
 
     Attributes:
         link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
@@ -147,11 +139,7 @@ class NodeSource:
         self.arena: Arena | None = None  # the memory that holds the returned files, if a predecessor left them there
 
     def run_view(self) -> RunView:
-        """Observe the run through the daemon, or in the spool if no daemon is expected or none answers.
-
-        Raises:
-            SpoolUnusable: the run's directory is a link that is not followed.
-        """
+        """Observe the run through the daemon, or in the spool if no daemon is expected or none answers."""
         if not self._connected:
             self.link, self._connected = self._connect(), True
         if self.link:
@@ -182,9 +170,7 @@ class NodeSource:
         return with_missing(view, self.run, odd.keys() - view.complete(self.run).keys()) if odd else view
 
     def hand_over(self) -> DaemonConnection | None:
-        """Return the connection, for the caller to close. While it is open, the daemon keeps the obtained
-        directories.
-        """
+        """Return the connection, for the caller to close. Until then the daemon keeps the obtained directories."""
         link, self.link = self.link, None
         return link
 
@@ -213,8 +199,8 @@ class NodeSource:
             time.sleep(0.1)
 
     def flush(self, checkpoint: CheckpointId) -> None:
-        """Get this spool's parts of `checkpoint` to a tier, where other nodes find them. Best effort: the next listing
-        shows the result.
+        """Get this spool's parts of `checkpoint` to a tier, where other nodes find them. The next listing shows the
+        result.
         """
         if self.link is None:
             return

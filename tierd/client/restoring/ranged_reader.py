@@ -45,9 +45,7 @@ _TRIES = 3  # how often a file is searched, because its part may be committed or
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of a file's bytes, and its chunks: from `first` to before `end`, which cover the bytes
-    `start` to `stop`.
-    """
+    """A range of a file's bytes, and its chunks from `first` to before `end`, which cover the bytes `start` to `stop`."""
 
     part: PartId
     path: str
@@ -63,9 +61,7 @@ class Span:
 class PartRanges(ABC):
     """Verified ranges of one checkpoint's files, in whichever place they lie.
 
-    Args:
-        origins: the known origins, by attempt. No part is read that does not belong together with them, or with the
-            parts that were read before.
+    No part is read that does not belong together with the known origins, or with the parts that were read before.
     """
 
     def __init__(self, origins: Mapping[str, CheckpointId | None] = NO_ORIGINS) -> None:
@@ -87,11 +83,7 @@ class PartRanges(ABC):
         """
 
     def span(self, part: PartId, path: str, offset: int = 0, length: int | None = None) -> Span:
-        """Return a range of a file, by default all of it.
-
-        Raises:
-            ManifestError: the part has no such bytes.
-        """
+        """Return a range of a file, by default all of it. Raises `ManifestError` if the part has no such bytes."""
         if part not in self._files:
             self._files[part] = {
                 file.path: (file, [0, *accumulate(chunk.size for chunk in file.chunks)])
@@ -114,7 +106,6 @@ class PartFiles(PartRanges):
         link: the connection to the daemon, which keeps fetched chunks while it is open; None without a daemon. A part
             that is already in the spool is not kept there: if retention removes it, the daemon fetches it.
         alone: why there is no connection although tiers may have copies; empty without tiers.
-        origins: as for `PartRanges`.
 
     Attributes:
         tiers: the tiers from which chunks were fetched.
@@ -140,7 +131,6 @@ class PartFiles(PartRanges):
         return PartId(self.checkpoint, rank, self.world)
 
     def manifest(self, part: PartId) -> Manifest:
-        """Return the manifest of a part. Raises as `read`."""
         if part not in self._manifests:
             manifest = self._find_manifest(part)
             check_origin(manifest, self._origins)
@@ -236,7 +226,7 @@ class PartFiles(PartRanges):
         raise CorruptChunk(f"local: {why}") from why
 
     def _is_right_on_disk(self, part: PartId, chunk_runs: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
-        """Read the manifest and the wanted chunks once more, because one wrong read proves nothing about the disk."""
+        """Read the manifest and the wanted chunks once more: one wrong read proves nothing about the disk."""
         home = self._spool.path(part)
         drop_cached(home)
         try:

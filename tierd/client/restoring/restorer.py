@@ -58,8 +58,8 @@ class Restored:
 class VerifiedPart:
     """A part of which every byte was just verified, or every byte of the requested entries.
 
-    `tier` says where the bytes came from, as `Restored.tier` does. `arena` is the memory that holds the tensor file, if
-    a predecessor left it or the file was read for a device. The arena is used for saves afterwards.
+    `tier` is as in `Restored`. `arena` is the memory that holds the tensor file, if a predecessor left it or the file
+    was read for a device; saves use it afterwards.
     """
 
     part: PartId

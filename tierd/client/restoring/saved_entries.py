@@ -29,12 +29,8 @@ def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tup
     """Return the part's manifest and its two files as `save` writes them, with only the entries in `names`.
 
     The tree has only these entries. In the tensor file, the bytes of other tensors are zeros that take no memory. If
-    the part was not written by `save`, its files are returned by name, without content.
-
-    Raises:
-        StateMismatch: the checkpoint has no such entry, and the message says which it has; or the tree was not written
-            by tierd.
-        CorruptChunk, ManifestError, StoreUnavailable, DaemonUnavailable, ObjectNotFound: as `PartRanges.fill`.
+    the part was not written by `save`, its files are returned by name, without content. Raises `StateMismatch`, which
+    says which entries there are, for another one; and as `PartRanges.fill`.
     """
     manifest = files.manifest(part)
     sizes = {file.path: file.size for file in manifest.files}
@@ -47,9 +43,7 @@ def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tup
 
 
 def check_written_by_save(part: PartId, paths: Collection[str]) -> None:
-    """Raise `StateMismatch` unless `paths` are the files that `Checkpointer.save` writes; the message says how to read
-    these.
-    """
+    """Raise `StateMismatch`, which says how to read these, unless `paths` are the files of `Checkpointer.save`."""
     if any(path.endswith((".distcp", ".metadata")) for path in paths):
         raise StateMismatch(
             f"{part} was written through DCP: tierd.dcp.load(state, checkpointer) reads it; without a Checkpointer, "
@@ -63,16 +57,13 @@ def check_written_by_save(part: PartId, paths: Collection[str]) -> None:
 
 
 def read_tree(files: PartRanges, part: PartId) -> bytes:
-    """Return the part's whole tree. Raises as `PartRanges.fill`."""
     return _bytes(files, files.span(part, TREE))
 
 
 def read_header(files: PartRanges, part: PartId) -> tuple[memoryview, TensorFileLayout]:
     """Return memory for the part's tensor file, filled only with its header, and the offsets of its tensors.
 
-    Raises:
-        StateMismatch: tierd cannot have written this safetensors file.
-        Also as `PartRanges.fill`.
+    Raises `StateMismatch` if tierd cannot have written this file; and as `PartRanges.fill`.
     """
     size = files.span(part, TENSORS).length
     first = _bytes(files, files.span(part, TENSORS, 0, files.span(part, TENSORS, 0, 1).stop))  # a chunk is read whole
@@ -94,11 +85,7 @@ def read_tensor(files: PartRanges, part: PartId, entry: TensorEntry) -> torch.Te
 
 
 def parse_entries(tree: bytes, where: str) -> dict[str, Any]:
-    """Return the state's entries by name, each as plain JSON.
-
-    Raises:
-        StateMismatch: the tree was not written by tierd.
-    """
+    """Return the state's entries by name, each as plain JSON. `StateMismatch` if tierd did not write the tree."""
     try:
         root = json.loads(tree_text(tree))
         pairs = list(root["$dict"] if root.keys() == {"$dict"} else root.items())
@@ -111,7 +98,7 @@ def parse_entries(tree: bytes, where: str) -> dict[str, Any]:
 
 
 def check_names(saved: Mapping[str, Any], names: Collection[str], where: str) -> None:
-    """Raise `StateMismatch` if an entry of `names` was not saved; the message says which were."""
+    """Raise `StateMismatch`, which says which were saved, if an entry of `names` was not."""
     missing = [path_part_text(name) for name in names if name not in saved]
     if missing:
         raise StateMismatch(
@@ -141,7 +128,6 @@ def _bytes(files: PartRanges, span: Span) -> bytes:
 
 
 def _select_entries(tree: bytes, names: Collection[str], where: str) -> bytes:
-    """Return the tree with only the entries in `names`."""
     saved = parse_entries(tree, where)
     check_names(saved, names, where)
     return json.dumps({"$dict": [[name, saved[name]] for name in names]}).encode()

@@ -44,8 +44,9 @@ _TRIES = 2
 
 
 class RunViewSource(Protocol):
-    """A process's view of a run's checkpoints. If `deep` is true, the view has all of them, else only the newest, which
-    suffice for most restores. `odd` has the checkpoints whose place in the spool holds no directory, with details.
+    """A process's view of a run's checkpoints: of all if `deep`, else of the newest, which suffice for most restores.
+
+    `odd` has the checkpoints whose place in the spool holds no directory, with details.
     """
 
     deep: bool
@@ -79,9 +80,7 @@ class Skipped:
 class CandidateSearch:
     """Yield the checkpoints of a run in the order in which a restore tries them.
 
-    Args:
-        clock: returns this rank's contribution to the next attempt's name.
-        report: sends a request to the daemon.
+    `clock` returns this rank's contribution to the next attempt's name; `report` sends a request to the daemon.
     """
 
     def __init__(
@@ -115,12 +114,11 @@ class CandidateSearch:
 
         The checkpoints are the same on every rank. Any number of ranks may have saved them. Parts that lie only in
         other nodes' spools are flushed first. After each candidate, every rank calls `settle` with its result. The next
-        candidate follows only if all ranks have to try an older one; the iteration ends if the run has none. `source`
-        reads parts, and `close` ends it. Raises as `restore`.
+        candidate follows only if all ranks have to try an older one; the iteration ends if the run has none. Raises as
+        `restore`.
 
-        Args:
-            other_launches: of a step that is asked for, try also what other launches have of it. A trainer must not,
-                because its next save would continue another history.
+        With `other_launches`, of a step that is asked for, also what other launches have of it is tried. A trainer must
+        not, because its next save would continue another history.
         """
         return self.candidates(
             step, attempt, everything=True, best=best, at_least=at_least, other_launches=other_launches
@@ -140,8 +138,9 @@ class CandidateSearch:
         return settled
 
     def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:
-        """Return the checkpoints passed over so far, in the order in which they would have been tried. Quarantined ones
-        count if they would have been tried before `until`.
+        """Return the checkpoints passed over so far, in the order in which they would have been tried.
+
+        Quarantined ones count if they would have been tried before `until`.
         """
         resume, order = self.resume, self.resume.order
         unusable = dict.fromkeys(resume.quarantined, QUARANTINED)
@@ -245,8 +244,8 @@ class CandidateSearch:
         return CheckpointNotFound(f"run {self._run!r}: no checkpoint of step {min_step} or later: {existing}{skipped}")
 
     def _scattered(self, candidate: Candidate) -> bool:
-        """Whether to list again, because the checkpoint is complete but not every rank can read its parts until they
-        are flushed.
+        """Whether to list again: the checkpoint is complete, but not every rank can read its parts until they are
+        flushed.
         """
         if not candidate.lacking:
             return False
@@ -294,9 +293,7 @@ class CandidateSearch:
             )
 
     def check_origin(self, manifest: Manifest) -> None:
-        """Raise `ManifestError` if this manifest does not belong together with the other parts of its attempt, as far
-        as this rank sees them.
-        """
+        """Raise `ManifestError` if this manifest does not belong together with the other parts of its attempt."""
         check_origin(manifest, dict(self.resume.origins))
 
     def _check_nothing(self, step: int | None, attempt: str | None) -> None:

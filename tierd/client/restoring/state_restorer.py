@@ -67,11 +67,8 @@ class StateRestorer:
         *,
         ignore_prefixes: bool,
     ) -> Restored | None:
-        """Load a checkpoint into `state`, as `Checkpointer.restore` does.
-
-        Args:
-            goal: the metric by which the best checkpoint is restored; None restores the newest.
-            names: the entries to load; None loads all.
+        """Load a checkpoint into `state`, as `Checkpointer.restore` does: the best by `goal`, and only the entries in
+        `names`.
         """
         device = None if state is None or names is not None else device_of(state)
         uploads = DeviceUploads(state, device) if state is not None and device is not None else None
@@ -182,14 +179,12 @@ class StateRestorer:
         restorer.agreement.exchange_load_result(verified.part.checkpoint, failure)
 
     def _start_anew(self, state: MutableMapping[str, Any] | None, restorer: Restorer) -> None:
-        """Prepare the first save of a run that has no checkpoint."""
         self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
         if state is not None:
             self._pipeline.reserve(estimate(state), device_of(state))
             self._space.check(estimate(state))
 
     def _go_on_from(self, verified: VerifiedPart, state: MutableMapping[str, Any] | None) -> None:
-        """Begin an attempt that continues from `verified`, and prepare its first save."""
         self._launch.go_on_from(verified.part.checkpoint, verified.attempts, verified.clocks)
         if state is not None:
             size_bytes = len(verified.files[TENSORS])
