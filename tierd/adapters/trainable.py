@@ -21,6 +21,7 @@ from torch import nn
 
 from tierd.core.errors import ConfigError, StateMismatch
 from tierd.state.kinds.dtensors import is_dtensor
+from tierd.state.single_values import list_few
 
 log = logging.getLogger("tierd")
 _TRAINED, _FROZEN = "trained", "frozen"
@@ -114,9 +115,7 @@ class TrainableState:
         if lacking or extra:
             where = "not in the checkpoint" if lacking else "in the checkpoint, but not in the model"
             names = lacking or extra
-            raise StateMismatch(
-                f"{_list_names(names)} {where}; build the model with the same base and the same adapter"
-            )
+            raise StateMismatch(f"{list_few(names)} {where}; build the model with the same base and the same adapter")
         mismatches = [
             f"{name}: {_kind(value)} in the checkpoint, {_kind(model_state[name])} here"
             for name, value in trained.items()
@@ -125,7 +124,7 @@ class TrainableState:
             and _kind(value) != _kind(model_state[name])
         ]
         if mismatches:
-            raise StateMismatch(_list_names(mismatches))
+            raise StateMismatch(list_few(mismatches))
         differing = [name for name, form in frozen.items() if self._form_here(name, model_state[name]) != form]
         if differing:
             name = differing[0]
@@ -169,7 +168,3 @@ def _form(tensor: torch.Tensor) -> str:
         for begin in range(0, len(flat), _BLOCK):
             digest.update(flat[begin : begin + _BLOCK].cpu().numpy().data)
     return f"{_kind(tensor)} {digest.hexdigest()}"
-
-
-def _list_names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

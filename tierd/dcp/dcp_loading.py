@@ -135,9 +135,8 @@ def _room(parameter: torch.Tensor, stored: TensorStorageMetadata | None) -> torc
         return None
     if stored.size == parameter.size():
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
-    return torch.zeros(
-        stored.size, dtype=stored.properties.dtype
-    )  # load_state_dict() moves it to the parameter's device
+    # load_state_dict() moves it to the parameter's device.
+    return torch.zeros(stored.size, dtype=stored.properties.dtype)
 
 
 def _members(name: str, metadata: Metadata | None) -> dict[int, dict[str, TensorStorageMetadata | None]]:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable
 from tierd.ipc.daemon_connection import DaemonConnection, describe_hung_daemon, spool_holder_pid
@@ -28,20 +27,16 @@ _EXITING = 0.2  # seconds that a daemon may take to exit after it closed its soc
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    with _open_log(log) as output:
+    try:  # nothing else in the log's place, because a FIFO would block, and a link lead out of the spool
+        output = os.fdopen(open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+    except (OSError, ConfigError) as error:
+        raise DaemonUnavailable(f"the daemon's log cannot be opened: {error}") from error
+    with output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
         )
     _started.append(process)
     return process
-
-
-def _open_log(log: Path) -> BinaryIO:
-    """Open the daemon's log to append; nothing else in its place, because a FIFO would block and a link lead out."""
-    try:
-        return os.fdopen(open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
-    except (OSError, ConfigError) as error:
-        raise DaemonUnavailable(f"the daemon's log cannot be opened: {error}") from error
 
 
 def start_daemon(spool: Spool, urls: Sequence[str]) -> None:

@@ -122,10 +122,8 @@ def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
         return None
 
 
-_MAX_QUICK_BYTES = (
-    1 << 20
-)  # bytes of a tree that are decoded within a few milliseconds if the structure was decoded before
-_MAX_QUICK_NEW_BYTES = 1 << 16  # the same if the structure was not decoded before
+# Bytes of a tree that are decoded within a few milliseconds, if the structure was decoded before, and if it was not.
+_MAX_QUICK_BYTES, _MAX_QUICK_NEW_BYTES = 1 << 20, 1 << 16
 _WINDOW = 1 << 16  # characters of a run that are decoded in one call, about half a millisecond
 
 

@@ -8,7 +8,7 @@ between targets (`tierd.state.aliasing`), and the arguments with which data load
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,15 +18,14 @@ from torch import nn
 from tierd.core.errors import ConfigError, StateMismatch, as_both
 from tierd.state.aliasing import AliasedTargets, expanded
 from tierd.state.kinds import loader_fingerprint, stored_arrays, training_objects, wrapper_tensors
-from tierd.state.kinds.dtensors import RESHARD, SavedDTensor, is_dtensor, local_of
-from tierd.state.kinds.dtensors import dtensor_misfit as shard_misfit
+from tierd.state.kinds.dtensors import RESHARD, SavedDTensor, dtensor_misfit, is_dtensor, local_of
 from tierd.state.kinds.live_parameters import shards_in, shards_without_mesh, wrapper_difference
 from tierd.state.kinds.loader_arguments import mismatch_error
 from tierd.state.kinds.random_generators import RngState, SavedRng, generator_misfit
 from tierd.state.kinds.stored_arrays import is_plain
 from tierd.state.kinds.training_objects import is_extra_state
 from tierd.state.kinds.wrapper_tensors import SavedWrapper
-from tierd.state.single_values import path_part_text, path_text, type_name, why_refused
+from tierd.state.single_values import list_few, path_part_text, path_text, type_name, why_refused
 from tierd.state.state_tree import SEQUENCES, Path, instances, leaves
 from tierd.state.value_kinds import IMMUTABLE, PLAIN, LoadKind, Stateful, load_kind_of
 
@@ -165,8 +164,8 @@ def _misfits(
         if loader_misfits:
             yield from loader_misfits[:-1]
             yield f"{loader_misfits[-1]} (None in place of {path_text(path)} takes what was saved)"
-    elif reasons := list(_MISFITS_BY_KIND[kind](target, saved)):
-        yield from (f"{path_text(path)}: {reason} {_WAY_OUT}" for reason in reasons)
+    elif reason := _MISFIT_BY_KIND[kind](target, saved):
+        yield f"{path_text(path)}: {reason} {_WAY_OUT}"
     elif kind is not LoadKind.GENERATOR and is_loaded_in_place(target, saved):
         _share(shared, (path, None), target, saved)
 
@@ -186,46 +185,35 @@ def _homeless(target: object, saved: Any, path: Path) -> Iterator[str]:
             yield f"{path_text(place)}: {reason}"
 
 
-def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
+def _tensor_misfit(target: torch.Tensor, saved: Any) -> str | None:
     if is_dtensor(target):
-        if reason := shard_misfit(target, saved):
-            yield reason
-        return
+        return dtensor_misfit(target, saved)
     if isinstance(saved, SavedWrapper):
-        if reason := saved.misfit(target):
-            yield reason
-    elif type(target) not in PLAIN and wrapper_tensors.wrapper_name_of(target):
+        return saved.misfit(target)
+    if type(target) not in PLAIN and (wrapper := wrapper_tensors.wrapper_name_of(target)):
         saved_form = _form(saved) if isinstance(saved, torch.Tensor) else type_name(saved)
-        yield f"{saved_form} in the checkpoint, a {wrapper_tensors.wrapper_name_of(target)} here"
-    elif (reason := why_refused(target)) is not None:
-        yield reason
-    elif isinstance(saved, SavedDTensor):
-        yield f"{saved} in the checkpoint, {_form(target)}, no DTensor, here"
-    elif not isinstance(saved, torch.Tensor):
-        saved_form = saved.label if isinstance(saved, SavedRng) else type_name(saved)
-        yield f"{saved_form} in the checkpoint, a tensor here"
-    elif saved.shape != target.shape or saved.dtype != target.dtype:
-        yield f"{_form(saved)} in the checkpoint, {_form(target)} here"
+        return f"{saved_form} in the checkpoint, a {wrapper} here"
+    if (reason := why_refused(target)) is not None:
+        return reason
+    if isinstance(saved, SavedDTensor):
+        return f"{saved} in the checkpoint, {_form(target)}, no DTensor, here"
+    if not isinstance(saved, torch.Tensor):
+        return f"{saved.label if isinstance(saved, SavedRng) else type_name(saved)} in the checkpoint, a tensor here"
+    if saved.shape != target.shape or saved.dtype != target.dtype:
+        return f"{_form(saved)} in the checkpoint, {_form(target)} here"
+    return None
 
 
-def _array_misfits(target: Any, saved: Any) -> Iterator[str]:
-    target_form, saved_form = (
-        _array_form(target),
-        _array_form(saved) if stored_arrays.is_array(saved) else type_name(saved),
-    )
-    if target_form != saved_form:
-        yield f"{saved_form} in the checkpoint, {target_form} here"
+def _array_misfit(target: Any, saved: Any) -> str | None:
+    saved_form = _array_form(saved) if stored_arrays.is_array(saved) else type_name(saved)
+    target_form = _array_form(target)
+    return None if target_form == saved_form else f"{saved_form} in the checkpoint, {target_form} here"
 
 
-def _generator_misfits(target: Any, saved: Any) -> Iterator[str]:
-    if reason := generator_misfit(target, saved):
-        yield reason
-
-
-_MISFITS_BY_KIND: dict[LoadKind, Callable[[Any, Any], Iterator[str]]] = {
-    LoadKind.TENSOR: _tensor_misfits,
-    LoadKind.ARRAY: _array_misfits,
-    LoadKind.GENERATOR: _generator_misfits,
+_MISFIT_BY_KIND: dict[LoadKind, Callable[[Any, Any], str | None]] = {
+    LoadKind.TENSOR: _tensor_misfit,
+    LoadKind.ARRAY: _array_misfit,
+    LoadKind.GENERATOR: generator_misfit,
 }
 
 
@@ -259,9 +247,9 @@ def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: AliasedTa
     pairs = [(k, module_state[k], saved[k]) for k in checked if k in saved]
     wrong: list[str] = []
     for k, v, saved_value in pairs:
-        reasons = [f"{path_part_text(k)} ({reason})" for reason in _tensor_misfits(v, saved_value)]
-        wrong += reasons
-        if not reasons and is_loaded_in_place(v, saved_value):
+        if reason := _tensor_misfit(v, saved_value):
+            wrong.append(f"{path_part_text(k)} ({reason})")
+        elif is_loaded_in_place(v, saved_value):
             _share(shared, (path, k), v, saved_value)
     if wrong:
         yield f"of another shape or dtype: {list_few(wrong)}"
@@ -329,8 +317,3 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _array_form(array: Any) -> str:
     return f"array {array.dtype.str} {array.shape}"
-
-
-def list_few(items: Iterable[str], count: int = 3) -> str:
-    listed = list(items)
-    return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")

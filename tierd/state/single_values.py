@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -61,6 +61,11 @@ def type_name(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def list_few(items: Iterable[str], count: int = 3) -> str:
+    listed = list(items)
+    return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")
+
+
 def raise_refused(path: Path, reason: str, cause: Exception | None = None) -> NoReturn:
     raise StateRefused(f"{path_text(path)}: {reason}") from cause
 
@@ -69,17 +74,7 @@ def raise_refused(path: Path, reason: str, cause: Exception | None = None) -> No
 
 
 def is_storable(tensor: torch.Tensor) -> bool:
-    """Whether `why_refused` would return None; faster."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.dtype in _STORABLE
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and tensor.dim() + tensor.dtype.is_complex <= MAX_DIMS
-        and not (tensor.is_neg() and _is_unreadable(tensor))
-        and _memory_fault(tensor) is None
-    )
+    return why_refused(tensor) is None
 
 
 def _is_unreadable(negated: torch.Tensor) -> bool:

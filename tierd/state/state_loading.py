@@ -45,9 +45,8 @@ from tierd.state.load_check import (
     is_loaded_in_place,
     is_sequence_of,
     is_simple,
-    list_few,
 )
-from tierd.state.single_values import fill_tensor, path_text
+from tierd.state.single_values import fill_tensor, list_few, path_text
 from tierd.state.state_tree import pair_values, walk
 from tierd.state.tensor_file import Buffer, parse_layout, tensor_view
 from tierd.state.tree_parser import parse_tree

@@ -259,9 +259,7 @@ class NodeForm(enum.Enum):
     ARRAY = enum.auto()  # an object that makes a new tensor for each capture: an array, a generator, a packed run
     MAPPING = enum.auto()
     SEQUENCE = enum.auto()
-    PACKED = (
-        enum.auto()
-    )  # runs of plain values: for each run a hole with its `PackedReference`, and a tensor of its own
+    PACKED = enum.auto()  # runs of plain values: each a hole with its `PackedReference`, and a tensor of its own
     STATEFUL = enum.auto()
     WRAPPER = enum.auto()  # a wrapper subclass; its children are its inner tensors
     SHARD = enum.auto()  # a DTensor; its only child is its local shard

@@ -111,10 +111,7 @@ class NoteExchange:
 
         `why` says what this rank does, for the others if this is rank 0, without which no exchange succeeds.
         """
-        handled = threading.Event()
-        self._submit(lambda: self._tell(message, why))
-        self._submit(handled.set)
-        handled.wait(self._last_s)
+        self._submit_and_wait(lambda: self._tell(message, why), self._last_s)
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -127,10 +124,7 @@ class NoteExchange:
         finally:
             self._inside -= 1
             if not self._inside:
-                handled = threading.Event()
-                self._submit(self._beat)
-                self._submit(handled.set)
-                handled.wait(self._last_s)
+                self._submit_and_wait(self._beat, self._last_s)
 
     @property
     def turn(self) -> int:
@@ -146,10 +140,7 @@ class NoteExchange:
         If rank 0 hosts the board, rank 0 waits briefly until the others have read its last message.
         """
         if self._name:
-            departed = threading.Event()
-            self._submit(self._leave)
-            self._submit(departed.set)
-            departed.wait(_LEAVE_S)
+            self._submit_and_wait(self._leave, _LEAVE_S)
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -163,6 +154,12 @@ class NoteExchange:
             if self._thread is None:
                 thread = self._thread = threading.Thread(target=self._work, name="tierd-ranks", daemon=True)
                 thread.start()
+
+    def _submit_and_wait(self, job: Callable[[], object], most_s: float) -> None:
+        handled = threading.Event()
+        self._submit(job)
+        self._submit(handled.set)
+        handled.wait(most_s)
 
     def _work(self) -> None:
         while True:
@@ -312,9 +309,8 @@ class NoteExchange:
         self._publish(number, answer)
         obsolete = [f"{self._name}/{number}/{suffix}" for suffix in (*heard, "closing")]
         if number and not why:
-            obsolete.append(
-                f"{self._name}/{number - 1}/all"
-            )  # every rank in this turn has read the previous turn's end
+            # Every rank in this turn has read the previous turn's end.
+            obsolete.append(f"{self._name}/{number - 1}/all")
         self._afterwards(lambda: self._board.remove(obsolete))
         if why and not self._board.outlives:  # this process may end now, and the store with it
             self._await_readers(heard.keys() - {0})
@@ -352,9 +348,8 @@ class NoteExchange:
                 self._put(f"{number}/{self._rank}", b"")
                 if self._get(f"{number}/closing") is None and self._get(f"{number}/all") is None:
                     raise RanksAbsent(why)
-                watch = RankWatch(
-                    self, self.silent_s, lambda sign: sign.ended > number
-                )  # rank 0 is about to decide, and may or may not have seen that this rank gave up
+                # Rank 0 is about to decide, and may or may not have seen that this rank gave up.
+                watch = RankWatch(self, self.silent_s, lambda sign: sign.ended > number)
             elif why and watch.describe_given_up({0}):
                 raise RanksAbsent(why)
             pause_s = self._pause(pause_s)

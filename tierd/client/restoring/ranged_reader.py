@@ -45,7 +45,7 @@ _TRIES = 3  # how often a file is searched, because its part may be committed or
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of a file's bytes, and its chunks from `first` to before `end`, which cover the bytes `start` to `stop`."""
+    """A range of a file's bytes, and its chunks `first` to before `end`, which cover the bytes `start` to `stop`."""
 
     part: PartId
     path: str

@@ -36,7 +36,9 @@ def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tup
     sizes = {file.path: file.size for file in manifest.files}
     if TREE not in sizes or TENSORS not in sizes:
         return manifest, {name: memoryview(b"") for name in sizes}
-    tree = _select_entries(read_tree(files, part), names, str(part))
+    saved = parse_entries(read_tree(files, part), str(part))
+    check_names(saved, names, str(part))
+    tree = json.dumps({"$dict": [[name, saved[name]] for name in names]}).encode()
     memory, layout = read_header(files, part)
     files.fill(memory, list(_spans(files, part, layout, tree)))
     return manifest, {TREE: memoryview(tree), TENSORS: finish_read(memory, sizes[TENSORS])}
@@ -125,12 +127,6 @@ def _bytes(files: PartRanges, span: Span) -> bytes:
     memory = bytearray(span.length)
     files.fill(memoryview(memory), [span])
     return bytes(memory)
-
-
-def _select_entries(tree: bytes, names: Collection[str], where: str) -> bytes:
-    saved = parse_entries(tree, where)
-    check_names(saved, names, where)
-    return json.dumps({"$dict": [[name, saved[name]] for name in names]}).encode()
 
 
 def _spans(files: PartRanges, part: PartId, layout: TensorFileLayout, tree: bytes) -> Iterator[Span]:

@@ -46,9 +46,7 @@ class DeviceCopies:
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []  # recorded after all copies that were begun
         self._first: list[tuple[torch.device, torch.cuda.Event]] | None = None  # the events that `save` waits for
         self._compared: list[tuple[torch.device, torch.cuda.Event]] = []  # recorded after the reads that confirm
-        self._awaited_events: set[tuple[int, torch.cuda.Stream]] = (
-            set()
-        )  # ids of events, and the streams that wait for them
+        self._awaited_events = set[tuple[int, torch.cuda.Stream]]()  # ids of events, and the streams that wait for them
         self._hurried: dict[None, object] = {}
         self._hurry = Latch()
         self._over = Latch()

@@ -300,9 +300,8 @@ class SavePipeline:
         return thread
 
     def _write(self, manifest: Manifest, files: dict[str, memoryview]) -> CommittedPart:
-        room = (
-            None if self._line is not None and self._line.is_backing_off else self._room
-        )  # a stopped daemon makes no room
+        is_stopped = self._line is not None and self._line.is_backing_off  # such a daemon makes no room
+        room = None if is_stopped else self._room
         return write_making_room(lambda: write_part(self._spool, manifest, files), manifest.part, files, room)
 
     def _committed(self, save: Save, committed: CommittedPart) -> None:

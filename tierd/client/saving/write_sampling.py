@@ -33,10 +33,7 @@ _POINTS = 16  # elements of a tensor that is read element by element
 # Item size -> the dtype that shows a value's bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_FEW_TENSORS, _FEW_BYTES = (
-    256,
-    1 << 20,
-)  # tensors and their bytes: so little is copied before another thread has started
+_FEW_TENSORS, _FEW_BYTES = 256, 1 << 20  # so little is copied before another thread has started
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 _WORD = 8  # bytes

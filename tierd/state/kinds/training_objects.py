@@ -28,7 +28,7 @@ from tierd.state.kinds.dtensors import SavedDTensor, local_of
 from tierd.state.kinds.live_parameters import Meshes, strip_wrapper_prefixes
 from tierd.state.kinds.stored_arrays import OPAQUE_DTYPES
 from tierd.state.kinds.wrapper_tensors import SavedWrapper
-from tierd.state.single_values import fill_tensor, path_part_text
+from tierd.state.single_values import fill_tensor, list_few, path_part_text
 
 # Suffix in torch.nn.Module of values for a submodule's `set_extra_state`, which may keep them.
 _EXTRA_STATE = "_extra_state"
@@ -86,7 +86,6 @@ NameOf = Callable[[torch.Tensor], str | None]
 SAME_ORDER = "make the optimizer with its parameters in the order of the checkpoint"
 _SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # of torch's own optimizers; every other tensor is a moment
 _PLAIN = (torch.Tensor, SavedDTensor, SavedWrapper, bool, int, float, str, type(None))
-_MAX_NAMED = 3  # parameters that a message names
 
 
 class _Moment(NamedTuple):
@@ -238,20 +237,20 @@ def _name_misfit(target_groups: Groups, saved_groups: Groups) -> str | None:
         return None
     reasons = []
     if missing := [name for name in target_names if name not in saved]:
-        reasons.append(f"the parameters {_list_few(missing)} not in the checkpoint")
+        reasons.append(f"the parameters {_quoted(missing)} not in the checkpoint")
     if extra := [name for name in saved if name not in target_names]:
-        reasons.append(f"{_list_few(extra)} in the checkpoint, not among the parameters here")
+        reasons.append(f"{_quoted(extra)} in the checkpoint, not among the parameters here")
     if reasons:
         return f"{'; '.join(reasons)} (an optimizer that is made without names is compared by shapes)"
     moved = [name for name, group in target_names.items() if saved[name] != group]
     old_group, new_group = saved[moved[0]], target_names[moved[0]]
     groups = f"{path_part_text(moved[0])} in group {old_group} in the checkpoint, in group {new_group} here"
-    return f"the parameters {_list_few(moved)} in other groups: {groups}"
+    return f"the parameters {_quoted(moved)} in other groups: {groups}"
 
 
 def _order_misfit(target_names: Iterable[str], saved: Iterable[str]) -> str:
     differing = [pair for pair in zip(saved, target_names, strict=True) if pair[0] != pair[1]]
-    order = [_list_few(names) for names in zip(*differing, strict=True)] or [_list_few(saved), _list_few(target_names)]
+    order = [_quoted(names) for names in zip(*differing, strict=True)] or [_quoted(saved), _quoted(target_names)]
     return f"its parameters come in another order: {order[0]} in the checkpoint where here are {order[1]}; {SAME_ORDER}"
 
 
@@ -288,7 +287,7 @@ def _shape_misfit(optimizer: Optimizer, saved: Any, state: dict[Any, dict[Any, A
         return None
     names = dict.fromkeys(_parameter_label(optimizer, moment.place, name_of) for moment in wrong)
     return (
-        f"{path_part_text(wrong[0].key)} of {_list_few(names, quote=False)} has another shape than its parameter: "
+        f"{path_part_text(wrong[0].key)} of {list_few(names)} has another shape than its parameter: "
         f"{wrong[0].shape} in the checkpoint, {tuple(parameters[wrong[0].place].shape)} here. If the parameters come "
         f"in another order: {SAME_ORDER}, or with named_parameters() when you save and when you restore"
     )
@@ -338,8 +337,5 @@ def _parameter_label(optimizer: Optimizer, place: int, name_of: NameOf) -> str:
     raise IndexError(place)
 
 
-def _list_few(names: Iterable[str], *, quote: bool = True) -> str:
-    listed = [path_part_text(name) if quote else name for name in names]
-    return ", ".join(listed[:_MAX_NAMED]) + (
-        f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
-    )
+def _quoted(names: Iterable[str]) -> str:
+    return list_few(map(path_part_text, names))
