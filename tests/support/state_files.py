@@ -11,6 +11,7 @@ import torch
 
 from tierd.state.encoder import Encoder
 from tierd.state.single_values import encode
+from tierd.state.state_tree import text_pieces
 from tierd.state.tensor_file import Buffer, TensorFileLayout, TensorFilePlanner, target_views
 
 
@@ -26,7 +27,7 @@ def flatten(state: Mapping[str, object]) -> FlatState:
     """Take a state apart in one walk, without what an earlier save has found."""
     walk = Encoder()
     walk.begin(state)
-    return FlatState(encode(walk.pieces(), walk.holes), walk.tensors)
+    return FlatState(encode(text_pieces(walk.text), walk.holes), walk.tensors)
 
 
 def plan_layout(tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> TensorFileLayout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -25,13 +26,18 @@ _STATES = {
 
 def list_of(callback: Any, kind: type[Any]) -> Any:
     """Return the `CallbackList` (`kind`) that is calling a callback, to which Keras gives no way; None without."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers():
         caller: Any = frame.f_locals.get("self")
         if isinstance(caller, kind) and any(listed_callback is callback for listed_callback in caller.callbacks):
             return caller
-        frame = frame.f_back
     return None
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class CallbackStates:
@@ -148,9 +154,7 @@ def forget_length(model: Any) -> None:
 
 
 def _iterator_of(model: Any) -> Any:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers():
         if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
             return frame.f_locals.get("epoch_iterator")
-        frame = frame.f_back
     return None

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from tierd.client import client_timings
@@ -76,7 +76,7 @@ class CheckpointerParts:
     ) -> None:
         self.closed = False
         self._pid = os.getpid()
-        self._when_busy, self._stats = when_busy, stats
+        self._stats = stats
         failure: Exception | None = None
         try:
             self.spool = Spool(spool)
@@ -89,7 +89,29 @@ class CheckpointerParts:
             silent_s, first_s = _seconds("rank_timeout", rank_timeout), _seconds("start_timeout", start_timeout)
             self.ranks = Ranks(rank, world_size, room, run, silent_s, lambda *launch: attach().board(*launch), first_s)
             with self.ranks.attending():
-                self._begin(failure, run, attempt, slots, when, retention, attach)
+                try:
+                    if failure is not None:
+                        raise failure
+                    if type(slots) is not int or not 1 <= slots <= _MAX_SLOTS:
+                        raise ConfigError(f"slots={slots!r}: a number from 1 to {_MAX_SLOTS}")
+                    if when_busy not in _BUSY:
+                        raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
+                    check_run(run)
+                    given_attempt = check_attempt(attempt) if attempt is not None else None
+                    self.schedule = SaveSchedule(when, self.ranks)
+                    attach()
+                except Exception as error:
+                    report_failure(self.ranks, run, error)
+                    raise
+                self.beside = ConcurrentLaunchWarning(
+                    self.spool, asks=self.daemon.has_tiers, ask_s=client_timings.current_timings().launches_s
+                )
+                list_attempts = functools.partial(self.daemon.attempts, run)
+                options = {"when": repr(when), "to": self.daemon.to_text, "retention": repr(retention)}
+                self.launch = Launch(self.spool, run, self.ranks, given_attempt, list_attempts, options, self._saving)
+                self._make_savers(slots, when_busy)
+                if self.schedule.preemption is not None:
+                    self.schedule.preemption.begin()
             undo.pop_all()
 
     def _attach(
@@ -106,48 +128,13 @@ class CheckpointerParts:
         undo.callback(self.daemon.close)
         return self.daemon
 
-    def _begin(
-        self,
-        failure: Exception | None,
-        run: str,
-        attempt: str | None,
-        slots: int,
-        when: When | None,
-        retention: RetentionPolicy | None,
-        attach: Callable[[], Attachment],
-    ) -> None:
-        """Agree with the other ranks on this launch."""
-        try:
-            if failure is not None:
-                raise failure
-            if type(slots) is not int or not 1 <= slots <= _MAX_SLOTS:
-                raise ConfigError(f"slots={slots!r}: a number from 1 to {_MAX_SLOTS}")
-            if self._when_busy not in _BUSY:
-                raise ConfigError(f"when_busy={self._when_busy!r}: one of {', '.join(_BUSY)}")
-            check_run(run)
-            given_attempt = check_attempt(attempt) if attempt is not None else None
-            self.schedule = SaveSchedule(when, self.ranks)
-            attach()
-        except Exception as error:
-            report_failure(self.ranks, run, error)
-            raise
-        self.beside = ConcurrentLaunchWarning(
-            self.spool, asks=self.daemon.has_tiers, ask_s=client_timings.current_timings().launches_s
-        )
-        list_attempts = functools.partial(self.daemon.attempts, run)
-        options = {"when": repr(when), "to": self.daemon.to_text, "retention": repr(retention)}
-        self.launch = Launch(self.spool, run, self.ranks, given_attempt, list_attempts, options, self._saving)
-        self._make_savers(slots)
-        if self.schedule.preemption is not None:
-            self.schedule.preemption.begin()
-
     def _saving(self, part: PartId) -> None:
         if not self.daemon.has_tiers:  # before it is there, because a daemon of an earlier launch may live
             with suppress(TierdError, OSError):  # a spool that does not take the record fails the save, which says so
                 set_local_only(self.spool.control, part.checkpoint.run, part.checkpoint.attempt)
         self.beside.saving(part)
 
-    def _make_savers(self, slots: int) -> None:
+    def _make_savers(self, slots: int, when_busy: str) -> None:
         self.gate = OptimizerStepGate(self._stats)
         self.handoff = HandoffClient(self.spool, client_timings.current_timings()) if self.daemon.has_tiers else None
         self.records = SaveRecords(self.launch, self.schedule, self.daemon, self.handoff, self._stats)
@@ -166,7 +153,7 @@ class CheckpointerParts:
             self.pipeline,
             space,
             self._stats,
-            self._when_busy,
+            when_busy,
         )
         self.directory_saver = DirectorySaver(self.spool, self.launch, self.schedule, self.records, self.daemon)
         self.state_restorer = StateRestorer(

@@ -82,7 +82,7 @@ class OpenReader(Reader):
         self.check: Callable[[], None] = lambda: None
         self._files: PartFiles | None = None
         self._started_from: Ancestor | None = None
-        self._metadata: Metadata | None = None
+        self.metadata: Metadata | None = None  # DCP's, of the open checkpoint
         self._saved: SavedState | None = None  # of a checkpoint that `Checkpointer.save` wrote
         self._by_rank = False  # saved with use_collectives=False: each rank's part has its own metadata
         self._storage: dict[Any, Any] = {}
@@ -103,13 +103,9 @@ class OpenReader(Reader):
             if self.restorer.settle(candidate, failure, unfit=isinstance(failure, UNFIT_ERRORS)).should_load:
                 self.skipped = self.restorer.skipped(candidate.checkpoint)
                 yield candidate
-        self.step = self.checkpoint = self._files = self._metadata = self._saved = None
+        self.step = self.checkpoint = self._files = self.metadata = self._saved = None
         self.skipped = self.restorer.skipped()
         self.go_on()
-
-    @property
-    def metadata(self) -> Metadata | None:
-        return self._metadata
 
     @property
     def directory(self) -> Path:
@@ -143,12 +139,12 @@ class OpenReader(Reader):
             )
         if self._by_rank:
             rank = self._launch.rank
-            self._metadata = self._read_own(self._files.part(rank), f"__{rank}{dcp_metadata.NAME}")
+            self.metadata = self._read_own(self._files.part(rank), f"__{rank}{dcp_metadata.NAME}")
         elif dcp_metadata.NAME in names:
-            self._metadata = self._read_own(coordinator, dcp_metadata.NAME)
+            self.metadata = self._read_own(coordinator, dcp_metadata.NAME)
         elif names >= {TREE, TENSORS}:
             self._saved = SavedState(self._files, self._launch.rank, self._launch.world)
-            self._metadata = self._saved.metadata
+            self.metadata = self._saved.metadata
         else:
             raise StateMismatch(
                 f"{checkpoint} was written through stage(): call Checkpointer.restore() without a state and read its "
@@ -179,8 +175,8 @@ class OpenReader(Reader):
         try:
             if self._saved is not None:
                 return self._saved.claims.value(name)
-            assert self._files is not None and self._metadata is not None
-            storage, index = self._metadata.storage_data, MetadataIndex(name)
+            assert self._files is not None and self.metadata is not None
+            storage, index = self.metadata.storage_data, MetadataIndex(name)
             if not isinstance(storage, dict) or index not in storage:
                 return None
             span = self._files.span(*position_of(storage, index, self._files.part(0)))
@@ -204,13 +200,13 @@ class OpenReader(Reader):
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
+        if self.metadata is None:
             raise CheckpointNotFound("a fresh start: there is no checkpoint to load (the reader's step is None)")
         rank = kwargs.get("rank")
         if self._by_rank and rank != self._launch.rank:  # torch then asks for the metadata of one rank
             raise StateMismatch(f"{self.checkpoint} was saved with use_collectives=False: each rank reads its own part")
-        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
-        return self._metadata
+        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+        return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._storage = metadata.storage_data

@@ -40,17 +40,13 @@ class TargetWrite:
         else:
             self.start = target.__array_interface__["data"][0]
         self.dims: list[tuple[int, int]] | None = None  # None if contiguous
-        if self._contiguous():
+        if target.is_contiguous() if isinstance(target, torch.Tensor) else target.flags.c_contiguous:
             self.end = self.start + target.nbytes
             return
         strides = target.strides if stored_arrays.is_array(target) else [n * target.itemsize for n in target.stride()]
         self.dims = [(n, step) for n, step in zip(target.shape, strides, strict=True) if n != 1]
         self.end = self.start + sum((n - 1) * step for n, step in self.dims if step > 0) + target.itemsize
         self.start += sum((n - 1) * step for n, step in self.dims if step < 0)
-
-    def _contiguous(self) -> bool:
-        target = self.target
-        return target.is_contiguous() if isinstance(target, torch.Tensor) else bool(target.flags.c_contiguous)
 
     @property
     def form(self) -> object:

@@ -111,11 +111,7 @@ def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
         sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
         with torch.enable_grad():
             kind: Any = torch._C._dynamo.guards.TensorGuards
-            guards = kind(
-                *tensors,
-                dynamic_dims_sizes=sizes,
-                dynamic_dims_strides=strides,
-            )
+            guards = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         check: Callable[..., bool] = guards.check
         return check if tensors and check(*tensors) else None
     except Exception:

@@ -70,7 +70,8 @@ class CapturePlan:
     def _number(self) -> None:
         tensors, pairs = self._tensor_nodes(), list(zip(self._nodes, self._levels, strict=True))
         stored = [nodes[index] for nodes, level in pairs for index in level.arrays_at]
-        self._in_order = picker(_inverse([nodes[index].index for nodes, level in pairs for index in level.holes_at]))
+        order = [nodes[index].index for nodes, level in pairs for index in level.holes_at]
+        self._in_order = picker(sorted(range(len(order)), key=order.__getitem__))
         numbers = [node.index for node in tensors]
         # Name index -> first tensor node with it.
         first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
@@ -90,10 +91,7 @@ class CapturePlan:
         self._copies = frozenset(names[node.index] for node in stored)
 
     def capture(
-        self,
-        tensors: dict[str, torch.Tensor],
-        dtensors: Sequence[tuple[str, torch.Tensor]],
-        holes: Sequence[object],
+        self, tensors: dict[str, torch.Tensor], dtensors: Sequence[tuple[str, torch.Tensor]], holes: Sequence[object]
     ) -> Capture:
         return Capture(
             tensors,
@@ -267,10 +265,3 @@ def _is_odd(tensor: torch.Tensor, form: tuple[Any, ...]) -> bool:
 def _shifted(indices: list[int], at: int) -> list[int]:
     """Return the indices after an insertion at index `at`."""
     return [index + (index >= at) for index in indices]
-
-
-def _inverse(order: list[int]) -> list[int]:
-    inverse = [0] * len(order)
-    for place, index in enumerate(order):
-        inverse[index] = place
-    return inverse

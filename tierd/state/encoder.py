@@ -40,7 +40,7 @@ from tierd.state.single_values import (
     why_array_refused,
     why_refused,
 )
-from tierd.state.state_tree import FACTORIES, MAX_DEPTH, Node, NodeForm, Path, tensor_name_of, text_pieces
+from tierd.state.state_tree import FACTORIES, MAX_DEPTH, Node, NodeForm, Path, tensor_name_of
 from tierd.state.tensor_file import METADATA
 from tierd.state.value_kinds import IMMUTABLE, PLAIN, is_stateful
 
@@ -67,7 +67,7 @@ class Encoder:
         self.dtensors: list[tuple[str, torch.Tensor]] = []
         self.holes: list[object] = []
         self.nodes = 0
-        self._text: list[str | None] = []  # None marks a hole
+        self.text: list[str | None] = []  # in the order of the walk; None marks a hole
         self._names: list[str] = []
         self._name_indices: dict[tuple[object, ...], int] = {}  # address and form -> index of the name
         # Kept because `_name_indices` and `_open` identify these objects by address, which is reused once an object is
@@ -87,14 +87,6 @@ class Encoder:
             return self.members(dict(state), ())
         except RecursionError as error:
             raise StateRefused("state: nested too deeply for the stack that is left") from error
-
-    def pieces(self) -> list[str]:
-        return text_pieces(self._text)
-
-    @property
-    def text(self) -> list[str | None]:
-        """The text in the order of the walk; None marks a hole."""
-        return self._text
 
     def node(self, value: Any, path: Path) -> Node:
         kind = type(value)
@@ -129,7 +121,7 @@ class Encoder:
                 raise_refused(path, reason)
             index = self._store(path, stored_arrays.tensor_of(value))
             detail = value.dtype.str, value.shape
-            self._text.append(dumps({"$array": [self._names[index], *detail]}))
+            self.text.append(dumps({"$array": [self._names[index], *detail]}))
             return Node(NodeForm.ARRAY, type(value), index, detail)
         if stored_arrays.is_scalar(value) or random_generators.random_kind_of(value) is not None:
             return self.made(value, path)
@@ -155,9 +147,9 @@ class Encoder:
                 self._name_indices[key] = index
         name = quoted(self._names[index])
         if tensor.dtype in STORED_AS:
-            self._text.append(f'{{"$view":[{name},"{str(tensor.dtype).removeprefix("torch.")}"]}}')
+            self.text.append(f'{{"$view":[{name},"{str(tensor.dtype).removeprefix("torch.")}"]}}')
         else:
-            self._text.append(f'{{"$tensor":{name}}}')
+            self.text.append(f'{{"$tensor":{name}}}')
         return Node(NodeForm.TENSOR, type(tensor), index, (tensor, form))
 
     def dtensor(self, value: Any, path: Path) -> Node:
@@ -165,14 +157,14 @@ class Encoder:
             placement = placement_of(value)
         except ValueError as error:
             raise_refused(path, str(error))
-        self._text.append('{"$dtensor":[')
+        self.text.append('{"$dtensor":[')
         wrapper = wrapper_tensors.wrapper_name_of(value._local_tensor)
         if wrapper is None:
             local = self.tensor(value._local_tensor, path)
             self.dtensors.append((self._names[local.index], value))
         else:
             local = self.wrapper(value._local_tensor, wrapper, path)
-        self._text.append(f",{dumps(placement.as_plain())}]}}")
+        self.text.append(f",{dumps(placement.as_plain())}]}}")
         return Node(NodeForm.SHARD, type(value), local.index, value._spec, (local,))
 
     def wrapper(self, value: torch.Tensor, name: str, path: Path) -> Node:
@@ -184,10 +176,10 @@ class Encoder:
         self._alive.append(inner)
         opening, children = f'{{"$wrapper":[{dumps(name)},{{', []
         for key, tensor in inner.items():
-            self._text.append(f"{opening}{quoted(key)}:")
+            self.text.append(f"{opening}{quoted(key)}:")
             children.append(self.node(tensor, (*path, key)))
             opening = ","
-        self._text.append(f"}},{dumps(context)}]}}")
+        self.text.append(f"}},{dumps(context)}]}}")
         return Node(NodeForm.WRAPPER, type(value), detail=(list(inner), context), children=children)
 
     def generator(self, value: torch.Generator, path: Path) -> Node:
@@ -197,7 +189,7 @@ class Encoder:
             raise_refused(path, f"get_state() raised {type(error).__name__}: {error}", error)
         index = self._store(path, state)
         detail = str(value.device), state.shape
-        self._text.append(dumps({"$generator": [self._names[index], detail[0]]}))
+        self.text.append(dumps({"$generator": [self._names[index], detail[0]]}))
         return Node(NodeForm.ARRAY, type(value), index, detail)
 
     def made(self, value: Any, path: Path) -> Node:
@@ -206,7 +198,7 @@ class Encoder:
     def sequence(self, value: Any, path: Path) -> Node:
         parts, maxlen = tuple(value), getattr(value, "maxlen", None)
         before, after = BRACKETS[type(value)]
-        self._text.append(f"{before}{dumps(maxlen)}," if type(value) is deque else before)
+        self.text.append(f"{before}{dumps(maxlen)}," if type(value) is deque else before)
         if run := pack_run(parts):
             node = self._packed(value, [run], path, maxlen)
         elif is_run(parts):
@@ -215,12 +207,12 @@ class Encoder:
             node = Node(NodeForm.SEQUENCE, type(value), detail=(len(parts), maxlen))
             opening, children = "[", []
             for index, part in enumerate(parts):
-                self._text.append(opening)
+                self.text.append(opening)
                 children.append(self.node(part, (*path, index)))
                 opening = ","
-            self._text.append("]")
+            self.text.append("]")
             node.children = children
-        self._text.append(after)
+        self.text.append(after)
         return node
 
     def mapping(self, value: Mapping[Any, object], path: Path, extra: object = None) -> Node:
@@ -232,9 +224,9 @@ class Encoder:
         keys, _ = runs
         if keys.kind != "str":
             check_alike(list(value), path)
-        self._text.append('{"$map":[')
+        self.text.append('{"$map":[')
         node = self._packed(value, runs, path, extra)
-        self._text.append("]}")
+        self.text.append("]}")
         return node
 
     def members(self, value: Mapping[Any, object], path: Path, extra: object = None) -> Node:
@@ -245,20 +237,20 @@ class Encoder:
         if has_names:
             opening, closing = "{", "}" if pairs else "{}"
             for key, inner in pairs:
-                self._text.append(f"{opening}{quoted(key)}:")
+                self.text.append(f"{opening}{quoted(key)}:")
                 children.append(self.node(inner, (*path, key)))
                 opening = ","
         else:
             check_alike([key for key, _ in pairs], path)
             opening, closing = '{"$dict":[[', "]]}"
             for key, inner in pairs:
-                self._text.append(f"{opening}{dumps(key_tree(key, path))},")
+                self.text.append(f"{opening}{dumps(key_tree(key, path))},")
                 children.append(self.node(inner, (*path, key)))
                 opening = "],["
         node = Node(NodeForm.MAPPING, type(value), -1, (tuple(key for key, _ in pairs), extra), children)
         if has_names and pairs:
-            node.end, node.path = len(self._text), path
-        self._text.append(closing)
+            node.end, node.path = len(self.text), path
+        self.text.append(closing)
         return node
 
     def ordered_dict(self, value: OrderedDict[Any, object], path: Path) -> Node:
@@ -267,13 +259,13 @@ class Encoder:
             raise_refused(
                 path, f"collections.OrderedDict with the attribute {min(attributes.keys() - {'_metadata'})!r}"
             )
-        self._text.append('{"$odict":[')
+        self.text.append('{"$odict":[')
         node = self.mapping(value, path, tuple(attributes))
         metadata = []
         for name, inner in attributes.items():
-            self._text.append(",")
+            self.text.append(",")
             metadata.append(self.node(inner, (*path, name)))
-        self._text.append("]}")
+        self.text.append("]}")
         node.children = [*node.children, *metadata]
         return node
 
@@ -292,16 +284,16 @@ class Encoder:
         return self._around(f'{{"$defaultdict":[{dumps(name or None)},', value, path, "]}", factory)
 
     def _around(self, before: str, value: Mapping[Any, object], path: Path, after: str, extra: object = None) -> Node:
-        self._text.append(before)
+        self.text.append(before)
         node = self.mapping(value, path, extra)
-        self._text.append(after)
+        self.text.append(after)
         return node
 
     def _packed(self, value: object, runs: list[PackedRun], path: Path, extra: object) -> Node:
         children, names = [], []
         for number, run in enumerate(runs):
             if number:
-                self._text.append(",")
+                self.text.append(",")
             index = self._store(path if len(runs) == 1 else (*path, ("keys", "values")[number]), run.tensor)
             names.append(self._names[index])
             children.append(self._hole(NodeForm.SCALAR, PackedReference, run.json_reference(names[-1])))
@@ -318,7 +310,7 @@ class Encoder:
         return object_state
 
     def _hole(self, form: NodeForm, kind: type, value: object, detail: object = None) -> Node:
-        self._text.append(None)
+        self.text.append(None)
         self.holes.append(value)
         return Node(form, kind, len(self.holes) - 1, detail)
 

@@ -359,8 +359,4 @@ def _encode_run(run: tuple[Any, ...], pause: Callable[[], None] | None, window: 
 
 
 # The text before and after the parts of a sequence of each type.
-BRACKETS: dict[type, tuple[str, str]] = {
-    list: ("", ""),
-    tuple: ('{"$tuple":', "}"),
-    deque: ('{"$deque":[', "]}"),
-}
+BRACKETS: dict[type, tuple[str, str]] = {list: ("", ""), tuple: ('{"$tuple":', "}"), deque: ('{"$deque":[', "]}")}

@@ -59,11 +59,10 @@ class StructureLevel:
             at[NodeForm.ARRAY],
             [(index, nodes[index].detail) for index in at[NodeForm.ARRAY]],
         )
-        kept_indices = [*at[NodeForm.ENCODED], *at[NodeForm.RUN]]
-        self.holes_at = [*at[NodeForm.SCALAR], *kept_indices]
+        self.holes_at = [*at[NodeForm.SCALAR], *at[NodeForm.ENCODED], *at[NodeForm.RUN]]
         self._keep: list[tuple[int, Callable[[Any], object]]] = [
-            (index, _ValueEncoder(depth) if nodes[index].form is NodeForm.ENCODED else _run_copier(nodes[index]))
-            for index in kept_indices
+            *((index, _ValueEncoder(depth)) for index in at[NodeForm.ENCODED]),
+            *((i, _copy_members if nodes[i].kind is dict else _Run(nodes[i].detail)) for i in at[NodeForm.RUN]),
         ]
         self.dicts_at = [index for index in at[NodeForm.MAPPING] if _is_simple(nodes[index])]
         self._dicts = picker(self.dicts_at)
@@ -138,10 +137,6 @@ class StructureLevel:
                 pairs = list(dicts[at].items())
                 added += [(at, key, value) for key, value in pairs[length:]]
                 dicts[at] = dict(pairs[:length])
-
-
-def _run_copier(node: Node) -> Callable[[Any], object]:
-    return _copy_members if node.kind is dict else _Run(node.detail)
 
 
 def _copy_members(value: dict[Any, object]) -> object:

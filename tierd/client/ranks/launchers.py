@@ -111,12 +111,7 @@ LAUNCHERS = (
         local=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         launch=("I_MPI_HYDRA_UUID", "PALS_APID"),
     ),
-    Launcher(
-        "mvapich",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        local=("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
+    Launcher("mvapich", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", local=("MV2_COMM_WORLD_LOCAL_SIZE",)),
     _JSRUN,
     _SLURM,
     Launcher("PMIx", "PMIX_RANK", None),

@@ -81,7 +81,8 @@ class NoteExchange:
         self._board, self._rank, self._world, self.silent_s = board, rank, world, silent_s
         self._me = this_process()
         self._mates: list[RankProcess] = []
-        self._name, self._number, self._beats, self._said_count, self._ended_count = "", 0, 0, 0, 0
+        self.turn = 0  # the number of exchanges in which this rank has taken part
+        self._name, self._beats, self._said_count, self._ended_count = "", 0, 0, 0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # reentrant, because a signal handler that closes may interrupt its holder
         self._thread: threading.Thread | None = None
@@ -125,10 +126,6 @@ class NoteExchange:
             self._inside -= 1
             if not self._inside:
                 self._submit_and_wait(self._beat, self._last_s)
-
-    @property
-    def turn(self) -> int:
-        return self._number
 
     def notes(self) -> tuple[Board, str]:
         """Return a board for another thread, and the prefix of this meeting's keys, which end with the meeting."""
@@ -209,7 +206,7 @@ class NoteExchange:
         # The store is gone; notes that remain are swept later.
         with suppress(RuntimeError, OSError, ValueError, TierdError):
             if not self._board.outlives:
-                self._await_readers(range(1, self._world) if self._number else ())
+                self._await_readers(range(1, self._world) if self.turn else ())
                 return
             self._board.remove([f"hello/{self._rank}"])
             self._board.remove([f"{self._name}/beat/{self._rank}"])
@@ -224,7 +221,7 @@ class NoteExchange:
         end_s, pause_s = time.monotonic() + self._last_s, QUICK_S
         while self._rank == 0 and time.monotonic() < end_s:
             progress = self._read(f"seen/{rank}" for rank in ranks)
-            if len(progress) == len(ranks) and all(int(number) >= self._number - 1 for number in progress.values()):
+            if len(progress) == len(ranks) and all(int(number) >= self.turn - 1 for number in progress.values()):
                 return
             pause_s = self._pause(pause_s)
 
@@ -274,7 +271,7 @@ class NoteExchange:
         return list(answer.heard)
 
     def _say(self, message: bytes) -> int:
-        number, self._number = self._number, self._number + 1
+        number, self.turn = self.turn, self.turn + 1
         self._put(f"{number}/{self._rank}", _MESSAGE_PREFIX + message)
         self._said_count = number + 1
         return number

@@ -19,13 +19,7 @@ from types import MappingProxyType
 import msgspec
 
 from tierd.client.restoring.part_fetch import FetchProgress
-from tierd.core.errors import (
-    CorruptChunk,
-    DaemonUnavailable,
-    ManifestError,
-    ObjectNotFound,
-    StoreUnavailable,
-)
+from tierd.core.errors import CorruptChunk, DaemonUnavailable, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import DRAFT_NAME, File, Manifest
 from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode

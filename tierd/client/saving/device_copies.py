@@ -107,12 +107,7 @@ class DeviceCopies:
             self._api.enter(self.devices[0])
 
     def begin(
-        self,
-        arena: memoryview,
-        into: Mapping[str, torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        gently: bool,
+        self, arena: memoryview, into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, gently: bool
     ) -> None:
         """Enqueue the copies of those of `tensors` that are on devices to `into`, the tensors of these names in
         `arena`.

@@ -77,22 +77,18 @@ class Latch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._open = False
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
+        self.is_open = False
 
     def open(self) -> None:
         """Open the latch for all waiting threads. Only one thread opens a latch."""
-        if not self._open:
-            self._open = True
+        if not self.is_open:
+            self.is_open = True
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return when the latch is open, or after `timeout` seconds; return whether it is open."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._open:
+        while not self.is_open:
             # Waits in intervals, because an exception right after `acquire` would leave the other threads waiting for
             # ever.
             left_s = _WAIT_S if end is None else end - time.monotonic()
@@ -100,7 +96,7 @@ class Latch:
                 self._lock.release()
             elif end is not None and left_s <= _WAIT_S:
                 break
-        return self._open
+        return self.is_open
 
 
 class JobThread:
@@ -297,6 +293,7 @@ class Save:
             raise TimeoutError(f"not within {timeout:g} s: {error}") from error
 
     def finish(self, error: Exception | None) -> None:
+        """End the save: durable if `error` is None. Called once, by the thread that persists."""
         self._error = error
         self.confirm_copy = _nothing
         self._ended.open()

@@ -122,10 +122,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("an Enum", "pass its `.name`, and make it again as `Class[name]`"),
     ("a named tuple", "pass `._asdict()`"),
     ("any other subclass of a type above, `SystemRandom`", "pass a plain value; leave `SystemRandom` out"),
-    (
-        "a masked array of NumPy",
-        "pass `numpy.ma.getdata(…)` and `numpy.ma.getmaskarray(…)`, and make it again of both",
-    ),
+    ("a masked array of NumPy", "pass `numpy.ma.getdata(…)` and `numpy.ma.getmaskarray(…)`, and make it again of both"),
     (
         "a `recarray`, an array of a structured dtype; its scalars",
         "pass an array for each field, `{name: numpy.asarray(a[name]) for name in a.dtype.names}`; `.item()`",
