@@ -182,8 +182,6 @@ class Checkpointer:
         launch = self._inner.launch
         return PartId(CheckpointId(launch.run, launch.attempt, step), launch.rank, launch.world)
 
-    # -- save -------------------------------------------------------------------------------------------------------
-
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None = None) -> Save:
         """Take a snapshot of `state` and return. A thread then makes the snapshot durable behind training.
 
@@ -250,8 +248,6 @@ class Checkpointer:
     def report_leaked(self, step: int, why: str) -> None:
         """Report to the daemon that this step trained on repeated or validation samples. Called by `SampleWatch`."""
         self._inner.daemon.report(DataLeakNotice(part=self._part(check_step(step)), why=why[:MAX_REASON]))
-
-    # -- restore ----------------------------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -329,8 +325,6 @@ class Checkpointer:
         """
         self._inner.check_open()
         self._inner.launch.start_from(source)
-
-    # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, wait: str | None = None, timeout: float | None = None, deadline: str | float | None = None) -> None:
         """Wait until every save is durable in the spool or has failed, then detach from the daemon, which flushes on.

@@ -156,8 +156,6 @@ class SaveSchedule:
             return 1
         return steps_to_wait(self._so_far().at + when.every_s - now, (now - before[1]) / (step - before[0]))
 
-    # -- what was saved ---------------------------------------------------------------------------------------------
-
     def _so_far(self) -> SaveHistory:
         self._take_results()
         best = self._best

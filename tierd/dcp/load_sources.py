@@ -181,8 +181,6 @@ class SavedState:
             raise StateMismatch(f"{files.checkpoint}: {error}") from error
         self.metadata = Metadata(state_dict_metadata=described, planner_data=paths, storage_data=dict(self._blocks))
 
-    # -- contents ---------------------------------------------------------------------------------------------------
-
     def _described(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
         rank, value = self.claims.own_claim(name)
         if not isinstance(value, NativeLeaf):
@@ -205,8 +203,6 @@ class SavedState:
         """Return the blocks of a tensor, each with the part that it is read from."""
         return [(self._files.part(block.rank), block.leaf, block.box) for block in self._by_name[name]]
 
-    # -- checks -----------------------------------------------------------------------------------------------------
-
     def prepare(self, plan: LoadPlan) -> None:
         """Fetch everything that the plan needs, and check that it can be loaded.
 
@@ -222,8 +218,6 @@ class SavedState:
             rank, value = self.claims.own_claim(name)
             for _, array in instances(value, SavedArray):
                 self._stored(rank, array.entry)
-
-    # -- bytes ------------------------------------------------------------------------------------------------------
 
     def load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Load the plan's items, each byte of them verified. Raises as `PartFiles.read`."""

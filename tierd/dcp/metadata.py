@@ -193,8 +193,6 @@ class _Builder:
             members.pop(name, None)
         return Metadata(**_known_members(members, Metadata))
 
-    # -- tensors ----------------------------------------------------------------------------------------------------
-
     def _stored(self, pickled: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if (
             type(pickled) is PickledInstance
@@ -245,8 +243,6 @@ class _Builder:
         size = self._sizes[id(pickled)] = torch.Size(numbers)
         return size
 
-    # -- storage positions ------------------------------------------------------------------------------------------
-
     def _index(self, pickled: Any) -> MetadataIndex:
         members = self._members(pickled, "MetadataIndex", ["fqn", "index"], ("offset",))
         fqn, offset, index = members["fqn"], members.get("offset"), members["index"]
@@ -291,8 +287,6 @@ class _Builder:
             raise_misplaced(pickled, "a list of texts")
         self._spend(len(pickled))
         return list(pickled)
-
-    # -- a planner's own data ---------------------------------------------------------------------------------------
 
     def _plain(self, pickled: Any, levels: int) -> Any:
         kind = type(pickled)

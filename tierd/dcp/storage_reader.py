@@ -94,7 +94,7 @@ class OpenReader(Reader):
         The next one is yielded only after all ranks agreed that this one cannot be loaded. After the last one, the
         launch starts fresh. Raises as `StorageReader`.
         """
-        for candidate in self.restorer.complete_candidates(step, attempt, self._best):
+        for candidate in self.restorer.candidates(step, attempt, self._best):
             failure: Exception | None = None
             try:
                 self._open(candidate)
@@ -245,8 +245,6 @@ class OpenReader(Reader):
                 else:
                     load_tensor(item, data, planner)
         return _done_future()
-
-    # ---------------------------------------------------------------------------------------------------------------
 
     def _entries(self, plan: LoadPlan) -> dict[Span, list[ReadItem]]:
         entries: dict[Span, list[ReadItem]] = defaultdict(list)

@@ -242,8 +242,6 @@ class StorageWriter(FileSystemWriter):
             self._is_reset = False
             self._commit()
 
-    # -- the part ---------------------------------------------------------------------------------------------------
-
     def _begin(self) -> None:
         """Fix the attempt and the metrics of a new save, after the previous save has ended."""
         saver = self._saver if self._saver is not threading.current_thread() else None

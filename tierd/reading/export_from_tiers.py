@@ -56,7 +56,7 @@ def export_state(
 ) -> StateExport:
     """Export the first checkpoint, in the order of a restore, that verifies. Raises as `Reader.export`."""
     search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
-    for candidate in search.complete_candidates(step, attempt, best, other_launches=True):
+    for candidate in search.candidates(step, attempt, best, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
         read = partial(export, files, files.part(0), target, options)
         exported, error = read_verified(tiers, candidate, files, read)

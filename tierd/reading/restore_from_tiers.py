@@ -171,7 +171,7 @@ def restore(
     select_entries(state, names)
     metrics = (goal.metric,) if goal is not None and isinstance(goal.metric, str) else ()
     search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
-    for candidate in search.complete_candidates(step, attempt, goal, at_least, other_launches=True):
+    for candidate in search.candidates(step, attempt, goal, at_least, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
         read = partial(_read_fitting, files, select_entries(state, names), names, rank, ignore_prefixes)
         loaded, error = read_verified(tiers, candidate, files, read)

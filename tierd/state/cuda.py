@@ -36,8 +36,6 @@ class Cuda:
         self._streams_by_device: dict[torch.device, list[torch.cuda.Stream]] = {}
         self._has_warned = False
 
-    # -- the devices of tensors ---------------------------------------------------------------------------------------
-
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         """Return the CUDA device of a tensor; None if it lies elsewhere."""
         return tensor.device if tensor.is_cuda else None
@@ -63,8 +61,6 @@ class Cuda:
             return pci_address(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
         except AttributeError:
             return None
-
-    # -- streams and events -------------------------------------------------------------------------------------------
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -93,8 +89,6 @@ class Cuda:
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Enqueue copies between a device and the host on the current stream.

@@ -40,9 +40,6 @@ class JsonText(str):
     __slots__ = ()
 
 
-# ---- names
-
-
 def path_text(path: Path) -> str:
     """Format a path as Python code: ``state["optimizer"]["state"][0]``. Safe to print; long parts are cut."""
     return "state" + "".join(f"[{path_part_text(part)}]" for part in path)
@@ -68,9 +65,6 @@ def list_few(items: Iterable[str], count: int = 3) -> str:
 
 def raise_refused(path: Path, reason: str, cause: Exception | None = None) -> NoReturn:
     raise StateRefused(f"{path_text(path)}: {reason}") from cause
-
-
-# ---- tensors
 
 
 def is_storable(tensor: torch.Tensor) -> bool:
@@ -186,9 +180,6 @@ def storable_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return detached
 
 
-# ---- values that hold no tensor
-
-
 def encode_at_once(value: Any, path: Path) -> JsonText:
     """Return the JSON of a mutable value, or of one of which only encoding shows whether it can be stored."""
     if type(value) in (set, frozenset):
@@ -276,9 +267,6 @@ def is_run_of_members(value: dict[Any, object]) -> bool:
         return False
     names = "".join(value)
     return (names.isascii() and "$" not in names) or all(map(is_name, value))
-
-
-# ---- text
 
 
 def encode(

@@ -236,7 +236,7 @@ def test_a_reader_of_every_ranks_part_has_them_flushed_and_finds_the_newest(node
     def work(number: int):
         restorer = Restorer(NodeSource(nodes.spools[number], "run", tiers=True), Ranks())
         tried = []
-        for candidate in restorer.complete_candidates(None, None):
+        for candidate in restorer.candidates(None, None):
             tried.append((candidate.checkpoint.step, candidate.world, candidate.lacking))
             if restorer.settle(candidate, None).should_load:
                 break

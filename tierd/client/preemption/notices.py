@@ -110,7 +110,11 @@ class Preemption:
                 "initialise torch.distributed first"
             )
         self._ranks, self._rank, self._world = ranks, ranks.rank, ranks.world
-        self._cloud = _cloud(setting) if setting else None
+        self._cloud: Cloud | None = None
+        if setting:
+            from tierd.client.preemption.cloud_notices import cloud  # loads an HTTP client
+
+            self._cloud = cloud(setting)
         self._notes: Board | None = None
         board, name = ranks.notes()
         if board is not None:
@@ -161,8 +165,6 @@ class Preemption:
             self._agreeing.join(_END_S)
             self._agreeing = None
 
-    # -- how notices arrive -------------------------------------------------------------------------------------------
-
     def _heard(self, signal_name: str) -> None:
         """Take a signal. Runs inside its handler, wherever the training thread is: `put` of this queue is reentrant."""
         to = f" to rank {self._rank}" if self._world > 1 else ""
@@ -196,8 +198,6 @@ class Preemption:
         except queue.Empty:
             return
 
-    # -- the other ranks ----------------------------------------------------------------------------------------------
-
     def _agree(self) -> None:
         assert self._notes is not None
         while not self._closed.is_set():
@@ -211,9 +211,3 @@ class Preemption:
                 if not idle:  # otherwise nobody waits, and the ranks that have a notice say so
                     log.warning("notice: the other ranks cannot be told yet: %s", str(error).partition("\n")[0])
                 self._closed.wait(self._pause_s)
-
-
-def _cloud(setting: bool | str) -> Cloud | None:
-    from tierd.client.preemption.cloud_notices import cloud  # loads an HTTP client
-
-    return cloud(setting)

@@ -159,7 +159,7 @@ class Launch:
 
     @property
     def attempt(self) -> str:
-        return self._current.name_or_make(self._new_name)
+        return self._current.name_or_make(lambda: self._fixed_attempt or new_attempt(self._list_attempts()))
 
     @property
     def origin(self) -> CheckpointId | None:
@@ -169,9 +169,6 @@ class Launch:
     def steps(self) -> dict[int, PartId]:
         """The steps that saves of this attempt have claimed, with the part that each writes or has written."""
         return self._current.claims
-
-    def _new_name(self) -> str:
-        return self._fixed_attempt or new_attempt(self._list_attempts())
 
     def part(self, step: int) -> PartId:
         """Return the id of the part that this rank writes at `step`. A save that begins claims it next (`claim`).

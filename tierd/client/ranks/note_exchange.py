@@ -261,8 +261,6 @@ class NoteExchange:
         self._name = self._mates[0].token
         self._beat()
 
-    # -- exchanging messages ----------------------------------------------------------------------------------------
-
     def _exchange(self, message: bytes, late_s: float) -> list[bytes]:
         number = self._say(message)
         answer = self._answer(number, late_s) if self._rank else self._collect(number, late_s)

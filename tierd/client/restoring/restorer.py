@@ -123,9 +123,7 @@ class Restorer(CandidateSearch):
         """
         began = time.monotonic()
         try:
-            for candidate in self.candidates(
-                step, attempt, everything=False, best=best, at_least=at_least, only=self._only
-            ):
+            for candidate in self.candidates(step, attempt, best, at_least, everything=False, only=self._only):
                 self._check_world(candidate)
                 verified, error, unfit = self._try(candidate, build_tree)
                 if self.settle(candidate, error, unfit=unfit).should_load:

@@ -101,29 +101,6 @@ class CandidateSearch:
         self._pruned: list[CheckpointId] = []  # candidates whose parts had vanished
         self.resume = RestoreOrder((), (), (), None, (), ())  # as of the last listing
 
-    def complete_candidates(
-        self,
-        step: int | None,
-        attempt: str | None,
-        best: MetricGoal | None = None,
-        at_least: int | None = None,
-        *,
-        other_launches: bool = False,
-    ) -> Iterator[Candidate]:
-        """Yield the checkpoints to try, in the order of `restore`, if each rank needs every rank's part.
-
-        The checkpoints are the same on every rank. Any number of ranks may have saved them. Parts that lie only in
-        other nodes' spools are flushed first. After each candidate, every rank calls `settle` with its result. The next
-        candidate follows only if all ranks have to try an older one; the iteration ends if the run has none. Raises as
-        `restore`.
-
-        With `other_launches`, of a step that is asked for, also what other launches have of it is tried. A trainer must
-        not, because its next save would continue another history.
-        """
-        return self.candidates(
-            step, attempt, everything=True, best=best, at_least=at_least, other_launches=other_launches
-        )
-
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> ConsensusResult:
         """Report this rank's result for `candidate` to all ranks. Raises as `RestoreAgreement.settle`."""
         settled = self.agreement.settle(error, unfit=unfit)
@@ -171,15 +148,24 @@ class CandidateSearch:
         self,
         step: int | None,
         attempt: str | None,
-        *,
-        everything: bool,
         best: MetricGoal | None = None,
         at_least: int | None = None,
+        *,
+        everything: bool = True,
         only: Collection[str] | None = None,
         other_launches: bool = False,
     ) -> Iterator[Candidate]:
-        """Yield as `complete_candidates` does. Without `everything`, each rank needs only its own part, or of that part
-        only the entries in `only`.
+        """Yield the checkpoints to try, in the order of a restore; they are the same on every rank.
+
+        Parts that lie only in other nodes' spools are flushed first. After each candidate, every rank calls `settle`
+        with its result. The next one follows only if all ranks have to try an older one; the iteration ends if the run
+        has none. Raises as `Restorer.restore`.
+
+        Args:
+            everything: each rank needs every rank's part, of any number of ranks; else only its own part, or of that
+                part only the entries in `only`.
+            other_launches: of a step that is asked for, try also what other launches have of it. A trainer must not,
+                because its next save would continue another history.
         """
         vanished = 0
         self.source.deep |= not (step is None and attempt is None and best is None)

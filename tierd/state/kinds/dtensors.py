@@ -127,9 +127,6 @@ def is_placed_alike(spec: Any, other_spec: Any) -> bool:
     return bool(spec == other_spec) and kinds[0] == kinds[1]
 
 
-# ---- loading
-
-
 def dtensor_misfit(target: Any, saved: object) -> str | None:
     """Return why a live DTensor cannot load `saved`; None if it can."""
     try:

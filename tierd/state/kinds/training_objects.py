@@ -191,9 +191,6 @@ def names_in(state: Iterable[object]) -> NameOf:
     return lambda parameter: names_by_id.get(id(parameter))
 
 
-# ---- names
-
-
 def _has_hook(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
@@ -252,9 +249,6 @@ def _order_misfit(target_names: Iterable[str], saved: Iterable[str]) -> str:
     differing = [pair for pair in zip(saved, target_names, strict=True) if pair[0] != pair[1]]
     order = [_quoted(names) for names in zip(*differing, strict=True)] or [_quoted(saved), _quoted(target_names)]
     return f"its parameters come in another order: {order[0]} in the checkpoint where here are {order[1]}; {SAME_ORDER}"
-
-
-# ---- shapes
 
 
 def _shape_misfit(optimizer: Optimizer, saved: Any, state: dict[Any, dict[Any, Any]], name_of: NameOf) -> str | None:
