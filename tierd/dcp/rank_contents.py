@@ -89,19 +89,13 @@ class SavedTensor(SavedArray):
 
 @dataclass(frozen=True, slots=True)
 class PartLeaves:
-    """The state in one part.
+    """The state in one part."""
 
-    Attributes:
-        values: by DCP's name, a `NativeLeaf` or another value. In such a value a `SavedArray` stands for each tensor,
-            for each array and for long bytes.
-        paths: by the same names, the path that DCP's planner keeps as its own data.
-        tree: the nested state, with the keys that were saved.
-        stand_ins: by name, the objects in `tree`: a meta tensor in the place of each tensor that has a name.
-    """
-
+    # By DCP's name: a `NativeLeaf`, or a value with a `SavedArray` for each tensor, array and long bytes in it
     values: dict[Name, Any]
-    paths: dict[Name, Path]
-    tree: dict[Any, Any]
+    paths: dict[Name, Path]  # by the same names, as DCP's planner keeps them as its own data
+    tree: dict[Any, Any]  # the nested state, with the keys that were saved
+    # By name, the objects in `tree`: a meta tensor in the place of each tensor that has a name
     stand_ins: dict[Name, Any]
 
 

@@ -35,15 +35,8 @@ class PersistSnapshot(Request, frozen=True, kw_only=True, tag="persist"):
     """Hand-off: the arena of `slot` holds a snapshot; commit it as a part of the spool.
 
     The arena begins with the tensor file. The attached descriptor holds the manifest, still without files, and then the
-    state tree. Answer: `direct`, `recycled`, as in `commit.CommittedPart`.
-
-    Attributes:
-        tensors: the size of the tensor file, in bytes.
-        manifest: the size of the manifest, in bytes.
-        tree: the size of the state tree, in bytes.
-        blocked_s: the time for which `save` blocked training, in seconds; until now if it has not returned. None: not
-            measured.
-        asked_s: the time since `save` was called, in seconds; None: not measured.
+    state tree; `tensors`, `manifest` and `tree` are their sizes in bytes. Answer: `direct`, `recycled`, as in
+    `commit.CommittedPart`.
     """
 
     part: PartId
@@ -51,8 +44,8 @@ class PersistSnapshot(Request, frozen=True, kw_only=True, tag="persist"):
     tensors: Annotated[int, Meta(ge=1)]
     manifest: Annotated[int, Meta(ge=1, le=MAX_MANIFEST_SIZE)]
     tree: Annotated[int, Meta(ge=0)]
-    blocked_s: Measured | None = None
-    asked_s: Measured | None = None
+    blocked_s: Measured | None = None  # for which `save` blocked training; until now if it has not returned
+    asked_s: Measured | None = None  # since `save` was called
 
 
 class RecallSnapshot(Request, frozen=True, kw_only=True, tag="recall"):

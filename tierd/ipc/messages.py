@@ -129,33 +129,24 @@ class Wait(Request, frozen=True, kw_only=True, tag="wait"):
 
     Errors: `StoreRefused` if the tier refuses, `TimeoutError` if the time is up. While the part is sent, each `working`
     line before the answer has `done` and `total`, in raw bytes.
-
-    Attributes:
-        needed: a restore on another node needs the part, so it is flushed regardless of retention.
     """
 
     part: PartId
     tier: str
     timeout_s: float | None = None
-    needed: bool = False
+    needed: bool = False  # a restore on another node needs the part, so it is flushed regardless of retention
 
 
 class BacklogRequest(Request, frozen=True, kw_only=True, tag="backlog", omit_defaults=True):
     """The parts that some tier still lacks, and whether the tiers accept them.
 
-    Answer: `backlog`, in the form of `UnflushedParts` (`core/planning/unflushed_parts`).
-
-    Attributes:
-        hurry: first wait for the snapshots that dead trainers had handed over, observe every place again, and end every
-            backoff.
-        run: also observe this run, of which the spool may hold nothing yet.
-        newest: the node ends soon: send the newest checkpoints first for the next ten minutes, as for
-            `PreemptionNotice`.
+    Answer: `backlog`, in the form of `core/planning/unflushed_parts.UnflushedParts`.
     """
 
+    # First wait for the snapshots that dead trainers had handed over, observe every place again, and end every backoff.
     hurry: bool = False
-    run: str | None = None
-    newest: bool = False
+    run: str | None = None  # also observe this run, of which the spool may hold nothing yet
+    newest: bool = False  # the node ends soon: send the newest checkpoints first, as for `PreemptionNotice`
 
 
 class Pin(Request, frozen=True, kw_only=True, tag="pin"):
@@ -194,15 +185,11 @@ class FallbackNotice(Request, frozen=True, kw_only=True, tag="fell-back"):
 
 
 class RestoreFinished(Request, frozen=True, kw_only=True, tag="restored"):
-    """A rank read and verified its part, and every rank loads this checkpoint. Answer: `ok` only.
-
-    Attributes:
-        seconds: how long the search and the reading took; not the loading into the state.
-    """
+    """A rank read and verified its part, and every rank loads this checkpoint. Answer: `ok` only."""
 
     part: PartId
     place: Annotated[str, Meta(max_length=64)]
-    seconds: Measured
+    seconds: Measured  # for the search and the reading, without the loading into the state
 
 
 class Pause(Request, frozen=True, kw_only=True, tag="pause"):
@@ -212,7 +199,7 @@ class Pause(Request, frozen=True, kw_only=True, tag="pause"):
 
 
 class LaunchesRequest(Request, frozen=True, kw_only=True, tag="launches"):
-    """The launches of `run` that save at the same time. Answer: `launches`, each a `concurrent_launches.Rival`."""
+    """The launches of `run` that save at the same time. Answer: `launches`, each a `core/timeline/launches.Rival`."""
 
     run: str
 
@@ -238,14 +225,11 @@ class MakeRoom(Request, frozen=True, kw_only=True, tag="make-room"):
     """A save of `run` met a full disk: delete verified local copies until `size_bytes` fit. This takes seconds at most.
 
     Answer: `freed_bytes`, and `enough`: whether a second try can succeed.
-
-    Attributes:
-        quota: the user's quota is used up, so the file system's free bytes are not the limit.
     """
 
     run: str
     size_bytes: Annotated[int, Meta(ge=0, le=1 << 60)]
-    quota: bool = False
+    quota: bool = False  # the user's quota is used up, so the file system's free bytes are not the limit
 
 
 class RemoveRun(Request, frozen=True, kw_only=True, tag="remove"):

@@ -229,28 +229,19 @@ _MAX_QUICK_ITEMS = 1 << 13  # values in sequences, or characters, that are encod
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """A state at one moment. Its tensors are live, so training may change them; its other values cannot change.
+    """A state at one moment. Its tensors are live, so training may change them; its other values cannot change."""
 
-    Attributes:
-        tensors: by name, without an autograd graph, of a dtype that the tensor file holds, on any device.
-        dtensors: the DTensors whose local shards are in `tensors`, each with its shard's name.
-        layout: of the tensor file; the same object as in the previous capture while the tensors stay the same.
-        places: a token; the same object as in the previous capture while every tensor keeps its name and address.
-        steady: a token as `places`, but it ignores the tensors in `restless`.
-        restless: names of the tensors whose addresses changed between captures of this structure, such as RNG states,
-            which are made anew.
-        copies: names of the tensors that the capture itself made, of arrays and generators; nothing else holds them.
-        devices: CUDA devices that hold tensors. A copy from any other device blocks, so it needs no synchronization.
-    """
-
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]  # by name, without an autograd graph, of a dtype that the tensor file holds
+    # Those whose local shards are in `tensors`, each with the name of its shard
     dtensors: Sequence[tuple[str, torch.Tensor]]
-    layout: TensorFileLayout
-    places: object
-    steady: object
+    layout: TensorFileLayout  # the same object as in the previous capture while the tensors stay the same
+    places: object  # a token; the same object as in the previous capture while every tensor keeps its name and address
+    steady: object  # a token as `places`, but it ignores the tensors in `restless`
+    # Names of tensors whose addresses change between captures, such as RNG states, which are made anew
     restless: frozenset[str]
+    # Names of the tensors that the capture itself made, of arrays and generators; nothing else holds them
     copies: frozenset[str]
-    devices: tuple[torch.device, ...]
+    devices: tuple[torch.device, ...]  # CUDA's that hold tensors; a copy from any other device blocks
     _skeleton: DecodableText
     _holes: Sequence[object]
 

@@ -53,13 +53,10 @@ def select_entries(state: Mapping[str, Any], names: Collection[str] | None) -> M
 
 
 class LoadFit(NamedTuple):
-    """What a load needs to know of a restored state that fits its targets.
+    """What a load needs to know of a restored state that fits its targets."""
 
-    Attributes:
-        stateful: each entry with `load_state_dict`: its path, the object and its saved state, which for an optimizer is
-            in the order of its parameters.
-    """
-
+    # Each entry with `load_state_dict`: its path, the object and its saved state, an optimizer's in the order of its
+    # parameters.
     stateful: list[tuple[Path, Stateful, Any]]
     has_shards: bool
 

@@ -73,16 +73,11 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorFileLayout:
-    """The layout of one tensor file.
+    """The layout of one tensor file."""
 
-    Attributes:
-        header: with its length prefix and padding.
-        entries: by name, in file order.
-    """
-
-    header: bytes
-    size: int
-    entries: dict[str, TensorEntry]
+    header: bytes  # with its length prefix and padding
+    size: int  # of the whole file, in bytes
+    entries: dict[str, TensorEntry]  # by name, in file order
 
 
 _TensorRow: TypeAlias = tuple[tuple[bool, bool, bool, int, str], torch.dtype, tuple[int, ...], int, str]

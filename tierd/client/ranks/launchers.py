@@ -40,24 +40,15 @@ _TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?")
 
 
 class Launcher(NamedTuple):
-    """The variables that one launcher sets for its ranks.
-
-    Attributes:
-        rank, world: the variables of this process's rank and the number of ranks; `world` is None if the launcher sets
-            none.
-        local: the variables of the number of ranks on this node; the first one that is set counts.
-        launch: the variables that name a launch: the same on all its ranks, and different for concurrent launches.
-        restart: variables that also differ between a launch and its restart, if they are set.
-        alone: why a rank without a size is a single process with this launcher.
-    """
+    """The names of the variables that one launcher sets for its ranks."""
 
     name: str
     rank: str
-    world: str | None
-    local: tuple[str, ...] = ()
-    launch: tuple[str, ...] = ()
-    restart: tuple[str, ...] = ()
-    alone: str = ""
+    world: str | None  # None if the launcher sets none
+    local: tuple[str, ...] = ()  # the number of ranks on this node; the first one that is set counts
+    launch: tuple[str, ...] = ()  # the same on all ranks of a launch, and different for concurrent launches
+    restart: tuple[str, ...] = ()  # these also differ between a launch and its restart, if they are set
+    alone: str = ""  # why a rank without a size is a single process with this launcher
 
     def numbers(self) -> tuple[int, int] | None:
         """Return this process's rank and the number of ranks; None if one of the variables is not set.

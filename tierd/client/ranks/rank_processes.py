@@ -27,19 +27,13 @@ if TYPE_CHECKING:
 
 
 class RankProcess(msgspec.Struct, frozen=True):
-    """A process that joined as a rank.
+    """A process that joined as a rank."""
 
-    Attributes:
-        token: a random name that this process made for this meeting.
-        scope: boot id and pid namespace. A process with the same scope can see this process.
-        born: when it started, in clock ticks since boot (proc(5), field 22 of `stat`); None if unknown.
-    """
-
-    token: str
+    token: str  # a random name that this process made for this meeting
     host: str
-    scope: str
+    scope: str  # boot id and pid namespace. A process with the same scope can see this process
     pid: int
-    born: int | None
+    born: int | None  # in clock ticks since boot (proc(5), field 22 of `stat`); None if unknown
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -262,18 +256,12 @@ _PATIENT_S = 1.0  # how long a rank is waited for before its signs of life are r
 
 
 class LifeSign(msgspec.Struct, frozen=True, array_like=True):
-    """A sign of life.
-
-    Attributes:
-        inside: whether the rank is in an `attending` block, where others wait for it.
-        said: the number of exchanges for which the rank has put its message.
-        ended: the number of exchanges whose end rank 0 has published.
-    """
+    """A sign of life."""
 
     number: int = 0
-    inside: bool = False
-    said: int = 0
-    ended: int = 0
+    inside: bool = False  # whether the rank is in an `attending` block, where others wait for it
+    said: int = 0  # the number of exchanges for which the rank has put its message
+    ended: int = 0  # the number of exchanges whose end rank 0 has published
 
 
 class RankWatch:

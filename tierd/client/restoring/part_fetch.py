@@ -89,6 +89,12 @@ _TRIES = 2
 _READERS = 2  # threads that read what is left once the daemon is done, because the cores are idle then
 
 
+def read_draft(directory: Path, part: PartId) -> Manifest:
+    """Read the manifest of a part that the daemon fetches into `directory`."""
+    with os.fdopen(open_plain(directory / DRAFT_NAME), "rb") as file:
+        return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
+
+
 class StreamedPart:
     """Read the files of `part` from the directory that the daemon fills, in a thread, until the context ends.
 
@@ -160,8 +166,7 @@ class StreamedPart:
     def _draft(self) -> Manifest | None:
         while not self._end.wait(self._pause_s):
             try:
-                with os.fdopen(open_plain(self._from / DRAFT_NAME), "rb") as file:
-                    return decode(file.read(MAX_MANIFEST_SIZE + 1), self._part)
+                return read_draft(self._from, self._part)
             except (CorruptChunk, ManifestError):  # the manifest is not there yet, or not all of it
                 continue
         return None

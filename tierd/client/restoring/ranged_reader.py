@@ -6,7 +6,6 @@ chunks that the spool lacks or holds wrong, and only the chunks that are needed.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
@@ -18,16 +17,15 @@ from types import MappingProxyType
 
 import msgspec
 
-from tierd.client.restoring.part_fetch import FetchProgress
+from tierd.client.restoring.part_fetch import FetchProgress, read_draft
 from tierd.core.errors import CorruptChunk, DaemonUnavailable, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import DRAFT_NAME, File, Manifest
-from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode
+from tierd.core.manifest import File, Manifest
 from tierd.core.timeline.launch_chain import check_origin
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import MAX_REQUEST, Fetch
 from tierd.spool.direct_io import LARGE, PAGE, memory_for
-from tierd.spool.file_io import drop_cached, open_plain
+from tierd.spool.file_io import drop_cached
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import read_chunk, read_chunks
 
@@ -188,15 +186,11 @@ class PartFiles(PartRanges):
             try:
                 if self._spool.has(part):
                     return self._spool.manifest(part)
-                return self._draft(part)
+                return read_draft(self._spool.fetch_directory(part), part)
             except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
                 local = error.with_traceback(None)
             self._put_right(part, None if self._spool.has(part) else {}, local)
         raise StoreUnavailable(f"{part}: its manifest was just brought, and cannot be read: {local}") from local
-
-    def _draft(self, part: PartId) -> Manifest:
-        with os.fdopen(open_plain(self._spool.fetch_directory(part) / DRAFT_NAME), "rb") as file:
-            return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
 
     def _put_right(
         self, part: PartId, chunk_runs: Mapping[str, Sequence[tuple[int, int]]] | None, why: Exception

@@ -68,16 +68,11 @@ class PackedReference(str):
 
 
 class PackedRun(NamedTuple):
-    """A packed run.
-
-    Attributes:
-        size: number of the tensor's elements in use; they are values, or bytes of text.
-        values: number of values; 0 for `bytes` and `bytearray`, which are one value.
-    """
+    """A packed run."""
 
     kind: str
-    size: int
-    values: int
+    size: int  # number of the tensor's elements in use; they are values, or bytes of text
+    values: int  # 0 for `bytes` and `bytearray`, which are one value
     tensor: torch.Tensor
 
     def json_reference(self, name: str) -> PackedReference:

@@ -89,16 +89,11 @@ _PLAIN = (torch.Tensor, SavedDTensor, SavedWrapper, bool, int, float, str, type(
 
 
 class _Moment(NamedTuple):
-    """A tensor in the saved state of one parameter.
+    """A tensor in the saved state of one parameter."""
 
-    Attributes:
-        place: the parameter's position among all of the optimizer.
-        shape: of a DTensor the whole one's.
-    """
-
-    place: int
+    place: int  # the parameter's position among all of the optimizer
     key: Any
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a DTensor the whole one's
 
 
 def align_state(optimizer: Optimizer, saved: Any) -> Any:
