@@ -278,8 +278,8 @@ class Attachment:
     def board(self, launch: str, world: int) -> TierBoard | None:
         """Make a board on a tier for ranks on several nodes that cannot talk otherwise; None without a tier.
 
-        Raises:
-            DaemonUnavailable: no daemon of this version answers here, so the other nodes' ranks would wait in vain.
+        Raises `DaemonUnavailable` if no daemon of this version answers, because the other nodes' ranks would wait in
+        vain.
         """
         if self._to == ():
             return None

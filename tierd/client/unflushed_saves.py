@@ -154,9 +154,8 @@ class UnflushedSaves:
     def report(self, *, patient: bool, timeout_s: float | None) -> None:
         """Report the saves that are on no tier if nobody may flush them any more; raises nothing.
 
-        Args:
-            patient: first wait for the tiers if the daemon ends with this process or the node, at most `timeout_s`, or
-                `LAST_FLUSH_S` without one.
+        If `patient`, first wait for the tiers if the daemon ends with this process or the node, at most `timeout_s`, or
+        `LAST_FLUSH_S` without one.
         """
         begun_s = time.monotonic()
         end_s = begun_s + (LAST_FLUSH_S if timeout_s is None else timeout_s)

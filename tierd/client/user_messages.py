@@ -59,12 +59,7 @@ class TierAcceptance:
 
 
 class AcceptanceWatch:
-    """A thread that asks the daemon for its backlog from time to time.
-
-    Args:
-        ask: with True, the daemon answers after a fresh listing of the tiers.
-        soon_s: between two questions until a tier has accepted something.
-    """
+    """A thread that asks the daemon for its backlog from time to time, first with a fresh listing of the tiers."""
 
     def __init__(self, ask: Callable[[bool], UnflushedParts], soon_s: float) -> None:
         self._ask, self._soon_s = ask, soon_s
@@ -114,8 +109,7 @@ class AcceptanceWatch:
 class SpaceCheck:
     """Warn if the disk holds fewer states than are kept at a time: `keep_last`, and the one being written.
 
-    Args:
-        behind: runs the comparison behind training, because a disk may be slow to answer.
+    The comparison runs `behind` training, because a disk may be slow to answer.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class PreemptionSignals:
     """The handlers of one `Checkpointer`, which call `heard` with a signal's name.
 
-    Raises:
-        ConfigError: this is not the main thread, which alone may set handlers; or code outside of Python has set one.
+    Raises `ConfigError` in another thread than the main one, which alone may set handlers; or if code outside of Python
+    has set one.
     """
 
     def __init__(self, heard: Callable[[str], None]) -> None:
@@ -99,8 +99,8 @@ _HOST = socket.gethostname()
 class Preemption:
     """The notices of one `Checkpointer`. Handlers and threads begin with `begin`.
 
-    Raises:
-        ConfigError: the ranks cannot talk to each other; or the environment's address of a metadata server is wrong.
+    Raises `ConfigError` if the ranks cannot talk to each other, or the environment's address of a metadata server is
+    wrong.
     """
 
     def __init__(self, setting: bool | str, ranks: Ranks) -> None:

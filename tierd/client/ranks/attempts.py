@@ -96,15 +96,11 @@ def has_saved(control: Path, run: str, attempt: str, rank: int) -> bool:
 
 
 class CurrentAttempt:
-    """The saves of a launch between two restores. A restore replaces the whole object, so no save sees a mixture.
-
-    Attributes:
-        claims: the part that a save writes or has written, by step. That object itself is the save's claim.
-    """
+    """The saves of a launch between two restores. A restore replaces the whole object, so no save sees a mixture."""
 
     def __init__(self, name: str | None = None) -> None:
         self._name: dict[None, str] = {} if name is None else {None: name}
-        self.claims: dict[int, PartId] = {}
+        self.claims: dict[int, PartId] = {}  # the part of a save by step; that object itself is the save's claim
 
     @property
     def name(self) -> str | None:
@@ -170,8 +166,7 @@ _ANSWER_S = 5.0
 class ConcurrentLaunchWarning:
     """Show that this trainer is alive, and log each other launch once.
 
-    Args:
-        asks: whether a daemon is expected. It observes other nodes' checkpoints, and is asked every `ask_s` seconds.
+    If `asks`, a daemon, which observes other nodes' checkpoints, is asked every `ask_s` seconds.
     """
 
     def __init__(self, spool: Spool, *, asks: bool, ask_s: float) -> None:
@@ -183,11 +178,10 @@ class ConcurrentLaunchWarning:
         self._warned_launches: set[str] = set()  # launches that were already warned of
 
     def saving(self, part: PartId) -> None:
-        """Show this launch as alive before it saves `part`. Acts at the first save of a launch, and if another
-        Checkpointer of this process has saved this rank since.
+        """Show this launch as alive before it saves `part`: at its first save, and if another Checkpointer of this
+        process has saved this rank since.
 
-        Raises:
-            ConfigError: another process saves this rank of this attempt, so both would write one timeline.
+        Raises `ConfigError` if another process saves this rank of this attempt, because both would write one timeline.
         """
         former, self._part = self._part, part
         lease_held = former is not None and holds_lease(self._spool.control, former, self)

@@ -40,20 +40,13 @@ _KEPT_S = 86400.0  # how long a directory of notes is kept after its last use
 
 
 class Board(Protocol):
-    """A set of notes. Raises `RuntimeError` or `OSError` if it cannot be reached. One thread at a time uses it.
-
-    Attributes:
-        poll_s: the longest pause between two reads while waiting for a note.
-        beat_s: between two signs of life.
-        outlives: whether notes remain after the ranks have ended, until somebody removes them.
-        exclusive: whether no other launch, and no earlier start of this one, has left notes.
-    """
+    """A set of notes. Raises `RuntimeError` or `OSError` if it cannot be reached. One thread at a time uses it."""
 
     description: str
-    poll_s: float
-    beat_s: float
-    outlives: bool = False
-    exclusive: bool = False
+    poll_s: float  # the longest pause between two reads while waiting for a note
+    beat_s: float  # between two signs of life
+    outlives: bool = False  # whether notes remain after the ranks have ended, until somebody removes them
+    exclusive: bool = False  # whether no other launch, and no earlier start of this one, has left notes
 
     def put(self, key: str, value: bytes) -> None: ...
 
@@ -200,12 +193,8 @@ _UNLISTED_NOTES = 4  # notes that are read without a listing first
 class TierBoard(Board):
     """A board on the first tier of the node's daemon. Every node's daemon of the launch has the same first tier.
 
-    A daemon that ends is waited for, or replaced, for seconds. A stopped daemon is an error that names it.
-
-    Args:
-        launch: a name of the launch and its restart, the same on every rank.
-        world: the number of ranks, by which each rank slows down: all ranks together make about 1,000 requests per
-            second at most.
+    A daemon that ends is waited for, or replaced, for seconds. A stopped daemon is an error that names it. The more
+    ranks there are, the slower is each: all together make about 1,000 requests per second at most.
     """
 
     outlives = True

@@ -195,9 +195,8 @@ class Launch:
     def claim(self, part: PartId) -> None:
         """Refuse the step of `part` to every other save, of any thread, until `release` gets this very object.
 
-        Raises:
-            StepRefused: another save has claimed the step since `part` returned this object.
-            ConfigError: a restore has begun since then.
+        Raises `StepRefused` if another save has claimed it since `part` returned this object, `ConfigError` if a
+        restore began.
         """
         current = self._current
         if not current.claim(part):

@@ -19,8 +19,6 @@ Sources of the variables:
 - `MV2_COMM_WORLD_*`: MVAPICH2, `mpispawn`. `JSM_NAMESPACE_*`: IBM's jsrun. `FLUX_*`: Flux, flux-environment(7).
 - `SLURM_*`: srun(1); Slurm, `src/common/env.c`.
 - `JOB_COMPLETION_INDEX`: Kubernetes, "Indexed Job for Parallel Processing with Static Work Assignment".
-
-The module is longer than 300 lines because all that depends on the kind of launcher is here, with its sources.
 """
 
 from __future__ import annotations

@@ -67,11 +67,8 @@ class NoteExchange:
     """One rank's side of the communication between a launch's ranks.
 
     Every rank makes one at the same places of its program, and calls `exchange` in the same order. One thread makes all
-    calls of the board, so that a board that hangs cannot block a caller for ever.
-
-    Args:
-        silent_s: seconds after which a rank that gave no sign of life counts as gone.
-        last_s: seconds to wait for the last sign of life, so that no board call runs while the interpreter exits.
+    calls of the board, so that a board that hangs cannot block a caller for ever. After `silent_s` a rank without a
+    sign of life counts as gone.
     """
 
     def __init__(

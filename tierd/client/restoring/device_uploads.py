@@ -37,14 +37,10 @@ _ALWAYS_ON_HOST = "step"  # torch moves an optimizer's value of this name only i
 
 
 class DeviceUploads:
-    """The copies of one restore. Used only by the thread that restores.
+    """The copies of one restore, in the thread that restores, to the devices on which the tensors of `state` are.
 
-    Args:
-        state: its tensors say which device each saved tensor is copied to.
-        device: one of those devices, in whose context memory is pinned.
-
-    Attributes:
-        arena: the memory that the tensor file was read into, if it was; saves may use it after `close` has returned.
+    Memory is pinned in the context of `device`, one of these. `arena` is the memory that the tensor file was read into,
+    if it was; saves may use it after `close` has returned.
     """
 
     def __init__(self, state: Mapping[str, object], device: torch.device) -> None:

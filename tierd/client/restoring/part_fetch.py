@@ -98,10 +98,8 @@ def read_draft(directory: Path, part: PartId) -> Manifest:
 class StreamedPart:
     """Read the files of `part` from the directory that the daemon fills, in a thread, until the context ends.
 
-    Args:
-        worth: whether the files are needed in memory at all.
-        memory: returns the memory to read a file into, in whole pages; None to allocate it here.
-        pause_s: between two checks for chunks that have arrived.
+    `worth` says whether the files are needed in memory at all. `memory` returns the memory to read a file into, in
+    whole pages; None to allocate it here.
     """
 
     def __init__(

@@ -77,12 +77,7 @@ class VerifiedPart:
 
 
 class Restorer(CandidateSearch):
-    """Find the newest checkpoint that every rank can verify, and read this rank's part of it.
-
-    Args:
-        clock, report: as in `CandidateSearch`.
-        only: names of entries; no byte of other entries is read.
-    """
+    """Find the newest checkpoint that every rank can verify, and read this rank's part of it, or the entries `only`."""
 
     def __init__(
         self,

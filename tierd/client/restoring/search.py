@@ -161,11 +161,9 @@ class CandidateSearch:
         with its result. The next one follows only if all ranks have to try an older one; the iteration ends if the run
         has none. Raises as `Restorer.restore`.
 
-        Args:
-            everything: each rank needs every rank's part, of any number of ranks; else only its own part, or of that
-                part only the entries in `only`.
-            other_launches: of a step that is asked for, try also what other launches have of it. A trainer must not,
-                because its next save would continue another history.
+        With `everything` each rank needs every rank's part, of any number of ranks; else only its own part, or of that
+        part only the entries in `only`. With `other_launches`, of a step that is asked for, also what other launches
+        have of it is tried. A trainer must not, because its next save would continue another history.
         """
         vanished = 0
         self.source.deep |= not (step is None and attempt is None and best is None)

@@ -36,12 +36,9 @@ log = logging.getLogger("tierd")
 
 
 class SavePipeline:
-    """Take snapshots, one after the other, and end their saves.
+    """Take snapshots, one after the other, and end their saves, each with a call of `on_end`.
 
-    Args:
-        line: the connection to the daemon; None if there is to be no daemon.
-        on_end: called with every save that ends, and with the error if it failed.
-        room: called by the thread that persists if the disk is full, to make room.
+    `line` is the connection to the daemon; None if there is to be none. `room` is called if the disk is full.
     """
 
     def __init__(

@@ -41,16 +41,10 @@ from tierd.state.capturer import CapturerPool
 
 
 class SaveRecords:
-    """What `close` and the daemon need to know of this launch's saves.
-
-    Attributes:
-        saved: the attempts under which this launch made a checkpoint durable. A restore begins another attempt.
-    """
-
     def __init__(
         self, launch: Launch, schedule: SaveSchedule, daemon: Attachment, handoff: HandoffClient | None, stats: Stats
     ) -> None:
-        self.saved: set[str] = set()
+        self.saved: set[str] = set()  # attempts under which a checkpoint is durable; a restore begins another one
         # Threads add to these in any order, so each question is answered from both when it is asked.
         self._durable_checkpoints: set[CheckpointId] = set()
         self._failures: dict[PartId, str] = {}

@@ -106,9 +106,7 @@ SLICE = 4 * COPY_PIECE_BYTES  # bytes; a multiple of `COPY_PIECE_BYTES`, so that
 class Pinning:
     """CUDA's registrations of the first `size` bytes of an arena. Only the thread that has the arena's slot may use it.
 
-    Attributes:
-        size: bytes that are pinned.
-        device: the device in whose context they were registered; the memory is pinned for all devices.
+    They were made in the context of `device`; the memory is pinned for all devices.
     """
 
     def __init__(self, arena: Arena, size: int, device: torch.device) -> None:

@@ -192,8 +192,7 @@ class Snapshot:
     def await_confirmation(self) -> None:
         """Return when the copy is known not to be a mixture; at once if it was made before `save` returned.
 
-        Raises:
-            TornSnapshot: something other than an attached optimizer has changed a tensor since `save`.
+        Raises `TornSnapshot` if something other than an attached optimizer has changed a tensor since `save`.
         """
         if not self.deferred_names or self._fate:
             return

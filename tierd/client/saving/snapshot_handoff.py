@@ -197,12 +197,9 @@ class HandoffClient:
         return True
 
     def answer(self, pending: PendingHandoff) -> CommittedPart:
-        """Wait until the daemon has committed the snapshot.
+        """Wait until the daemon has committed the snapshot; raises its error if it could not.
 
-        Raises:
-            DaemonUnavailable: the connection ended or fell silent first, so it is not known whether the part was
-                committed.
-            TierdError: the daemon could not commit it, and says why.
+        `DaemonUnavailable`: the connection ended or fell silent, so it is not known whether the part was committed.
         """
         try:
             reply, _ = receive_packet(pending.connection, pending.silence_s)

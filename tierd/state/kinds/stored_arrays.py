@@ -68,8 +68,6 @@ class PackedReference(str):
 
 
 class PackedRun(NamedTuple):
-    """A packed run."""
-
     kind: str
     size: int  # number of the tensor's elements in use; they are values, or bytes of text
     values: int  # 0 for `bytes` and `bytearray`, which are one value
