@@ -139,7 +139,7 @@ class PartFiles(PartRanges):
                 self._ask(part, {path: _runs(numbers) for path, numbers in sorted(files.items())})
 
     def read(self, spans: Iterable[Span]) -> Iterator[tuple[Span, memoryview]]:
-        """Yield each span with its verified bytes, in file order. The next span overwrites the bytes. Raises as `fill`."""
+        """Yield each span with its verified bytes, in file order. The next span overwrites them. Raises as `fill`."""
         for batch in _batches(sorted(spans, key=lambda span: (span.part, span.path, span.offset))):
             head, last = batch[0], batch[-1]
             data = self._read(head.part, head.file, head.first, last.end, last.stop - head.start)
