@@ -116,11 +116,11 @@ def test_directory_that_was_missing_for_a_day_is_taken_up(home: Path) -> None:
     (home / "out").mkdir()
     with watching(home, "spool") as daemon:
         (one,) = daemon.intake._watching.values()  # type: ignore[attr-defined]
-        wait_until(lambda: one.was_there)
+        wait_until(lambda: one.directory_existed)
         (home / "out").rmdir()
-        wait_until(lambda: one.tries > 0)
-        one.tries = 3000
-        wait_until(lambda: one.tries > 3000)
+        wait_until(lambda: one.failed_tries > 0)
+        one.failed_tries = 3000
+        wait_until(lambda: one.failed_tries > 3000)
         (home / "out").mkdir()
         layouts.torch_save(home / "out")
         wait_until(lambda: len(manifests(home)) == 1)

@@ -93,7 +93,9 @@ def messages() -> dict[str, bytes]:
         }
         found |= {
             f"errors/{kind.__name__}.reply": wire.encode_line(message_codec.error_reply(kind("tier: why")))
-            for _, kind in inspect.getmembers(errors, inspect.isclass)
+            for _, kind in inspect.getmembers(
+                errors, lambda kind: inspect.isclass(kind) and issubclass(kind, errors.TierdError)
+            )
         }
         return {name: data.replace(home.encode(), b"") for name, data in found.items()}
 

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tierd.daemon.daemon_status import Status
 from tierd.ipc.messages import DAEMON_LOG
 from tierd.spool.file_io import private_opener
+
+if TYPE_CHECKING:
+    from tierd.daemon.daemon_status import Status  # loads the daemon, which `tierd status` does not need
 
 log = logging.getLogger("tierd.daemon")
 

@@ -137,7 +137,7 @@ def test_restore_does_without_a_daemon_that_is_stopped_between_two_requests(spoo
             self._silence_s = 1.0
             stopped.send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(asks, "Link", Stopping)
+    monkeypatch.setattr(asks, "DaemonConnection", Stopping)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         found = ckpt.restore(tensors(0))
     assert found is not None and found.step == 1 and names_it(found.unreached[0], stopped.pid)

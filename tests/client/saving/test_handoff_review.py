@@ -47,7 +47,7 @@ def test_no_descriptor_for_a_connection_costs_no_slot(spool, monkeypatch):
 def test_error_after_a_save_costs_no_slot(spool, monkeypatch):
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(internals(ckpt).daemon, "keep", lambda: 1 // 0)
+            patch.setattr(internals(ckpt).daemon, "renew_soon", lambda: 1 // 0)
             ckpt.save(1, tensors(1)).wait(timeout=60)
             ckpt.save(2, tensors(2)).wait(timeout=60)
         ckpt.save(3, tensors(3)).wait(timeout=60)

@@ -141,7 +141,7 @@ def test_trainer_with_a_handed_over_snapshot_gives_way_last_and_loses_nothing(sp
             (mine,) = [line for line in daemon.handoff.connections if line.writer]
             assert mine is first
             for line in daemon.handoff.connections:
-                line.heard = time.monotonic() + (100 if line is not mine else 0)
+                line.answered_at = time.monotonic() + (100 if line is not mine else 0)
                 line.arenas.setdefault(63, Arena(4096))
         newcomer()  # all handed over a snapshot, and the trainer is the one that was silent for longest
         wait_until(lambda: mine not in daemon.handoff.connections)

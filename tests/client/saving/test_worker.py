@@ -125,8 +125,8 @@ def test_worker_finishes_its_tasks_when_the_interpreter_ends(tmp_path):
 import atexit, torch, tierd
 from tierd.client.saving import save_pipeline
 import time
-real = pipeline.write_part
-pipeline.write_part = lambda *a: (time.sleep(0.3), real(*a))[1]
+real = save_pipeline.write_part
+save_pipeline.write_part = lambda *a: (time.sleep(0.3), real(*a))[1]
 ckpt = tierd.Checkpointer({str(tmp_path)!r}, "run", to=[], slots=2)
 atexit.register(lambda: ckpt.save(3, {{"x": torch.ones(3)}}))
 for step in (1, 2):

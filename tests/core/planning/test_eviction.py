@@ -69,7 +69,7 @@ def test_only_verified_copies_are_taken(case):
     for one in eviction_order(replace(world, trainerless=frozenset({"r", "other"})), ()):
         seen = world.spool.checkpoints[one]
         assert any(all(tier.has(p) for p in seen.parts()) for tier in world.tiers.values() if tier)
-        assert one not in world.held and all(p.checkpoint != one for p in world.busy)
+        assert one not in world.being_restored and all(p.checkpoint != one for p in world.busy)
 
 
 def retired() -> Inventory:

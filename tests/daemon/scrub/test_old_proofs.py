@@ -195,14 +195,16 @@ async def test_a_manifest_that_was_replaced_while_its_tier_was_asked_for_it_prov
     assert await is_part_held(tier, PART, None) is True
 
 
-@pytest.mark.parametrize("ask", ["holds", "lacking"])
+@pytest.mark.parametrize("ask", ["find_corrupt_parts", "find_missing_parts"])
 async def test_a_copy_that_was_repaired_after_a_prune_elsewhere_asked_for_it_is_not_quarantined(
     spool, monkeypatch, ask
 ):
     """A prune on another tier asks whether the tier holds a part, and one in the spool what it lacks."""
     rich, last = RetentionPolicy(keep_last=100), RetentionPolicy(keep_last=1)
     near, far = Double(), Double()
-    stores, policies = ({"near": near, "far": far}, (last, rich)) if ask == "holds" else ({"far": far}, (rich,))
+    stores, policies = (
+        ({"near": near, "far": far}, (last, rich)) if ask == "find_corrupt_parts" else ({"far": far}, (rich,))
+    )
     for step in (1, 2):
         commit(spool, part(step))
     await converge(spool, stores)
@@ -213,7 +215,7 @@ async def test_a_copy_that_was_repaired_after_a_prune_elsewhere_asked_for_it_is_
     async def asked(*about):
         if answers:
             return await original(*about)
-        await (flip(far.inner, KEY) if ask == "holds" else far.inner.delete([chunk]))
+        await (flip(far.inner, KEY) if ask == "find_corrupt_parts" else far.inner.delete([chunk]))
         answers.append(await original(*about))
         put_there(far, chunk, pristine[chunk])
         put_there(far, KEY, replaced(pristine[KEY]))
@@ -223,7 +225,7 @@ async def test_a_copy_that_was_repaired_after_a_prune_elsewhere_asked_for_it_is_
     monkeypatch.setattr(node.tiers, ask, asked)
     async with running(node):
         await until(lambda: node.wake() or steps_in(spool) == [2])
-        await until(lambda: node.wake() or ask == "lacking" or steps_on(near.inner.objects) == [2])
+        await until(lambda: node.wake() or ask == "find_missing_parts" or steps_on(near.inner.objects) == [2])
     assert answers[0], "it found the damage"
     assert await is_usable(far, replaced(pristine[KEY])) and ("put", PART.quarantine_key) not in far.calls
     assert not [event for event in node.journal.events if event.what == "corrupt"]

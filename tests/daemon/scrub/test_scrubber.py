@@ -386,7 +386,7 @@ async def test_corrupt_shared_chunk_is_reported_once_and_its_sharers_are_read_ag
         corrupt(spool.path(part(step)) / "frozen.bin")
     daemon = await observed(scrubber(spool, {"tier": store}))
     for step in (1, 2, 3):
-        daemon.scrubber.verified("tier", part(step))
+        daemon.scrubber.note_verified("tier", part(step))
     assert await daemon.scrubber.next("tier") is None
     await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
     await daemon.observe("tier")
@@ -548,7 +548,7 @@ async def test_a_shared_chunk_that_had_to_move_makes_its_sharers_be_read_again_a
     await daemon.observe(SPOOL)
     await daemon.observe("tier")
     for step in range(count):
-        daemon.scrubber.verified("tier", part(step))
+        daemon.scrubber.note_verified("tier", part(step))
     await daemon.scrubber.scrub(ScrubbedCopy("tier", part(0)))
     await daemon.observe("tier")
     while copy := await daemon.scrubber.next("tier"):

@@ -102,9 +102,9 @@ def hurry(daemon, how: str) -> None:
             commit(daemon.spool, part(10))
             daemon.wake()
         case "somebody who waits":
-            daemon.requests.awaited[part(9)] += 1
+            daemon.requests.awaited_parts[part(9)] += 1
         case "a restore elsewhere":
-            daemon.requests.needed[part(9).checkpoint] += 1
+            daemon.requests.needed_checkpoints[part(9).checkpoint] += 1
         case "the trainer has left":
             daemon.requests.attended = lambda: False
         case "asked to go on":

@@ -333,7 +333,7 @@ def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, 
     found = rank_contents.read_leaves(files, part).values
     assert described([found["losses"], found["order"]]) == described([state["losses"], state["order"]])
     raw = found["raw"]  # not read yet
-    assert raw.made(read_tensor(files, part, raw.entry)) == state["raw"]
+    assert raw.rebuild(read_tensor(files, part, raw.entry)) == state["raw"]
     assert {name: found[f"table.{name}"] for name in state["table"]} == state["table"]
     monkeypatch.setattr(state_tree, "MAX_VALUES", 4 * N)
     with pytest.raises(StateMismatch, match="values in packed runs"):
