@@ -396,7 +396,7 @@ def test_ranks_on_other_nodes_learn_that_a_rank_has_ended(monkeypatch):
         def ended_ranks(self) -> set[int]:
             return self.found
 
-    monkeypatch.setattr("tierd.client.ranks.rank_rank_processes.NodeSiblings", Seen)
+    monkeypatch.setattr("tierd.client.ranks.rank_processes.NodeSiblings", Seen)
     boards = [_quick(StoreBoard(store, "launch", "the store", exclusive=True)) for _ in range(3)]
     made = [NoteExchange(board, rank, 4, QUICK) for rank, board in enumerate(boards)]
     for error in together(*(lambda one=one: one.begin(100) for one in made)):
@@ -520,7 +520,7 @@ def test_a_board_that_hangs_ends_the_wait():
     """As a store whose host was stopped: a call of it does not return."""
 
     class Hanging:
-        what, poll_s, beat_s = "the store", 0.02, 0.1
+        description, poll_s, beat_s = "the store", 0.02, 0.1
 
         def put(self, key: str, value: bytes) -> None:
             threading.Event().wait(60)

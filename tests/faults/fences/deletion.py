@@ -130,7 +130,7 @@ FENCES = (
         _PROOF,
         "verification",
         "Pruner._prune_together",
-        Answer("proven_corrupt", "together(first, other_prunes, place)"),
+        Answer("proven_corrupt", "prune_batch(first, other_prunes, place)"),
         "pytest tests/daemon/tiers/test_release.py -k used_again",
     ),
     Fence(
