@@ -121,7 +121,7 @@ def test_new_threads_inherit_low_priority_and_earlier_threads_keep_theirs():
             heir.start(); heir.join()
         before = threading.Thread(target=early)
         before.start()
-        threads.lower()
+        threads.lower_priority()
         notes["lowered"] = seen()
         late = threading.Thread(target=lambda: notes.update(late=seen()))
         late.start(); late.join()
@@ -136,14 +136,16 @@ def test_new_threads_inherit_low_priority_and_earlier_threads_keep_theirs():
 
 @pytest.mark.parametrize(("before", "after"), [(0, 19), (5, 19), (19, 19)])
 def test_it_is_never_made_less_polite(before, after):
-    notes = reported(f"os.nice({before}); threads.lower(); threads.lower(); print(json.dumps({{'now': seen()}}))")
+    notes = reported(
+        f"os.nice({before}); threads.lower_priority(); threads.lower_priority(); print(json.dumps({{'now': seen()}}))"
+    )
     assert notes["now"] == [after, 3]
 
 
 def test_no_privilege_is_needed():
     if os.geteuid():
         pytest.skip("runs without privilege as it is")
-    notes = reported("os.setgid(65534); os.setuid(65534); threads.lower(); print(json.dumps({'now': seen()}))")
+    notes = reported("os.setgid(65534); os.setuid(65534); threads.lower_priority(); print(json.dumps({'now': seen()}))")
     assert (notes["now"], notes["stderr"]) == (LOW, "")
 
 

@@ -30,8 +30,8 @@ _TRAINER = """
 import dataclasses, logging, sys
 import torch, tierd
 from tierd.client import client_timings
-quick = dataclasses.replace(timings.USUAL, launches_s=0.5)
-timings.given = lambda: quick
+quick = dataclasses.replace(client_timings.USUAL_TIMINGS, launches_s=0.5)
+client_timings.current_timings = lambda: quick
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
 spool, to = sys.argv[1], sys.argv[2:]
 ckpt = tierd.Checkpointer(spool, run="r", to=to, retention=tierd.Retention(keep_last=2))
@@ -215,7 +215,7 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
         "from pathlib import Path\n"
         "from tierd.spool import leases\n"
         "from tierd.core.ids import CheckpointId, PartId\n"
-        f"leases.hold(Path({str(spool.control)!r}), PartId(CheckpointId('run', '000000000001-00000001', 1), 0, 1))\n"
+        f"leases.acquire_lease(Path({str(spool.control)!r}), PartId(CheckpointId('run', '000000000001-00000001', 1), 0, 1))\n"
         "child = os.fork()\n"
         "if child:\n"
         "    print(child, flush=True)\n"  # one of the two prints: the lines of both may run into each other
@@ -243,7 +243,7 @@ def test_second_process_of_the_same_rank_and_attempt_is_refused(tmp_path) -> Non
         "from tierd.spool import leases\n"
         "from tierd.core.ids import CheckpointId, PartId\n"
         f"one = CheckpointId('run', {part(1).checkpoint.attempt!r}, 1)\n"
-        f"leases.hold(Path({str(spool.control)!r}), PartId(one, 0, 1))\n"
+        f"leases.acquire_lease(Path({str(spool.control)!r}), PartId(one, 0, 1))\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )

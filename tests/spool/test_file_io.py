@@ -235,7 +235,7 @@ def test_wherever_chunks_end_the_disk_sees_whole_pages(disk, monkeypatch, seed, 
     size = 3 * MIB + 4097 * seed
     sizes = sizes_of(size, seed)
     for module in (file_io, foreign_files):
-        monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
+        monkeypatch.setattr(module, "content_chunk_sizes", lambda read, total, limit: list(sizes))
     data = aligned(size)
     with FileWriter(disk, "file", size) as writer:
         for begin in range(0, size, step):
@@ -306,7 +306,7 @@ def test_a_flip_at_a_chunks_edge_is_that_chunks_alone(disk, monkeypatch, where):
     size = 2 * MIB + 100
     sizes = sizes_of(size, 7)
     for module in (file_io, foreign_files):
-        monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
+        monkeypatch.setattr(module, "content_chunk_sizes", lambda read, total, limit: list(sizes))
     file = write_file(disk, "file", aligned(size))
     for index, begin in enumerate(itertools.accumulate([0, *sizes[:-1]])):
         at = begin if where == 0 else begin + sizes[index] - 1

@@ -26,7 +26,7 @@ from tierd.core.retention.policy import (
 )
 from tierd.core.timeline.launch_chain import Head
 from tierd.daemon.concurrency import MemoryBudget
-from tierd.daemon.tiers.tier_observer import SpoolEye
+from tierd.daemon.spool_observer import SpoolObserver
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush
@@ -165,7 +165,7 @@ def test_launch_that_ends_before_its_first_commit_takes_nothing_from_its_predece
     commit(spool, part(1, launch=1))
     spool.stage(part(2, launch=2)).abandon()
     assert saved_attempts(spool.control, [RUN]) == {RUN: {attempt(1), attempt(2)}}
-    assert SpoolEye(spool).observe().restored == frozenset()
+    assert SpoolObserver(spool).observe().restored == frozenset()
     commit(spool, part(2, launch=3))
     assert saved_attempts(spool.control, [RUN]) == {RUN: {attempt(3)}}
 

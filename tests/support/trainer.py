@@ -38,7 +38,7 @@ def lines(log: str) -> list[list[str]]:
 
 _DAEMON = (
     "import sys; from tierd.daemon import daemon_timings; short = daemon_timings.DaemonTimings(orphan_s=2.0); "
-    "timings.given = lambda: short; from tierd.cli import run; sys.exit(run())"
+    "daemon_timings.given = lambda: short; from tierd.cli import run; sys.exit(run())"
 )
 
 

@@ -115,7 +115,7 @@ def test_several_checkpoints_are_imported_in_the_order_of_their_steps_at_any_tim
     assert [one["path"] for one in two["imported"]["units"]] == ["checkpoint-500"]
 
 
-@pytest.mark.parametrize("name", ["describe", "_inspect"])
+@pytest.mark.parametrize("name", ["describe_unit", "_inspect"])
 def test_checkpoint_with_an_unforeseen_error_stops_no_other(
     name: str, root: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]

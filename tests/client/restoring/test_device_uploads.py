@@ -30,7 +30,7 @@ def small(monkeypatch):
     """Pieces of a size that tests can afford."""
     monkeypatch.setattr(write_part, "__defaults__", (1 << 20,))  # bytes of a chunk
     for module in (device_copies, pinning, slots, device_uploads):
-        for name, size in {"GRAIN": 1 << 18, "SLICE": 1 << 20}.items():
+        for name, size in {"COPY_PIECE_BYTES": 1 << 18, "SLICE": 1 << 20}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, size)
 

@@ -65,13 +65,13 @@ def a_local_copy_goes_only_when_a_tier_has_it_or_every_tier_is_or_will_be_past_i
         own = [p for p in world.spool.parts() if p.checkpoint == prune.checkpoint]
         on_one = any(tier and all(tier.facts(p) for p in own) for tier in world.tiers.values())
         past_all = all(
-            tier is not None and newer_whole(tier, prune.checkpoint) >= settings.named(name).retention.keep_last
+            tier is not None and newer_whole(tier, prune.checkpoint) >= settings.tier_named(name).retention.keep_last
             for name, tier in world.tiers.items()
         )
         will_be = whole(world.spool, prune.checkpoint) and all(
             tier is not None
             and len(newer_whole_in(tier, prune.checkpoint) | newer_whole_in(world.spool, prune.checkpoint))
-            >= settings.named(name).retention.keep_last
+            >= settings.tier_named(name).retention.keep_last
             for name, tier in world.tiers.items()
         )
         event(f"local prune: on a tier {on_one}, all tiers past it {past_all}, or will be {will_be}")
@@ -83,10 +83,10 @@ def a_tier_keeps_its_newest_verified_and_what_is_pinned_held_or_arriving(world, 
     for prune in prunes(planned(world, settings)):
         if prune.tier == SPOOL:
             continue
-        tier, policy = world.tiers[prune.tier], settings.named(prune.tier).retention
+        tier, policy = world.tiers[prune.tier], settings.tier_named(prune.tier).retention
         event("tier prune")
         assert newer_whole(tier, prune.checkpoint) >= policy.keep_last
-        assert prune.checkpoint not in tier.pins | world.spool.pins | world.held
+        assert prune.checkpoint not in tier.pins | world.spool.pins | world.being_restored
         assert prune.checkpoint not in {p.checkpoint for p in world.busy}
         rules = policy.keep_every_steps or ()
         for steps in (rules,) if isinstance(rules, int) else rules:
@@ -95,7 +95,7 @@ def a_tier_keeps_its_newest_verified_and_what_is_pinned_held_or_arriving(world, 
 
 def nothing_held_busy_or_pinned_is_pruned_from_the_spool(world, settings):
     pruned = {p.checkpoint for p in prunes(planned(world, settings), SPOOL)}
-    assert not pruned & (world.held | {p.checkpoint for p in world.busy})
+    assert not pruned & (world.being_restored | {p.checkpoint for p in world.busy})
     if world.free > 0.05:
         assert not pruned & world.spool.pins
 
@@ -381,7 +381,7 @@ def test_checkpoint_in_the_spool_alone_is_pruned_when_newer_complete_checkpoints
     assert going() == [1, 2, 3, 4]  # the tier wants 5 and 6
     assert going(tier=solo(Place(), steps[0])) == [2, 3, 4]  # 1 is verified, and the newest that is
     assert going(busy=frozenset({part(steps[1])})) == [1, 3, 4]  # being sent
-    assert going(needed=frozenset({steps[1]})) == [1, 3, 4]  # a restore elsewhere waits for it
+    assert going(awaited=frozenset({steps[1]})) == [1, 3, 4]  # a restore elsewhere waits for it
     assert going(tier=None) == []  # what it holds and wants is not known
     pinned = replace(solo(Place(), *steps), pins=frozenset({steps[2]}))
     assert going(spool=pinned) == [1, 2, 4]

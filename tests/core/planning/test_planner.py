@@ -34,14 +34,15 @@ def observed(draw) -> tuple[Inventory, object]:
         alive |= {run: (Trainer(one, 0, 1),)} if draw(rare) else {}
     spool = replace(world.spool, launches=launches, alive=alive, restored=frozenset(shown if draw(rare) else ()))
     tiers = {
-        name: place and replace(place, announced={one: frozenset({"x"}) for one in draw(few)}, cut=draw(few))
+        name: place
+        and replace(place, announced={one: frozenset({"x"}) for one in draw(few)}, interrupted_prunes=draw(few))
         for name, place in world.tiers.items()
     }
     return replace(
         world,
         spool=spool,
         tiers=tiers,
-        needed=draw(few),
+        awaited=draw(few),
         trainerless=frozenset(shown if draw(rare) else ()),
         finished=frozenset(shown if draw(rare) else ()),
         silent=frozenset(name for name, place in tiers.items() if place is None and draw(st.booleans())),
@@ -92,7 +93,7 @@ def test_planner_plans_after_any_change_the_same_as_a_fresh_plan(case, data):
             case 2:
                 world = replace(world, busy=frozenset(list(world.spool.parts())[:1]))
             case 3:
-                world = replace(world, held=frozenset(list(world.spool.checkpoints)[:1]))
+                world = replace(world, being_restored=frozenset(list(world.spool.checkpoints)[:1]))
 
 
 def test_a_run_of_which_nothing_changed_is_not_planned_again(monkeypatch):
