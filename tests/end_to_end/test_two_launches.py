@@ -215,7 +215,8 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
         "from pathlib import Path\n"
         "from tierd.spool import leases\n"
         "from tierd.core.ids import CheckpointId, PartId\n"
-        f"leases.acquire_lease(Path({str(spool.control)!r}), PartId(CheckpointId('run', '000000000001-00000001', 1), 0, 1))\n"
+        "part = PartId(CheckpointId('run', '000000000001-00000001', 1), 0, 1)\n"
+        f"leases.acquire_lease(Path({str(spool.control)!r}), part)\n"
         "child = os.fork()\n"
         "if child:\n"
         "    print(child, flush=True)\n"  # one of the two prints: the lines of both may run into each other
