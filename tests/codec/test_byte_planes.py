@@ -8,8 +8,10 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from support import by_hand
 from support.seeds import examples
 
-from tierd.codec import byte_planes, chunk_codec, number_layout
+from tierd.codec import byte_planes, chunk_codec, number_layout, numpy_loops
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import Chunk, StoredChunk
@@ -305,7 +307,7 @@ def test_nothing_may_follow_the_frame_of_an_empty_plane(behind):
 
 def test_fifteen_always_means_another_byte():
     data = NUMBERS + plane(2, struct.pack("<BI", 250, 0) + frame(b"\xff\0"))
-    with pytest.raises(ValueError, match="2 other bytes are needed, not 0"):
+    with pytest.raises(ValueError, match="another number of other bytes than 0"):
         byte_planes.unpack(data, 8)
 
 
@@ -316,7 +318,7 @@ def test_a_wrong_number_of_others_is_refused_by_the_description_too(codes, other
     """NumPy would assign one value to any number of elements."""
     body = struct.pack("<BI", 0, len(others)) + (plane(0, others) if others else b"") + frame(codes)
     data = head(4 * len(codes)) + bytes([2, 0]) + plane(0, bytes(2 * len(codes))) + plane(2, body)
-    with pytest.raises(ValueError, match="other bytes are needed"):
+    with pytest.raises(ValueError, match="another number of other bytes"):
         byte_planes.unpack(data, 4 * len(codes))
     program = by_hand.program()
     with pytest.raises(program.Damaged, match="another number of others"):
@@ -396,16 +398,27 @@ def test_numbers_of_one_high_byte_and_few_others_decode_to_themselves(width, low
     assert not caplog.records
 
 
+class Faulty:
+    """The inner loops, of which one call errs as a processor might."""
+
+    def __init__(self, function: str, on_call: Callable[..., object]) -> None:
+        self.function, self.on_call, self.sound = function, on_call, byte_planes.loops
+
+    def __getattr__(self, name: str) -> Any:
+        return self.on_call if name == self.function else getattr(self.sound, name)
+
+
 def test_block_that_does_not_read_back_is_not_split(monkeypatch, caplog, join_planes):
     """A processor that errs, or a fault of the writer: what is stored can be read all the same."""
-    subtract, calls = np.subtract, []
+    pack_pairs, calls = byte_planes.loops.pack_pairs, []
 
-    def err(*operands, out):
+    def err(plane, base, halves, escapes):
         calls.append(None)
-        subtract(*operands, out=out)
-        out ^= np.uint8(len(calls) == 2)
+        number = pack_pairs(plane, base, halves, escapes)
+        halves[0] ^= len(calls) == 2
+        return number
 
-    monkeypatch.setattr(byte_planes.np, "subtract", err)
+    monkeypatch.setattr(byte_planes, "loops", Faulty("pack_pairs", err))
     raw = numbers("fp32", 1_000_000)
     found = chunk_codec.encode(PART, described(raw), raw)
     assert found.stored.codec == "planes" and found.stored.size < 0.95 * len(raw)
@@ -417,11 +430,19 @@ def test_reader_that_fails_counts_as_a_block_that_does_not_read_back(monkeypatch
     def fail(*_):
         raise OverflowError("out of bounds")
 
-    monkeypatch.setattr(byte_planes._Pairs, "put", fail)
+    monkeypatch.setattr(byte_planes, "loops", Faulty("unpack_pairs", fail))
     raw = numbers("bf16", 1_000_000)
     found = chunk_codec.encode(PART, described(raw), raw)
     monkeypatch.undo()
     assert chunk_codec.decode(found.chunk, found.data, "t") == raw
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_objects_of_both_kinds_of_loops_are_equal(monkeypatch, kind):
+    raw = numbers(kind, 300_001)
+    expected = byte_planes.pack(raw)
+    monkeypatch.setattr(byte_planes, "loops", numpy_loops)
+    assert byte_planes.pack(raw) == expected and byte_planes.unpack(expected, len(raw)) == raw
 
 
 def test_numbers_that_never_read_back_are_stored_another_way(monkeypatch):

@@ -20,17 +20,23 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
+from tierd.codec import numpy_loops
 from tierd.codec.number_layout import WIDTHS, Bytes, NumberLayout, detect_layout, neighbour_base
 from tierd.codec.zstd_frames import expand_frame
 from tierd.spool.direct_io import memory_for
 
+try:
+    from tierd.codec import _plane_loops
+except ImportError:  # installed without a compiler; `tierd doctor` says so
+    loops = numpy_loops
+else:
+    loops = _plane_loops if _plane_loops.vectorised else numpy_loops
+
 log = logging.getLogger("tierd.daemon")
 
 Buffer = bytes | bytearray | memoryview
-Words = npt.NDArray[Any]  # 16-bit, little-endian
 
 MAGIC = b"TPL1"
 HEAD = struct.Struct("<4sIB3s")  # magic, raw size, log2 of the block size, zeros
@@ -47,7 +53,6 @@ _ESCAPE_SHARE = 8  # at most one byte in this many may lie outside the 15 neighb
 _MIN_PAIRS_BYTES = 512  # bytes of a plane below which pairs are not worth their header
 _EDGE = 64  # bytes; an upper bound for the headers and edges of a block
 _WINDOW = 1 << 20
-_HIGHEST = 255 - 15  # a higher base plus a code would not fit into a byte; codes of other bytes are added, too
 _MAPPED = 8 << 20  # bytes; malloc serves smaller sizes faster, and retains less of them
 
 
@@ -64,7 +69,7 @@ class _Tools(threading.local):
         self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
         self.search = zstandard.ZstdCompressor(level=1)
         self.expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
-        self.scratch = [np.empty(1 << BLOCK_LOG, np.uint8) for _ in range(4)]
+        self.scratch = [np.empty(1 << BLOCK_LOG, np.uint8) for _ in range(2)]
         self.read_back = np.empty(1 << BLOCK_LOG, np.uint8)
 
 
@@ -155,47 +160,17 @@ def _write_block(out: _Writer, block: Bytes, layout: NumberLayout) -> int:
         return _write_plane(out, block, _tools.search)
     out.put(block[:lead].data)
     out.put(block[end:].data)
-    spare = _tools.scratch
-    elements = block[lead:end].view(f"<u{width}")
-    if not elements.flags.aligned:
-        elements = _copy_into(elements.view(np.uint8), spare[0]).view(f"<u{width}")
-    words = elements.view("<u2").reshape(count, width // 2)
+    elements, (first, second) = block[lead:end], _tools.scratch
     for index, worth in enumerate(layout.words):
+        word = first[: 2 * count] if worth else out.room(2 * count)
+        loops.take_words(elements, width, index, word)
         if worth:
-            word = spare[1][: 2 * count].view("<u2")
-            np.copyto(word, words[:, index])
-            _write_plane(out, word.view(np.uint8), _tools.search)
-        else:
-            np.copyto(out.room(2 * count).view("<u2"), words[:, index])
-    top = words[:, -1]
-    if width > 2:
-        top = spare[1][: 2 * count].view("<u2")
-        np.copyto(top, words[:, -1])
-    return _write_top(out, top, layout)
-
-
-def _copy_into(data: Bytes, to: Bytes) -> Bytes:
-    to[: len(data)] = data
-    return to[: len(data)]
-
-
-def _write_top(out: _Writer, top: npt.NDArray[Any], layout: NumberLayout) -> int:
-    # Writes the low bytes of the top words, then the high bytes. Returns the length of the body of the high bytes.
-    spare, count = _tools.scratch, len(top)
-    turned = top
-    if layout.folded:
-        turned, sign = spare[2][: 2 * count].view("<u2"), spare[3][: 2 * count].view("<u2")
-        np.left_shift(top, 1, out=turned)
-        np.right_shift(top, 15, out=sign)
-        np.bitwise_or(turned, sign, out=turned)
-    low = spare[3][:count] if layout.low else out.room(count)
-    np.copyto(low, turned, casting="unsafe")
+            _write_plane(out, word, _tools.search)
+    low = first[:count] if layout.low else out.room(count)
+    high = second[:count]
+    loops.split_top(elements, width, layout.folded, low, high)
     if layout.low:
         _write_plane(out, low, _tools.entropy)
-    shifted = spare[2][: 2 * count].view("<u2")
-    np.right_shift(turned, 8, out=shifted)
-    high = spare[3][:count]
-    np.copyto(high, shifted, casting="unsafe")
     return _write_pairs(out, high)
 
 
@@ -211,26 +186,17 @@ def _write_plane(out: _Writer, plane: Bytes, compressor: zstandard.ZstdCompresso
 def _write_pairs(out: _Writer, plane: Bytes) -> int:
     if len(plane) < _MIN_PAIRS_BYTES:
         return _write_plane(out, plane, _tools.entropy)
-    base = neighbour_base(plane)
-    spare = _tools.scratch
-    codes = spare[2][: len(plane) + len(plane) % 2]
-    codes[-1] = 0  # fills up the last pair if the number of codes is odd
-    near = codes[: len(plane)]
-    np.subtract(plane, np.uint8(base), out=near)
-    escapes = np.flatnonzero(near > 14)
-    if len(escapes) * _ESCAPE_SHARE > len(plane):
+    base, most = neighbour_base(plane), len(plane) // _ESCAPE_SHARE
+    half = (len(plane) + 1) // 2
+    halves, escapes = _tools.scratch[0][:half], _tools.scratch[0][half : half + most]
+    number = loops.pack_pairs(plane, base, halves, escapes)
+    if number < 0:
         return _write_plane(out, plane, _tools.entropy)
-    near[escapes] = 15
-    pairs, shifted = codes.view("<u2"), spare[1][: len(codes)].view("<u2")
-    np.right_shift(pairs, 4, out=shifted)
-    np.bitwise_or(pairs, shifted, out=pairs)
-    halves = spare[1][: len(pairs)]
-    np.copyto(halves, pairs, casting="unsafe")
     packed = _tools.entropy.compress(halves.data)
     start = out.at
-    out.put_plane(PAIRS, PAIRS_HEAD.pack(base, len(escapes)))
-    if len(escapes):
-        _write_plane(out, plane[escapes], _tools.search)
+    out.put_plane(PAIRS, PAIRS_HEAD.pack(base, number))
+    if number:
+        _write_plane(out, escapes[:number], _tools.search)
     out.put(packed)
     if (length := out.at - start - PLANE_HEAD.size) >= len(plane):
         out.at = start
@@ -282,10 +248,10 @@ class _Reader:
         """Return the next plane, of `size` bytes, which must not consist of pairs."""
         return self._plain(size, *self._body())
 
-    def top_plane(self, size: int) -> Bytes | _Pairs:
-        """Return the next plane, of `size` bytes, which may consist of pairs."""
+    def top_plane(self, size: int) -> Bytes:
+        """Return the next plane, of `size` bytes, which may consist of pairs; valid until the next call."""
         kind, body = self._body()
-        return _Pairs(body, size) if kind == PAIRS else self._plain(size, kind, body)
+        return _unpack_pairs(body, size) if kind == PAIRS else self._plain(size, kind, body)
 
     def _body(self) -> tuple[int, memoryview]:
         kind, length = self.heads(PLANE_HEAD)
@@ -306,51 +272,17 @@ def _expand(body: memoryview, size: int) -> Bytes:
         raise ValueError(f"a plane is no zstd frame: {error}") from error
 
 
-class _Pairs:
-    """A plane that stores two codes per byte."""
-
-    def __init__(self, body: memoryview, size: int) -> None:
-        reader = _Reader(body)
-        self._base, number = reader.heads(PAIRS_HEAD)
-        if number > size:
-            raise ValueError(f"{number} of {size} bytes are other ones")
-        self._escapes = reader.plane(number) if number else np.empty(0, np.uint8)
-        self._halves = _expand(reader.bytes(len(body) - reader.at), (size + 1) // 2)
-        self._places = _fifteens(self._halves, size)
-        if len(self._places) != number:
-            raise ValueError(f"{len(self._places)} other bytes are needed, not {number}")
-
-    def put(self, to: Words, shift: int) -> None:
-        """Write the plane's bytes into the words `to`, each shifted left by `shift` bits."""
-        halves, word_pairs = self._halves, len(to) // 2
-        if self._base > _HIGHEST:  # a sum would carry into the neighbouring word
-            codes = np.stack((halves & 15, halves >> 4), axis=1).reshape(-1)[: len(to)] + np.uint8(self._base)
-            np.multiply(codes, 1 << shift, out=to, dtype=np.uint16)
-        else:
-            # For two words at once: the multiplication moves each code into its own word, the addition adds the base to
-            # both.
-            double_words = to[: 2 * word_pairs].view("<u4")
-            np.copyto(double_words, halves[:word_pairs])
-            np.multiply(double_words, np.uint32(0x1001 << shift), out=double_words)
-            np.bitwise_and(double_words, np.uint32(0x000F_000F << shift), out=double_words)
-            np.add(double_words, np.uint32(0x0001_0001 * self._base << shift), out=double_words)
-            if len(to) % 2:
-                to[-1] = (int(halves[-1] & 15) + self._base) << shift
-        to[self._places] = self._escapes.astype("<u2") << shift
-
-
-def _fifteens(halves: Bytes, size: int) -> npt.NDArray[np.intp]:
-    """Return the indices of the codes that are 15 among the `size` codes in the pairs, in order."""
-    high, low = (scratch[: len(halves)].view(bool) for scratch in _tools.scratch[:2])
-    codes = low.view(np.uint8)
-    np.bitwise_and(halves, 15, out=codes)
-    np.equal(codes, 15, out=low)
-    np.greater_equal(halves, 0xF0, out=high)
-    np.bitwise_or(high, low, out=low)
-    pairs = np.flatnonzero(low)
-    is_fifteen = np.stack((halves[pairs] & 15, halves[pairs] >> 4), axis=1) == 15
-    places = np.asarray((2 * pairs[:, None] + np.arange(2))[is_fifteen])
-    return np.asarray(places[places < size])
+def _unpack_pairs(body: memoryview, size: int) -> Bytes:
+    reader = _Reader(body)
+    base, number = reader.heads(PAIRS_HEAD)
+    if number > size:
+        raise ValueError(f"{number} of {size} bytes are other ones")
+    escapes = reader.plane(number) if number else np.empty(0, np.uint8)
+    halves = _expand(reader.bytes(len(body) - reader.at), (size + 1) // 2)
+    plane = _tools.scratch[0][:size]
+    if not loops.unpack_pairs(halves, base, escapes, plane):
+        raise ValueError(f"its codes need another number of other bytes than {number}")
+    return plane
 
 
 def _read_block(reader: _Reader, out: Bytes) -> None:
@@ -365,40 +297,7 @@ def _read_block(reader: _Reader, out: Bytes) -> None:
     end = lead + count * width
     out[:lead] = np.frombuffer(reader.bytes(lead), np.uint8)
     out[end:] = np.frombuffer(reader.bytes(len(out) - end), np.uint8)
-    below = [reader.plane(2 * count).view("<u2") for _ in range(width // 2 - 1)]
+    below = [reader.plane(2 * count) for _ in range(width // 2 - 1)]
     low = reader.plane(count)
-    top = reader.top_plane(count)
-    if count:
-        _join(out[lead:end].view(f"<u{width}"), below, low, top, folded=folded)
-
-
-def _join(elements: npt.NDArray[Any], below: list[Words], low: Bytes, top: Bytes | _Pairs, *, folded: bool) -> None:
-    """Fill elements from the words below the top one, the top word's low byte, and the plane of its high bytes.
-
-    Each call into NumPy is for a whole block, although smaller pieces would stay in the CPU's caches: NumPy releases
-    the interpreter's lock in each call, and threads that decode at the same time would wait for it most of the time.
-    """
-    words = elements.view("<u2").reshape(len(elements), -1)
-    in_place = not below and elements.flags.aligned
-    to = words[:, 0] if in_place else _tools.scratch[2][: 2 * len(elements)].view("<u2")
-    shift = 7 if folded else 8
-    if isinstance(top, _Pairs):
-        top.put(to, shift)
-    else:
-        # with `dtype`, because NumPy 1 would multiply bytes by 128 in 8 bits
-        np.multiply(top, 1 << shift, out=to, dtype=np.uint16)
-    wide, sign = (scratch[: 2 * len(low)].view("<u2") for scratch in _tools.scratch[:2])
-    np.copyto(wide, low)
-    if folded:  # the lowest bit is the sign
-        np.multiply(wide, np.uint16(0x8000), out=sign)
-        np.bitwise_or(to, sign, out=to)
-        np.right_shift(wide, 1, out=wide)
-    np.bitwise_or(to, wide, out=to)
-    if in_place:
-        return
-    for index, plane in enumerate(below):
-        if index:
-            words[:, index] = plane
-        else:  # because NumPy vectorises a widening copy, but not a store to every other word
-            np.copyto(elements, plane)
-    words[:, -1] = to
+    high = reader.top_plane(count)
+    loops.join(out[lead:end], width, folded, low, high, *below)
