@@ -74,7 +74,14 @@ MAY: dict[str, set[str]] = {
     "codec": set(),
     "codec.number_layout": set(),
     "codec.zstd_frames": set(),
-    "codec.byte_planes": {"codec.number_layout", "codec.zstd_frames", "spool.direct_io"},
+    "codec.numpy_loops": {"codec.number_layout"},
+    "codec.byte_planes": {
+        "codec.numpy_loops",
+        "codec._plane_loops",
+        "codec.number_layout",
+        "codec.zstd_frames",
+        "spool.direct_io",
+    },
     "codec.chunk_codec": {
         "codec.byte_planes",
         "codec.zstd_frames",
@@ -242,6 +249,9 @@ MAY: dict[str, set[str]] = {
     "filesystem": {"exporting", "reading", "core"},
     "doctor": {
         "doctor",
+        "codec.byte_planes",
+        "codec.numpy_loops",
+        "codec._plane_loops",
         "daemon",
         "stores",
         "ipc.daemon_connection",

@@ -65,7 +65,7 @@ def build(scratch: Path, epoch: int, **surroundings: str) -> list[Path]:
     scratch.mkdir()
     (scratch / "commit.tar").write_bytes(run("git", "archive", "HEAD"))
     unpack(scratch / "commit.tar", scratch / "commit")
-    env = {"PATH": os.environ["PATH"], "SOURCE_DATE_EPOCH": str(epoch), **surroundings}
+    env = {"PATH": os.environ["PATH"], "SOURCE_DATE_EPOCH": str(epoch), "TIERD_PURE": "1", **surroundings}
     made = scratch / "made"
     run(sys.executable, "-c", _HOOK, "build_sdist", made, cwd=scratch / "commit", env=env)
     (source,) = made.iterdir()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tierd import __version__
+from tierd.codec import byte_planes, numpy_loops
 from tierd.core.diagnosis import machine_findings
 from tierd.core.diagnosis.findings import NODE, Finding, finding
 from tierd.core.diagnosis.machine_findings import Ownership, Space
@@ -210,6 +211,17 @@ def examine_machine(state: int | None) -> Iterator[Finding]:
     limit = min((group.limit for group in limited_groups()), default=None)
     yield machine_findings.memory(total, int(memory.get("MemAvailable", 0)) << 10, limit, state)
     yield machine_findings.limits({name: _soft(number) for name, number in _LIMITS.items()})
+    yield _codec()
+
+
+def _codec() -> Finding:
+    if byte_planes.loops is not numpy_loops:
+        return finding(NODE, "compiled codec", "its inner loops are compiled")
+    try:
+        from tierd.codec import _plane_loops  # noqa: F401
+    except ImportError:
+        return finding(NODE, "NumPy codec", "its inner loops are NumPy's, because none were compiled")
+    return finding(NODE, "no vector codec", "its inner loops are NumPy's, which are faster here than compiled ones")
 
 
 def _shared_memory() -> Finding:

@@ -24,6 +24,7 @@ CHECKS: dict[str, str] = {
     "memfd": "A trainer hands its snapshot to the daemon as shared memory.",
     "memory": "A snapshot takes one state's size of memory, and the daemon up to 0.5 GiB.",
     "limits": "The daemon uses a thread for each connection of a trainer, and up to 64 for each tier.",
+    "codec": "It compresses what a flush sends, and expands what a restore reads.",
     "daemon": "Client and daemon have to understand each other.",
     "directory": "A tier has to survive the loss of the node's disk.",
     "place": "Of two tiers in one place, each policy deletes what only the other one keeps.",
@@ -125,6 +126,11 @@ FINDINGS: dict[str, FindingKind] = {
     "file size limit": FindingKind(
         "limits", "error", "Raise RLIMIT_FSIZE: a tensor file is as large as a rank's state."
     ),
+    "compiled codec": FindingKind("codec", "ok"),
+    "NumPy codec": FindingKind(
+        "codec", "note", "Install tierd's source archive where a C compiler is: then a flush takes half of the CPU."
+    ),
+    "no vector codec": FindingKind("codec", "note", "Nothing: this processor has neither AVX2 nor NEON."),
     "daemon answers": FindingKind("daemon", "ok"),
     "no daemon": FindingKind(
         "daemon", "note", "Start one: tierd run, systemctl start tierd, or a trainer with to=[...]."
