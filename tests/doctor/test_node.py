@@ -133,7 +133,7 @@ def test_the_mount_of_a_path(path: str, kind: str, frozen: bool) -> None:
 
 
 def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert [one.check for one in node_checks.examine_machine(None)] == ["memfd", "memory", "limits"]
+    assert [one.check for one in node_checks.examine_machine(None)] == ["memfd", "memory", "limits", "codec"]
     groups = [MemoryGroup(tmp_path, 4 << 30), MemoryGroup(tmp_path, 2 << 30)]
     monkeypatch.setattr(node_checks, "limited_groups", lambda: groups)
     assert "limit is 2.0 GiB" in next(one.found for one in node_checks.examine_machine(None) if one.check == "memory")
