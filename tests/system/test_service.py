@@ -60,7 +60,7 @@ with tierd.Checkpointer(spool.root, "run") as ckpt:
             save.wait(tier, timeout=100)
     assert ckpt.stats.handed_over == ckpt.stats.direct == 5, ckpt.stats
     assert ckpt.stats.recycled, ckpt.stats
-with Link(spool) as link:
+with DaemonConnection(spool) as link:
     link.ask(Pause(for_s=100))
     link.ask(Resume())
     end = time.monotonic() + 100

@@ -52,7 +52,7 @@ if launch == "1700000000":
     print("{}")
     raise SystemExit
 from tierd.client.restoring import part_source
-sight = source.NodeSource.run_view
+sight = part_source.NodeSource.run_view
 def observing(self):
     if number == 1:
         wait("looked")
@@ -62,7 +62,7 @@ def observing(self):
         return sight(self)
     finally:
         open(f"{room}/looked", "w").close()
-source.NodeSource.run_view = observing
+part_source.NodeSource.run_view = observing
 state = tensors(0)
 with tierd.Checkpointer(spool, "run", to=[]) as checkpointer:
     found = checkpointer.restore(state)

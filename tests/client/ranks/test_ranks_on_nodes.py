@@ -315,7 +315,7 @@ if what == "first":
                 late.save(6, tensors(601)).wait()
     print("{}")
 elif what == "second":
-    sight = source.NodeSource.run_view
+    sight = part_source.NodeSource.run_view
     def observing(self):
         if number == 1:  # its last part becomes durable between the two ranks' looks
             wait("looked")
@@ -325,7 +325,7 @@ elif what == "second":
             return sight(self)
         finally:
             open(f"{room}/looked", "w").close()
-    source.NodeSource.run_view = observing
+    part_source.NodeSource.run_view = observing
     state = tensors(0)
     with made() as checkpointer:
         found = checkpointer.restore(state)
