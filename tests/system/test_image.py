@@ -53,7 +53,8 @@ def image(room: Path) -> Image:
     """Built from what `make dist` would write."""
     shutil.copytree(ROOT, room / "checkout", ignore=LEFT_OUT)
     context = room / "dist"
-    dist.run(sys.executable, "-c", dist._HOOK, "build_wheel", context, cwd=room / "checkout")
+    surroundings = {**os.environ, "TIERD_PURE": "1"}  # as of a release
+    dist.run(sys.executable, "-c", dist._HOOK, "build_wheel", context, cwd=room / "checkout", env=surroundings)
     (wheel,) = context.glob("*.whl")
     metadata = dist.described(wheel)
     (context / f"{wheel.stem}-requirements.txt").write_text(dist.node_lock(metadata, read(LOCK, TORCH)))
