@@ -128,7 +128,7 @@ FINDINGS: dict[str, FindingKind] = {
     ),
     "compiled codec": FindingKind("codec", "ok"),
     "NumPy codec": FindingKind(
-        "codec", "note", "Install tierd's source archive where a C compiler is: then a flush takes half of the CPU."
+        "codec", "note", "Install tierd from a checkout where a C compiler is: then a flush takes less of the CPU."
     ),
     "no vector codec": FindingKind("codec", "note", "Nothing: this processor has neither AVX2 nor NEON."),
     "daemon answers": FindingKind("daemon", "ok"),
