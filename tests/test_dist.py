@@ -168,7 +168,7 @@ def test_the_archives_hold_the_package_and_no_stray_file(files: Path) -> None:
     with zipfile.ZipFile(files / WHEEL) as wheel, tarfile.open(files / f"{STEM}.tar.gz") as source:
         inside = set(wheel.namelist())
         packed = {it.name.partition("/")[2] for it in source.getmembers()}
-    own = (it for suffix in ("*.py", "*.md", "page.*", "py.typed") for it in (ROOT / "tierd").rglob(suffix))
+    own = (it for suffix in ("*.py", "*.pyi", "*.md", "page.*", "py.typed") for it in (ROOT / "tierd").rglob(suffix))
     package = {str(it.relative_to(ROOT)) for it in own if it.parent.name != "__pycache__"}
     page = f"{STEM}.data/data/share/man/man1/tierd.1"
     assert {it for it in inside if not it.startswith(f"{STEM}.dist-info/")} == package | {page}
