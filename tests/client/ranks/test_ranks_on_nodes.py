@@ -330,7 +330,7 @@ elif what == "second":
     with made() as checkpointer:
         found = checkpointer.restore(state)
         assert same(state, found.step * 100 + number)
-        print(json.dumps([found.step, checkpointer.attempt, internals(checkpointer).ranks.talk]))
+        print(json.dumps([found.step, checkpointer.attempt, internals(checkpointer).ranks.can_communicate]))
 """
 
 
