@@ -27,11 +27,11 @@ from tierd.cli.command_runtime import EXIT_CODES
 from tierd.cli.commands.advise_answer import AdviceReport
 from tierd.cli.commands.checkpoint_commands import CopyCheck
 from tierd.cli.commands.copy_commands import CopyResult, ImportResult
+from tierd.cli.commands.doctor_command import Diagnosis
 from tierd.cli.commands.flush_waits import DrainResult, WaitResult
 from tierd.cli.commands.inspect_command import InspectReport
 from tierd.cli.commands.prune_commands import DisownResult, PruneVerdict
 from tierd.cli.commands.run_commands import Removal, RunOverviews, UsageReport
-from tierd.cli.commands.trial_commands import Diagnosis
 from tierd.client.saving.save_jobs import Stats
 from tierd.core.advice.run_estimates import SaveFit
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig

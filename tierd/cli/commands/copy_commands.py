@@ -51,8 +51,7 @@ def import_spool(path: Path | None) -> Iterator[Spool]:
     """Make a spool for one command: beside the path, where files can be linked, or else where temporary files go.
 
     What killed imports left in the same directory is removed first. Raises `SpoolHeld` if another import of the path is
-    at
-    work.
+    at work.
     """
     with ExitStack() as stack:
         spool = _sibling_spool(path) if path else None
