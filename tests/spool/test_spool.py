@@ -27,7 +27,7 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.manifest_codec import encode, seal
-from tierd.spool import leftovers as trash
+from tierd.spool import leftovers
 from tierd.spool import stage as stage_module
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
@@ -314,7 +314,7 @@ def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, mo
 
 def test_interrupted_removal_is_a_leftover(spool, monkeypatch):
     commit(spool, part())
-    monkeypatch.setattr(trash, "remove", lambda *args, **kwargs: None)
+    monkeypatch.setattr(leftovers, "remove", lambda *args, **kwargs: None)
     spool.remove([part()])
     monkeypatch.undo()
     assert spool.parts() == []
@@ -373,14 +373,14 @@ def test_part_is_removed_while_the_last_other_part_of_its_checkpoint_is_removed(
     first, second = part(100, 0, 2), part(100, 1, 2)
     commit(spool, first)
     commit(spool, second)
-    real = trash.sync_directory
+    real = leftovers.sync_directory
 
     def racing(path):
         if path == spool.path(second).parent and spool.has(second):
             spool.quarantine(second)
         return real(path)
 
-    monkeypatch.setattr(trash, "sync_directory", racing)
+    monkeypatch.setattr(leftovers, "sync_directory", racing)
     spool.remove([first]) if going == "remove" else spool.quarantine(first)
     assert spool.parts() == [] and not spool.path(first).parent.exists()
 
@@ -575,7 +575,7 @@ def test_a_spool_that_is_only_looked_at_offers_nothing(tmp_path):
 def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spool, monkeypatch):
     """Else a power cut could bring a checkpoint back whose file a save has overwritten."""
     calls: list[str] = []
-    real_rename, real_sync = Path.rename, trash.sync_directory
+    real_rename, real_sync = Path.rename, leftovers.sync_directory
     commit_large(spool, part())
 
     def rename(self, target):
@@ -587,7 +587,7 @@ def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spoo
         real_sync(path)
 
     monkeypatch.setattr(Path, "rename", rename)
-    monkeypatch.setattr(trash, "sync_directory", sync)
+    monkeypatch.setattr(leftovers, "sync_directory", sync)
     spool.remove([part()], {part().writer})
     assert calls == [f"rename {part().name} trash", f"sync {part().checkpoint.name}", "rename small recycle"]
 

@@ -15,7 +15,6 @@ import tierd
 from tierd.client.checkpointer import internals
 from tierd.client.restoring import device_uploads
 from tierd.client.saving import device_copies, slots
-from tierd.client.saving import slots as pinning
 from tierd.core.errors import CheckpointNotFound, StateMismatch
 from tierd.spool.commit import write_part
 from tierd.state import cuda
@@ -29,7 +28,7 @@ NAMES = ("a", "b", "c")
 def small(monkeypatch):
     """Pieces of a size that tests can afford."""
     monkeypatch.setattr(write_part, "__defaults__", (1 << 20,))  # bytes of a chunk
-    for module in (device_copies, pinning, slots, device_uploads):
+    for module in (device_copies, slots, device_uploads):
         for name, size in {"COPY_PIECE_BYTES": 1 << 18, "SLICE": 1 << 20}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, size)

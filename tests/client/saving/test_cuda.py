@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 import tierd
 from tierd.client.checkpointer import internals
 from tierd.client.saving import save_pipeline, slots
-from tierd.client.saving import slots as numa
 from tierd.core.errors import SaveFailed, TornSnapshot
 from tierd.state import cuda
 
@@ -309,7 +308,7 @@ def test_device_has_an_address_on_the_bus():
     address = cuda.api.pci_address(torch.device("cuda", torch.cuda.current_device()))
     if address is None:
         pytest.skip(f"torch {torch.__version__} does not say where on the bus a device is: arenas lie on any NUMA node")
-    assert (numa.SYSFS / "bus/pci/devices" / address).is_dir()
+    assert (slots.SYSFS / "bus/pci/devices" / address).is_dir()
 
 
 @gpu

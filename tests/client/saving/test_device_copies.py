@@ -22,7 +22,6 @@ import tierd
 import tierd.dcp
 from tierd.client.checkpointer import internals
 from tierd.client.saving import device_copies, save_pipeline, slots
-from tierd.client.saving import slots as pinning
 from tierd.client.saving.device_copies import split_copy
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
@@ -359,7 +358,7 @@ def test_the_thread_that_copies_makes_no_context_on_another_device(spool, fake):
 @pytest.fixture
 def small_slices(monkeypatch):
     monkeypatch.setattr(device_copies, "COPY_PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(pinning, "SLICE", 1 << 18)
+    monkeypatch.setattr(slots, "SLICE", 1 << 18)
 
 
 def test_memory_is_unpinned_before_it_is_unmapped(fake, spool):

@@ -21,7 +21,6 @@ from tierd.core.manifest_codec import decode, encode
 from tierd.daemon import daemon_timings
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers import announcements, intents
-from tierd.daemon.tiers import announcements as stamps
 from tierd.daemon.tiers.tier_prune import prune
 from tierd.stores.base import ObjectInfo
 from tierd.stores.memory_store import MemoryStore
@@ -164,7 +163,7 @@ def test_chunk_marked_by_a_prune_that_an_outage_interrupted_is_sent_instead_of_w
 def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_as_briefly_as_any(monkeypatch):
     """It held up each flush that named a chunk there until the clock had made up for the day."""
     now_s = itertools.count(1000, USUAL.own_stale_ms // 1000)  # each look is a quarter of an hour after the one before
-    monkeypatch.setattr(stamps.time, "monotonic", lambda: float(next(now_s)))
+    monkeypatch.setattr(announcements.time, "monotonic", lambda: float(next(now_s)))
     store, own = MemoryStore(), part(1).checkpoint
 
     async def over(who: str) -> bool:

@@ -41,7 +41,6 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import flush_order
 from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.daemon.reconciling import tier_worker, worker_loop
-from tierd.daemon.reconciling import worker_loop as agenda
 from tierd.daemon.transfer import tier_fetch
 from tierd.stores.file_store import FileStore
 
@@ -67,7 +66,7 @@ def _watch_workers() -> None:
     failed: weakref.WeakKeyDictionary[tier_worker.TierWorker, float] = (
         weakref.WeakKeyDictionary()
     )  # when, monotonic seconds
-    observe, fail = agenda.NextAction.next_action, worker_loop.WorkerLoop._failed
+    observe, fail = worker_loop.NextAction.next_action, worker_loop.WorkerLoop._failed
 
     async def observed(own: Any, one: Any) -> Any:
         rested = time.monotonic() - failed.pop(one, -math.inf)
@@ -79,7 +78,7 @@ def _watch_workers() -> None:
         failed[one] = time.monotonic()  # before: afterwards, a busy machine may have let some of the rest pass
         fail(loop, one, action, error)
 
-    agenda.NextAction.next_action = observed  # type: ignore[method-assign]
+    worker_loop.NextAction.next_action = observed  # type: ignore[method-assign]
     worker_loop.WorkerLoop._failed = noted  # type: ignore[method-assign]
 
 

@@ -16,7 +16,6 @@ from stores.s3.test_s3_store import Answer, Headers, against, credentials, error
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.stores.base import is_key
 from tierd.stores.s3 import checksums
-from tierd.stores.s3 import checksums as checksum_probe
 from tierd.stores.s3.checksums import CHECKSUMS, MD5, PROBE_NAME
 from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
 from tierd.stores.s3.s3_store import S3Store
@@ -178,7 +177,7 @@ def test_without_awscrt_it_is_a_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, "awscrt", None)
         spec.loader.exec_module(without)
     assert [checksum.name for checksum in without.CHECKSUMS] == ["crc32"]
-    monkeypatch.setattr(checksum_probe, "CHECKSUMS", without.CHECKSUMS)
+    monkeypatch.setattr(checksums, "CHECKSUMS", without.CHECKSUMS)
     puts(Server(), "crc32")
 
 

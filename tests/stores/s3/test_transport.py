@@ -15,7 +15,7 @@ from stores.s3.test_s3_store import credentials
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.stores.s3 import transport as proxied
+from tierd.stores.s3 import transport
 from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
 from tierd.stores.s3.http_exchanges import RequestBody
 from tierd.stores.s3.s3_store import S3Store
@@ -436,7 +436,7 @@ def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
     monkeypatch: pytest.MonkeyPatch, pieces: Callable[[], Iterable[bytes]], says: str
 ) -> None:
     """aiohttp reads whatever comes, into memory, for as long as it comes."""
-    monkeypatch.setattr(proxied, "LONGEST_REPLY", 1 << 20)
+    monkeypatch.setattr(transport, "LONGEST_REPLY", 1 << 20)
     sent = 0
 
     async def proxy(_: int, reader: Reader, writer: Writer) -> None:
