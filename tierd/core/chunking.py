@@ -52,8 +52,7 @@ class FileRecord(NamedTuple):
     bytes.
 
     `key` does not change when a record is inserted elsewhere; it is empty if there is none. A `moving` record is known
-    to
-    change at every step.
+    to change at every step.
     """
 
     size: int

@@ -13,8 +13,7 @@ def node_near_device(node: str, with_memory: str, with_cpu: str) -> int | None:
 
     `node` is the content of the device's `numa_node`, -1 if the firmware does not say; `with_memory` and `with_cpu` are
     those of the machine's `has_memory` and `has_cpu`, such as "0-1,8". A node without a CPU is not chosen, because it
-    is
-    a device's own memory, or slower than the others.
+    is a device's own memory, or slower than the others.
     """
     try:
         number, nodes = int(node), _numbers(with_memory) & _numbers(with_cpu)

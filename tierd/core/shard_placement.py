@@ -135,10 +135,6 @@ class Placement:
             return ()
         return tuple(None if rule[0] == REPLICATE else at for rule, at in zip(self.rules, self.coordinate, strict=True))
 
-    def fits_mesh(self, placement: Placement) -> bool:
-        """Whether both placements belong to the same rank of the same mesh."""
-        return (self.mesh, self.names, self.coordinate) == (placement.mesh, placement.names, placement.coordinate)
-
     def as_plain(self) -> dict[str, object]:
         """Plain JSON, as FORMAT.md describes it."""
         return {

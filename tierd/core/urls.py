@@ -84,8 +84,7 @@ class StoreUrl:
 
 def parse_url(text: str) -> StoreUrl:
     """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``; likewise
-    ``gs://``
-    and ``az://``.
+    ``gs://`` and ``az://``.
 
     Raises:
         ConfigError: a piece cannot be used; the message names the piece and a remedy.

@@ -24,8 +24,7 @@ class ExaminationScope:
     """What is to be examined. Without a spool none was named.
 
     The spool keeps `keep_last` checkpoints; the daemon flushes for `drain_s` seconds after SIGTERM; one group of checks
-    may
-    take `group_s`.
+    may take `group_s`.
     """
 
     spool: Path | None

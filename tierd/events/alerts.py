@@ -52,8 +52,7 @@ class _WorkFailures(Generic[S]):
     """A thing that fails.
 
     `row` counts failed tries since any subject worked, `by_subject` those since that subject worked. `reported` says
-    whether
-    the failure is an alert, which is reported next at `next_report_at`, monotonic seconds.
+    whether the failure is an alert, which is reported next at `next_report_at`, monotonic seconds.
     """
 
     place: str

@@ -84,8 +84,7 @@ class NewCheckpoints:
         """Return the checkpoints that became complete on a tier, each with the seconds since the spool first listed it.
 
         Call this after each observation of the spool or the tier, before any flush that follows from it. `now` is in
-        monotonic
-        seconds. A checkpoint that one of the other tiers holds may still be flushed to this tier.
+        monotonic seconds. A checkpoint that one of the other tiers holds may still be flushed to this tier.
         """
         listings = [observation.checkpoints for observation in (spool, place, *other_tiers)]
         last_listings = self._last_listings.get(tier, [])

@@ -118,8 +118,7 @@ class Arena:
     """A block of shared memory, of at least `size` bytes, rounded up to whole pages.
 
     It maps and then owns the descriptor `fd`; without one it allocates new memory. `view` is the content. `shared` says
-    whether
-    a later trainer may also use the arena.
+    whether a later trainer may also use the arena.
 
     Raises:
         MemoryError: the system has no memory for it.

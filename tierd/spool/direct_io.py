@@ -74,8 +74,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> boo
     """Write all of `data` at `offset`, in pieces of at most `PIECE` bytes.
 
     Return whether all whole pages were written past the page cache. A partial last page clears the file's O_DIRECT. If
-    the
-    system raises OSError, some of the bytes may have been written.
+    the system raises OSError, some of the bytes may have been written.
     """
     view, direct = memoryview(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
     aligned, position = len(view) - len(view) % PAGE, 0
@@ -97,8 +96,7 @@ def write_pages(fd: int, data: memoryview, offset: int, *, spare_bytes: int = PI
 
     A neighbouring write may share the first or last page with this one, so shared pages use the cache. The cache costs
     several times the CPU of the write itself. The file's O_DIRECT is set or cleared as needed. Data that does not lie
-    in
-    whole pages of memory is copied in pieces of `spare_bytes`, whole pages. Raises OSError as `write_all`.
+    in whole pages of memory is copied in pieces of `spare_bytes`, whole pages. Raises OSError as `write_all`.
     """
     edge = -offset % PAGE if len(data) >= LARGE else len(data)
     set_direct(fd, False)
@@ -141,8 +139,7 @@ def read_cached(fd: int, memory: memoryview, size: int, offset: int) -> bool:
     """Read `size` bytes at `offset` into `memory` if the page cache holds all of them; the disk is not waited for.
 
     A file that was just written is in memory already. Reading it past the cache would load the disk once more. The file
-    is
-    open without O_DIRECT. If the result is False, the memory's content is undefined.
+    is open without O_DIRECT. If the result is False, the memory's content is undefined.
     """
     # One page first, because the kernel reads ahead after a miss, and more for a larger request.
     position, length = 0, PAGE

@@ -175,8 +175,8 @@ def remove(path: Path, *, best_effort: bool = False) -> None:
     """Remove a path: a directory with its content, anything else without opening or following it.
 
     A path that is no directory is not opened, because opening a FIFO would block forever. With `best_effort`, as much
-    as
-    possible of a directory is removed, without errors. Raises OSError if the path does not exist, or cannot be removed.
+    as possible of a directory is removed, without errors. Raises OSError if the path does not exist, or cannot be
+    removed.
     """
     if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path, ignore_errors=best_effort)

@@ -83,8 +83,7 @@ class Leftovers(LocalParts):
 
         Leftovers are stages and fetches whose writer has died, half-finished removals, and empty directories of runs
         and checkpoints for which no writer is committing a part. `childless` are the checkpoints whose directories are
-        empty,
-        if the caller knows them.
+        empty, if the caller knows them.
         """
         names = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
         if childless is None:

@@ -66,8 +66,7 @@ class LocalParts:
         """List the `count` newest checkpoints of a run that have anything in their place here, newest first.
 
         Only names are compared, because thousands of checkpoints must cost a single directory listing. Raises OSError
-        if the
-        run's directory cannot be listed, or the disk does not say what one of these is.
+        if the run's directory cannot be listed, or the disk does not say what one of these is.
         """
         home = self.root / run
         names = sorted(sorted(names_in(home), reverse=True), key=_attempt, reverse=True)  # by attempt, then step
@@ -125,8 +124,7 @@ class LocalParts:
         """Find the checkpoints of which something other than a directory lies in a checkpoint's or a part's place.
 
         No such thing is opened or followed: what is behind it counts as absent from the spool. The result has by
-        checkpoint, of
-        all or of `only` these, the path, what is there, and the remedy. Raises OSError.
+        checkpoint, of all or of `only` these, the path, what is there, and the remedy. Raises OSError.
         """
         home = self.root / run
         names = (CheckpointId.parse(run, name) for name in names_in(home)) if only is None else only
@@ -213,8 +211,7 @@ class LocalParts:
         """Read and verify every file of a part; by path inside the part, each file's bytes.
 
         Small files are read first, because their content may decide how the caller reads the large files. `read` reads
-        one file
-        as `read_file` does.
+        one file as `read_file` does.
 
         Raises:
             ObjectNotFound: the part was removed.

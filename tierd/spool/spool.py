@@ -121,8 +121,7 @@ class Spool(Leftovers):
         """Delete the local copies of these parts, and no part that another rank commits meanwhile.
 
         Only `core/planning/plan.py` decides to call this. The next save of the writers in `reuse` may overwrite the
-        blocks of
-        their part's largest file, which is faster than allocating new ones.
+        blocks of their part's largest file, which is faster than allocating new ones.
         """
         self.removals += 1
         for part in parts:

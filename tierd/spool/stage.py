@@ -33,8 +33,7 @@ class Stage:
     """A directory in `room` that is being filled. Its commit renames it to `target`, and calls `committed`.
 
     It is locked while its writer lives, so that a dead writer's stage differs from a slow writer's stage. `room` is on
-    the
-    file system of `target`.
+    the file system of `target`.
     """
 
     def __init__(self, room: Path, part: PartId, target: Path, committed: Callable[[], None] = lambda: None) -> None:

@@ -32,8 +32,7 @@ def read_file(
     """Read all bytes of a file into writable memory, verified chunk by chunk; one is digested while the next is read.
 
     `memory` has whole pages; if it is None, memory is allocated. `verified` is called after every chunk with the end of
-    the
-    verified bytes.
+    the verified bytes.
 
     Raises:
         CorruptChunk: size or digest differ; the message names the file and the byte range.
@@ -106,8 +105,7 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
     """Read and verify one chunk of a file: from the page cache if it is there, past it otherwise.
 
     Only for a reader that needs the right bytes. One that asks whether the disk still has them uses `read_chunk`.
-    `memory`
-    has `chunk_buffer_size` bytes of `memory_for`; the result is a part of it. Raises as `read_file` does.
+    `memory` has `chunk_buffer_size` bytes of `memory_for`; the result is a part of it. Raises as `read_file` does.
     """
     chunk, offset = file.chunks[index], sum(map(operator.attrgetter("size"), file.chunks[:index]))
     fd = open_plain(path)

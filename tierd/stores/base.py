@@ -144,8 +144,7 @@ class Store(ABC):
         """Delete every key, in no particular order; a key that does not exist counts as deleted.
 
         The call returns when all the deletions are durable, so that no later deletion can take effect before them. It
-        raises
-        `DeleteRefused` if the store does not permit deletions.
+        raises `DeleteRefused` if the store does not permit deletions.
         """
 
     @abstractmethod

@@ -132,8 +132,7 @@ class FileTree:
 
         Where a directory was removed since the one above it was listed, that one is listed again from there. Else a
         scan could miss both the checkpoint that was deleted and the newer one that is why. `limit` is how many names
-        are looked
-        at, so that a call ends soon; the objects beside the last one may follow.
+        are looked at, so that a call ends soon; the objects beside the last one may follow.
         """
         infos, pending = [], walk.pending
         with self._root() as root:

@@ -172,8 +172,7 @@ class DeletionGuard(StoreWrapper):
         """Find out whether the store permits deletions, before the caller puts an object that must later be deleted.
 
         The key, which no object uses, is deleted if no deletion has succeeded yet. After a refusal an empty object is
-        put there
-        first, because a file system refuses only the deletion of a file that exists. Raises `DeleteRefused`.
+        put there first, because a file system refuses only the deletion of a file that exists. Raises `DeleteRefused`.
         """
         refused = self.refused
         if not self._worked or refused:

@@ -101,8 +101,7 @@ class Space:
     """Room on the spool's disk, in bytes.
 
     `used` is what the run with the largest state takes, which retention will delete. `state` is that of all ranks of
-    this
-    node together; None if the spool has no checkpoint yet.
+    this node together; None if the spool has no checkpoint yet.
     """
 
     free: int

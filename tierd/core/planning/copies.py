@@ -89,12 +89,6 @@ class CheckpointCopy:
         pairs = sorted((rank, world) for world, ranks in self.ranks.items() for rank in ranks)
         return (PartId(self.id, rank, world) for rank, world in pairs)
 
-    @property
-    def lowest_part(self) -> PartId:
-        """The part that gives the checkpoint's metadata: its time of creation, its metrics and its attempt's origin."""
-        rank, world = min((min(ranks), world) for world, ranks in self.ranks.items() if ranks)
-        return PartId(self.id, rank, world)
-
     @cached_property
     def memo(self) -> dict[Any, Any]:
         return {}

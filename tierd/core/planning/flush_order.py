@@ -56,8 +56,8 @@ def order_flushes(
     """The candidates for one tier in the order in which to send them.
 
     `newest` is each run's newest checkpoint that is complete there. What was `sent` last is finished first, and then
-    what
-    restores on other nodes have `awaited`. With `newest_first` the newest are first in any case, because the node ends.
+    what restores on other nodes have `awaited`. With `newest_first` the newest are first in any case, because the node
+    ends.
     """
     if newest_first:
         return sorted((candidate.checkpoint for candidate in candidates), key=_newest, reverse=True)

@@ -46,8 +46,7 @@ def timeline(
     """Order one run's checkpoints, `observed` in any place, for a resume.
 
     `origins` has by attempt the checkpoint that it resumed from (None: it began from nothing), if a manifest or a head
-    says
-    so. The newest attempt in `origins` counts as the newest. If `origins` is empty, the newest name does.
+    says so. The newest attempt in `origins` counts as the newest. If `origins` is empty, the newest name does.
     """
     steps: dict[str, list[CheckpointId]] = {checkpoint.attempt: [] for checkpoint in observed}
     for checkpoint in complete:
@@ -207,8 +206,7 @@ def launches_to_record(
     """The launches to record in a run's new head, of those that any place shows.
 
     `complete` is what the head's place has complete, `remembered` what earlier heads of it record. A launch's newest
-    step
-    never decreases.
+    step never decreases.
     """
     steps = {attempt: record.newest for attempt, record in remembered.items()}
     for checkpoint in complete:
@@ -258,8 +256,7 @@ def rollback_reason(latest: LastHead | None, remembered: LastHead | None, unread
     """Why a tier's head is older than the one `remembered` there, or can be older; None if it is not older.
 
     This cannot happen in normal operation, because every head has a larger counter than the one before. `unreadable`
-    says
-    why a head there cannot be read; it is empty if all can be.
+    says why a head there cannot be read; it is empty if all can be.
     """
     if remembered is None or (latest and latest.counter >= remembered.counter):
         return None

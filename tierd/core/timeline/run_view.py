@@ -280,8 +280,7 @@ def combine_views(
     """Combine the run views of all ranks.
 
     The result is every checkpoint of which any rank observes a part; the complete ones with their world sizes; and
-    those of the complete
-    ones that only names show to be so.
+    those of the complete ones that only names show to be so.
     """
     proven: dict[CheckpointId, int] = {}
     bare: dict[CheckpointId, int] = {}

@@ -130,8 +130,7 @@ class ChecksumProbe:
         """Put an object with a wrong checksum.
 
         Return "mismatch" if the server refused the value, "unknown" if it does not support the algorithm, "" if it
-        accepted the
-        object, and None if the request failed for another reason.
+        accepted the object, and None if the request failed for another reason.
         """
         wrong = await checksum.parameters(memoryview(b"other bytes"))
         data = memoryview(b"a put with a wrong checksum, which a server should refuse")
