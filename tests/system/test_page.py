@@ -133,7 +133,7 @@ def lives(browser: Browser, live: Live, spool: Spool) -> None:
     commit(spool, part(40, launch=2), origin=part(10).checkpoint)
     wait_until(lambda: "step 40 is on a tier" in browser.text())
     for _ in range(3):  # of a thing that the daemon does not know, because its own worker works and ends the alert
-        live.call(lambda: live.journal.failed(("test", "disk"), "prune", "disk", "backlog", "503 Slow Down"))
+        live.call(lambda: live.journal.record_failure(("test", "disk"), "prune", "disk", "backlog", "503 Slow Down"))
     wait_until(lambda: "failed 3 times in a row: 503 Slow Down" in browser.text())
     live.end()
     wait_until(lambda: "The daemon does not answer for" in browser.text())
