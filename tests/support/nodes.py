@@ -28,7 +28,7 @@ from tierd.core.planning.place import SPOOL, Action, Prune
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
-from tierd.core.timeline.launch_chain import timeline
+from tierd.core.timeline.launch_chain import order_by_timeline
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.tiers.tier_observer import observe_places
 from tierd.spool.spool import Spool
@@ -123,9 +123,9 @@ class Tier(MemoryStore):
         origins = {which.checkpoint.attempt: manifest.origin for which, manifest in self.manifests().items()}
         whole = self.whole()
         launches = {one.attempt for one in whole}
-        paths = [timeline(whole, whole, {one: origins[one] for one in launches}).path]
+        paths = [order_by_timeline(whole, whole, {one: origins[one] for one in launches}).path]
         if self.aware:
-            paths.append(timeline(set(self.checkpoints()), whole, origins).path)
+            paths.append(order_by_timeline(set(self.checkpoints()), whole, origins).path)
         return {path[0] for path in paths if path}
 
     # -- what must hold ---------------------------------------------------------------------------------------------

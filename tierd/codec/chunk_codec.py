@@ -141,13 +141,13 @@ def _repeats(raw: Buffer) -> bool:
     return len(_zstd(sample)) < len(sample)
 
 
-def check_stored(stored: StoredChunk, data: Buffer, where: str) -> None:
+def verify_stored(stored: StoredChunk, data: Buffer, where: str) -> None:
     """Compare stored bytes with their entry in the manifest. Raises `CorruptChunk` if size or digest differ."""
-    check_digest(stored, len(data), digest(data) if len(data) == stored.size else "", where)
+    verify_stored_digest(stored, len(data), digest(data) if len(data) == stored.size else "", where)
 
 
-def check_digest(stored: StoredChunk, size: int, read_digest: str, where: str) -> None:
-    """Compare the size and the digest of stored bytes with their entry in the manifest; raises as `check_stored`."""
+def verify_stored_digest(stored: StoredChunk, size: int, read_digest: str, where: str) -> None:
+    """Compare the size and the digest of stored bytes with their entry in the manifest; raises as `verify_stored`."""
     if size != stored.size:
         raise CorruptChunk(f"{where}: {stored.key}: {size} bytes, not the {stored.size} of its manifest")
     if read_digest != stored.xxh3_128:
@@ -178,7 +178,7 @@ def decode(
     stored = chunk.stored
     if stored is None:
         raise CorruptChunk(f"{where}: the manifest does not say how chunk {chunk.xxh3_128} is stored")
-    check_stored(stored, data, where)
+    verify_stored(stored, data, where)
     raw = data if stored.codec == RAW else _expand(chunk, stored, data, where, into, base)
     if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:
         raise CorruptChunk(f"{where}: {stored.key}: its decoded bytes differ from their digest")

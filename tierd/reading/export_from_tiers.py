@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.search import CandidateSearch
+from tierd.client.restoring.search import CandidateTrials
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StateRefused
 from tierd.core.save_policy import MetricGoal
 from tierd.exporting.checkpoint_export import ExportOptions, export
@@ -55,7 +55,7 @@ def export_state(
     best: MetricGoal | None,
 ) -> StateExport:
     """Export the first checkpoint, in the order of a restore, that verifies. Raises as `Reader.export`."""
-    search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
+    search = CandidateTrials(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
     for candidate in search.candidates(step, attempt, best, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
         read = partial(export, files, files.part(0), target, options)

@@ -25,7 +25,7 @@ from tierd.client.restoring.saved_entries import (
     read_tree,
     referenced_tensors,
 )
-from tierd.client.restoring.search import CandidateSearch, Skipped
+from tierd.client.restoring.search import CandidateTrials, Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
@@ -170,7 +170,7 @@ def restore(
     """Do the work of `Reader.restore`, whose arguments and errors it has; `goal` is None for the newest."""
     select_entries(state, names)
     metrics = (goal.metric,) if goal is not None and isinstance(goal.metric, str) else ()
-    search = CandidateSearch(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
+    search = CandidateTrials(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
     for candidate in search.candidates(step, attempt, goal, at_least, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
         read = partial(_read_fitting, files, select_entries(state, names), names, rank, ignore_prefixes)

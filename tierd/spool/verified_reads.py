@@ -44,7 +44,7 @@ def read_file(
         into = memory_for(file.size) if memory is None else memory
         with ahead(_read_chunks_in_turn(fd, into, path, file), worth=len(file.chunks) > 1) as chunks:
             for offset, chunk in chunks:
-                _check_or_reread(into[offset : offset + chunk.size], chunk, path, file, offset)
+                _verify_chunk_or_reread(into[offset : offset + chunk.size], chunk, path, file, offset)
                 verified(offset + chunk.size)
         return finish_read(into, file.size) if memory is None else into[: file.size]
     finally:
@@ -68,7 +68,7 @@ def check_bytes(data: memoryview, file: File, verified: Callable[[int], None] = 
         raise CorruptChunk(f"{file.path}: {len(data)} bytes, not the {file.size} of its manifest")
     offset = 0
     for chunk in file.chunks:
-        _check(data[offset : offset + chunk.size], chunk, file.path, offset)
+        _verify_chunk(data[offset : offset + chunk.size], chunk, file.path, offset)
         offset += chunk.size
         verified(offset)
 
@@ -132,7 +132,7 @@ def read_chunks(path: Path, file: File, first: int, end: int, memory: memoryview
         _check_size(fd, path, file)
         data, position = read_range(fd, memory, size, offset, path), 0
         for chunk in file.chunks[first:end]:
-            _check_or_reread(data[position : position + chunk.size], chunk, path, file, offset + position)
+            _verify_chunk_or_reread(data[position : position + chunk.size], chunk, path, file, offset + position)
             position += chunk.size
         return data
     finally:
@@ -157,7 +157,7 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
         try:
             fd = _open_direct(path, file.size)
             try:
-                _check_or_reread(read_range(fd, memory, chunk.size, offset, path), chunk, path, file, offset)
+                _verify_chunk_or_reread(read_range(fd, memory, chunk.size, offset, path), chunk, path, file, offset)
                 if index == len(file.chunks) - 1:
                     _check_size(fd, path, file)
             finally:
@@ -182,12 +182,12 @@ def _check_size(fd: int, path: Path, file: File) -> None:
         raise CorruptChunk(f"{path}: {size} bytes, not the {file.size} of its manifest")
 
 
-def _check(data: memoryview, chunk: Chunk, path: Path | str, offset: int) -> None:
+def _verify_chunk(data: memoryview, chunk: Chunk, path: Path | str, offset: int) -> None:
     if digest(data) != chunk.xxh3_128:
         raise CorruptChunk(f"{path}: bytes {offset}..{offset + chunk.size} differ from their digest")
 
 
-def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, offset: int) -> None:
+def _verify_chunk_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, offset: int) -> None:
     """Verify a chunk that was just read. If it is wrong, read it again, and put the right bytes into `data`.
 
     The reads alternate between both paths, because a wrong page in memory is wrong in every read through the cache.
@@ -198,7 +198,7 @@ def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, off
         OSError: the system could not read.
     """
     try:
-        return _check(data, chunk, path, offset)
+        return _verify_chunk(data, chunk, path, offset)
     except CorruptChunk as error:
         wrong = error.with_traceback(None)
     read_digest, access = digest(data), "direct" if file.size >= LARGE else "cached"

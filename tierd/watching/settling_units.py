@@ -66,7 +66,7 @@ class _UnitState:
     rested: bool = False  # whether it was unchanged for long enough in this shape
     tries: int = 0
     judged: bool = False  # whether it was taken or refused in this shape
-    left: bool = False  # whether it is incomplete, or mixed from two saves, and at rest: its program may be dead
+    is_stalled: bool = False  # whether it is incomplete, or mixed from two saves, and at rest: its program may be dead
     former: Mapping[str, ListedEntry] = field(default_factory=dict)  # its files and markers when it was last due
 
 
@@ -108,10 +108,10 @@ class SettlingTracker:
             if state.judged or now_s - state.since_s < self._wait_s(state):
                 continue
             state.rested = True
-            state.left = unit.missing_reason is not None or not _is_one_save(unit, listing, state.former)
-            if state.left and self._is_taken(unit, shape):
-                state.left, state.judged = False, True
-            elif not state.left:
+            state.is_stalled = unit.missing_reason is not None or not _is_one_save(unit, listing, state.former)
+            if state.is_stalled and self._is_taken(unit, shape):
+                state.is_stalled, state.judged = False, True
+            elif not state.is_stalled:
                 state.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
                 due_units.append(DueUnit(unit, shape, state.tries))
         return sorted(due_units, key=_newest_write, reverse=True)
@@ -126,23 +126,23 @@ class SettlingTracker:
 
     def is_waiting(self, but: Collection[str] = ()) -> bool:
         """Whether a unit of the last listing, but these, is still to be taken or refused, or may be being written."""
-        return any(not (state.judged or state.left) for path, state in self._seen.items() if path not in but)
+        return any(not (state.judged or state.is_stalled) for path, state in self._seen.items() if path not in but)
 
     @property
     def incomplete(self) -> dict[str, str]:
         """The units at rest that no program's file identifies and that seem incomplete, by path, and why."""
-        stalled = (unit for path, unit in self.units.items() if self._seen[path].left and not unit.is_unfinished)
+        stalled = (unit for path, unit in self.units.items() if self._seen[path].is_stalled and not unit.is_unfinished)
         return {unit.path: unit.missing_reason or MIXED_REASON for unit in stalled if unit.layout in UNCERTAIN_LAYOUTS}
 
     @property
     def incomplete_reasons(self) -> dict[str, str]:
         """The units at rest that are incomplete or mixed from two saves, by path, and why."""
         mixed = "its files seem to be of two saves"
-        return {path: self.units[path].missing_reason or mixed for path, state in self._seen.items() if state.left}
+        return {path: self.units[path].missing_reason or mixed for path, state in self._seen.items() if state.is_stalled}
 
     def mixed_units(self, now_s: float, for_s: float) -> list[str]:
         """The units of known programs that have rested for so many seconds, and seem to be of two saves."""
-        resting = (path for path, state in self._seen.items() if state.left and now_s - state.since_s >= for_s)
+        resting = (path for path, state in self._seen.items() if state.is_stalled and now_s - state.since_s >= for_s)
         return [
             path
             for path in resting

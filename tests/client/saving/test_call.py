@@ -266,13 +266,13 @@ def test_switch_interval_that_a_process_set_itself_is_kept(interval):
 
 
 def test_save_and_step_take_short_turns(local, job, interval, monkeypatch):
-    seen, begin = [], Snapshot.copy_little
+    seen, begin = [], Snapshot.copy_if_few
 
     def little(snapshot):
         seen.append(sys.getswitchinterval())
         return begin(snapshot)
 
-    monkeypatch.setattr(Snapshot, "copy_little", little)
+    monkeypatch.setattr(Snapshot, "copy_if_few", little)
     local.save(1, job)
     confirm = Snapshot.confirm
 

@@ -22,7 +22,7 @@ from support.world import attempt
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.timeline.launch_chain import decode_head, encode_head, timeline
+from tierd.core.timeline.launch_chain import decode_head, encode_head, order_by_timeline
 from tierd.core.timeline.run_view import run_view_of
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.stores.base import is_key
@@ -153,7 +153,7 @@ def listing(noise: random.Random) -> None:
     if {(one.step, one.attempt) for one in place.checkpoints} != right:
         raise Lost(f"{sorted(store.keys)} were taken for {sorted(place.checkpoints)}")
     for seen in place.copies(RUN):
-        line = timeline({seen.id}, {seen.id}, Inventory(Place(), {"t": place}).origins(RUN))
+        line = order_by_timeline({seen.id}, {seen.id}, Inventory(Place(), {"t": place}).origins(RUN))
         if len({*line.path, *line.branches}) != 1:
             raise Lost(f"{seen.id} is on no line: {line}")
     run_view_of(Inventory(Place(), {"t": place}), RUN)

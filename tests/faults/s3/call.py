@@ -12,7 +12,7 @@ from faults.rounds import Lost
 from faults.s3.proxy import BROKEN, HARMLESS, LOST, PAGES, REFUSALS, UNHEARD, Fault, Request
 from faults.s3.slot import ATTEMPTS, DEADLINE_S, PREFIX, Slot, calm
 
-from tierd.codec.chunk_codec import check_stored
+from tierd.codec.chunk_codec import verify_stored
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.manifest import StoredChunk
 from tierd.stores.s3.checksums import MD5
@@ -218,7 +218,7 @@ class _Call:
         """Each reader of a chunk compares it with its digest, by this function."""
         stored = StoredChunk(codec="raw", size=len(self.data), xxh3_128=xxhash.xxh3_128_hexdigest(self.data), key="k")
         try:
-            check_stored(stored, result, "here")
+            verify_stored(stored, result, "here")
         except CorruptChunk:
             return
         if result != self.data:

@@ -14,7 +14,7 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.part_source import LoadedPart, NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_entries
-from tierd.client.restoring.search import CandidateSearch, Skipped
+from tierd.client.restoring.search import CandidateTrials, Skipped
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
@@ -76,7 +76,7 @@ class VerifiedPart:
     hold: DaemonConnection | None = None  # closed by the caller when it no longer needs `directory`
 
 
-class Restorer(CandidateSearch):
+class Restorer(CandidateTrials):
     """Find the newest checkpoint that every rank can verify, and read this rank's part of it, or the entries `only`."""
 
     def __init__(

@@ -77,7 +77,7 @@ class Skipped:
         return f"step {self.step} (attempt {self.attempt}): {self.reason}"
 
 
-class CandidateSearch:
+class CandidateTrials:
     """Yield the checkpoints of a run in the order in which a restore tries them.
 
     `clock` returns this rank's contribution to the next attempt's name; `report` sends a request to the daemon.

@@ -183,7 +183,7 @@ class StateSaver:
 
     def _take(self, snapshot: Snapshot) -> None:
         if snapshot.deferred_names and self._pipeline.is_ready(snapshot.capture.layout.size):
-            snapshot.copy_little()
+            snapshot.copy_if_few()
         self._pipeline.take(snapshot)
         if snapshot.deferred_names:
             self._gate.watch(snapshot)

@@ -99,7 +99,7 @@ class Snapshot:
     def _encoded_tree(self) -> bytes:
         return self.capture.tree(give_way) if self.deferred_names else self.capture.tree()
 
-    def copy_little(self) -> bool:
+    def copy_if_few(self) -> bool:
         """If few tensors are to be copied before `save` returns, copy them here and now, so that `save` waits for no
         other thread; return whether.
         """
@@ -175,12 +175,12 @@ class Snapshot:
         self._arena = slot.image(self.capture.layout)
         self.copies.enter()
         try:
-            self._begin(into, [name for name in into if name not in self.deferred_names])
+            self._copy_tensors(into, [name for name in into if name not in self.deferred_names])
             if self.deferred_names and not self._returns.is_open:
                 self._returns.open()
                 time.sleep(_YIELD)  # otherwise the training thread would wait for the interpreter's lock
             if self.deferred_names:  # late tensors before the encoding, because a step waits for them
-                self._begin(into, [name for name in into if name in self.deferred_names])
+                self._copy_tensors(into, [name for name in into if name in self.deferred_names])
                 self._is_encoded_soon = self.capture.is_encoded_soon()
                 self._copied.open()  # a device's next work waits by itself
             self.encode()
@@ -234,7 +234,7 @@ class Snapshot:
         self._copied.open()
         self._passed_on.open()
 
-    def _begin(self, into: dict[str, torch.Tensor], names: list[str]) -> None:
+    def _copy_tensors(self, into: dict[str, torch.Tensor], names: list[str]) -> None:
         tensors = self.capture.tensors
         if self.copies:  # first, because device copies run concurrently with the host's
             assert self._arena is not None

@@ -15,7 +15,7 @@ from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.save_policy import MetricGoal, list_metrics
-from tierd.core.timeline.launch_chain import timeline
+from tierd.core.timeline.launch_chain import order_by_timeline
 from tierd.core.timeline.run_view import (
     RunView,
     combine_views,
@@ -187,7 +187,7 @@ def restore_order(
         for view in reversed(views)
         for attempt, origin in view.origins.items()
     }
-    line = timeline(existing, complete, origins)
+    line = order_by_timeline(existing, complete, origins)
     order, same_step = line.path, tuple[CheckpointId, ...]()
     if step is not None or attempt is not None:
         order = tuple(
@@ -209,7 +209,7 @@ def restore_order(
     first = order[0] if order else None
     unusable = quarantined | hollow
     if step is None and attempt is None:
-        unusable &= hollow | set(timeline(existing, existing, origins).path) - set(line.unproven)
+        unusable &= hollow | set(order_by_timeline(existing, existing, origins).path) - set(line.unproven)
     else:
         unusable = {c for c in unusable if step in (None, c.step) and attempt in (None, c.attempt)}
     # A checkpoint that one rank misses is not lost if another rank has a part of it. A rank's view counts for this only

@@ -40,7 +40,7 @@ class Timeline:
     unproven: tuple[CheckpointId, ...] = ()
 
 
-def timeline(
+def order_by_timeline(
     observed: Collection[CheckpointId], complete: Collection[CheckpointId], origins: Mapping[str, CheckpointId | None]
 ) -> Timeline:
     """Order one run's checkpoints, `observed` in any place, for a resume.

@@ -27,7 +27,7 @@ from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.tiers.tier_objects import find_defect, read_manifest, read_until_certain
+from tierd.daemon.tiers.tier_objects import find_chunk_defect, read_manifest, read_until_certain
 from tierd.daemon.tiers.tier_pauses import Pause
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import open_plain
@@ -114,7 +114,7 @@ class CopyVerifier:
         for link in chunk.chain():
             size = link.stored.size if link.stored else 0
             async with self._throttled_read(size, store.memory_for(size)):
-                if defect := await find_defect(store, run, link):
+                if defect := await find_chunk_defect(store, run, link):
                     return f"{run}/{link.stored.key}" if link.stored else link.xxh3_128, defect
         return None
 

@@ -21,7 +21,7 @@ from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
 from tierd.daemon.tiers.intents import protect_chunks
-from tierd.daemon.tiers.tier_objects import find_defect, get_recognized, get_stored, manifest_bytes, put_manifest
+from tierd.daemon.tiers.tier_objects import find_chunk_defect, get_recognized, get_stored, manifest_bytes, put_manifest
 from tierd.daemon.tiers.tier_observer import missing_chunks
 from tierd.daemon.tiers.tier_pauses import Pause, no_pause
 from tierd.daemon.transfer.replicas import Replicas
@@ -143,7 +143,7 @@ class TierRepairer:
         return plain
 
     async def _is_right(self, link: Chunk) -> bool:
-        return await find_defect(self._store, self._run, link) is None
+        return await find_chunk_defect(self._store, self._run, link) is None
 
     async def _restore(self, manifest: Manifest, where: ChunkPlace, bad_links: Iterable[Chunk]) -> bool:
         """Put objects of a chunk's chain again, byte for byte; return whether that was possible for all.
@@ -167,7 +167,7 @@ class TierRepairer:
     async def _put_verified(self, encoded: EncodedChunk) -> None:
         key = f"{self._run}/{encoded.stored.key}"
         await self._store.put(key, encoded.data)
-        if defect := await find_defect(self._store, self._run, encoded.chunk):
+        if defect := await find_chunk_defect(self._store, self._run, encoded.chunk):
             raise StoreUnavailable(f"{key}: what was read back differs from what was put: {defect}")
 
     async def _same_bytes(self, link: Chunk, where: ChunkPlace) -> EncodedChunk | None:

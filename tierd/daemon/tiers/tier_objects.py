@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from tierd.codec.chunk_codec import check_stored, identify_object
+from tierd.codec.chunk_codec import verify_stored, identify_object
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Chunk, Manifest, StoredChunk
@@ -239,13 +239,13 @@ async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
 
     async def read() -> Buffer:
         data = await get_object(store, f"{run}/{stored.key}", stored)
-        await thread_uncancelled(check_stored, stored, data, run)
+        await thread_uncancelled(verify_stored, stored, data, run)
         return data
 
     return await read_until_certain(read)
 
 
-async def find_defect(store: Store, run: str, chunk: Chunk) -> str | None:
+async def find_chunk_defect(store: Store, run: str, chunk: Chunk) -> str | None:
     """Say what is proven wrong with a chunk's object; None if it is right. The bytes are not kept in memory."""
     try:
         await get_stored(store, run, chunk)
@@ -295,7 +295,7 @@ async def verify_part(store: Store, part: PartId, read: Callable[[int], None]) -
             wrong.append(f"chunk {chunk.xxh3_128}: the manifest does not say where it is")
             continue
         for link in chunk.chain():
-            if defect := await find_defect(store, part.checkpoint.run, link):
+            if defect := await find_chunk_defect(store, part.checkpoint.run, link):
                 wrong.append(defect)
                 break
         read(chunk.stored.size)

@@ -31,7 +31,7 @@ from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.intents import protect_chunks
 from tierd.daemon.tiers.tier_identity import tier_readme
 from tierd.daemon.tiers.tier_objects import (
-    find_defect,
+    find_chunk_defect,
     manifest_bytes,
     put_manifest,
     read_manifest,
@@ -239,7 +239,7 @@ async def _are_readable(store: Store, manifest: Manifest, keys: set[str], going:
     links = (link for chunk in manifest.chunks() for link in chunk.chain())
     for link in links:
         if link.stored and f"{manifest.run}/{link.stored.key}" in keys:
-            if await find_defect(store, manifest.run, link):
+            if await find_chunk_defect(store, manifest.run, link):
                 return False
             going()
     return True
@@ -287,7 +287,7 @@ class QuarantinedCopy:
             if link is None:
                 return True
             try:
-                self._defect = await find_defect(self._store, self._part.checkpoint.run, link) or ""
+                self._defect = await find_chunk_defect(self._store, self._part.checkpoint.run, link) or ""
             except BaseException:
                 self._data = b""  # the next call begins anew, because this chunk was not judged
                 raise

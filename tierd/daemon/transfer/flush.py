@@ -19,7 +19,7 @@ from functools import partial
 
 import msgspec
 
-from tierd.codec.chunk_codec import check_digest, check_stored
+from tierd.codec.chunk_codec import verify_stored_digest, verify_stored
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk, is_patch
@@ -112,11 +112,11 @@ class ChunkUpload:
     async def _read_back(self, key: str, stored: StoredChunk) -> None:
         async def read() -> None:
             if self._route.store.can_digest:
-                check_digest(stored, *await self._route.store.digest(key), key)
+                verify_stored_digest(stored, *await self._route.store.digest(key), key)
             else:
                 with self._route.encoding.buffers.hold(stored.size) as memory:
                     data = await get_object(self._route.store, key, stored, into=memory)
-                    await thread_uncancelled(check_stored, stored, data, key)
+                    await thread_uncancelled(verify_stored, stored, data, key)
 
         try:
             await read_until_certain(read)
