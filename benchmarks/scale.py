@@ -33,7 +33,7 @@ from tierd.core.planning.place import Place
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.run_report import make_report
-from tierd.core.timeline.candidates import restore_candidates
+from tierd.core.timeline.restore_order import restore_candidates
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.stores.memory_store import MemoryStore
 

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tierd.core.chunking import content_chunk_sizes
+from tierd.core.chunk_boundaries import content_chunk_sizes
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import flush_order
 from tierd.core.planning.copies import ManifestFacts

@@ -517,7 +517,8 @@ def test_the_trainers_side_without_torch_loads_no_asyncio():
     """All that the client uses below `client/`."""
     assert (
         not loaded(
-            "import tierd.ipc.daemon_connection, tierd.spool.spool, tierd.core.timeline.candidates, tierd.core.config"
+            "import tierd.ipc.daemon_connection, tierd.spool.spool, tierd.core.config\n"
+            "import tierd.core.timeline.restore_order"
         )
         & DAEMON_ONLY
     )

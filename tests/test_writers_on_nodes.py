@@ -22,7 +22,7 @@ from support.writers import daemon_until, forge, kinds, lie, restored, state
 import tierd
 from tierd.core.errors import CheckpointNotFound, SaveFailed, StateMismatch
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.timeline.candidates import RestoreOrder, restore_order
+from tierd.core.timeline.restore_order import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Pause, StatusRequest

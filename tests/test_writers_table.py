@@ -55,7 +55,7 @@ ELSEWHERE = {
         "dcp/test_metadata.py::test_metadata_that_would_hang_or_kill_the_trainer_is_refused_at_once",
         "core/test_manifest.py::test_hostile_content_is_refused_before_anything_is_made_of_it",
     ),
-    "tenant/newest": ("core/timeline/test_candidates.py::test_other_runs_are_none_of_its_business",),
+    "tenant/newest": ("core/timeline/test_restore_order.py::test_other_runs_are_none_of_its_business",),
     "tenant/retention": ("cli/test_space.py::test_rm_deletes_a_run_and_no_other",),
     "rank/silent": (
         "client/ranks/test_ranks.py::test_a_checkpoint_is_complete_when_both_ranks_have_saved",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tierd import dcp as dcp
     from tierd.client.checkpointer import Checkpointer
     from tierd.client.ranks.attempts import new_attempt
+    from tierd.client.restoring.candidate_trials import Skipped
     from tierd.client.restoring.restorer import Restored
-    from tierd.client.restoring.search import Skipped
     from tierd.client.sample_watch import SampleWatch
     from tierd.client.saving.save_jobs import Save
     from tierd.core.errors import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from tierd.core.retention.policy import Best
     from tierd.core.retention.policy import RetentionPolicy as Retention
-    from tierd.core.save_policy import EarlyStopping, When
+    from tierd.core.save_rules import EarlyStopping, When
     from tierd.observing import observe
     from tierd.reading import Loaded as Loaded
     from tierd.reading import Reader as Reader
@@ -52,17 +52,17 @@ logs.install_escaping()
 _HOMES = {
     "Best": "tierd.core.retention.policy",
     "Checkpointer": "tierd.client.checkpointer",
-    "EarlyStopping": "tierd.core.save_policy",
+    "EarlyStopping": "tierd.core.save_rules",
     "Loaded": "tierd.reading",
     "Reader": "tierd.reading",
     "Restored": "tierd.client.restoring.restorer",
     "Retention": "tierd.core.retention.policy",
     "Save": "tierd.client.saving.save_jobs",
-    "Skipped": "tierd.client.restoring.search",
+    "Skipped": "tierd.client.restoring.candidate_trials",
     "new_attempt": "tierd.client.ranks.attempts",
     "RngState": "tierd.state.kinds.random_generators",
     "SampleWatch": "tierd.client.sample_watch",
-    "When": "tierd.core.save_policy",
+    "When": "tierd.core.save_rules",
     "observe": "tierd.observing",
     "open": "tierd.reading",
     # the errors that a trainer may catch

@@ -29,7 +29,7 @@ with importing_extras("tierd://", "torch,daemon,fsspec"):
 from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import File
-from tierd.core.timeline.candidates import Candidate
+from tierd.core.timeline.restore_order import Candidate
 from tierd.reading.checkpoint_deliveries import ListedCheckpoint, listed_id
 
 LATEST = "latest"

@@ -40,7 +40,7 @@ from tierd.core.event_kinds import EVENT_KINDS, Event
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.run_report import Checkpoint, Report
 from tierd.daemon.daemon_status import COUNTERS, Status
-from tierd.daemon.http.metrics import FAMILIES, sample_names
+from tierd.daemon.http.openmetrics import FAMILIES, sample_names
 from tierd.daemon.intake.directory_preparation import PrepareResult
 from tierd.daemon.intake.in_place_restore import RestoredUnit
 from tierd.daemon.runs_report import RunsReport

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.chunking import compression_choice
+from tierd.core.chunk_boundaries import compression_choice
 
 MB = 1e6
 rates = st.floats(1e5, 1e11)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from tierd.core.chunking import content_chunk_sizes
+from tierd.core.chunk_boundaries import content_chunk_sizes
 from tierd.core.errors import CorruptChunk
 from tierd.spool import direct_io, file_io, foreign_files, verified_reads
 from tierd.spool.file_io import FileWriter, digest, write_file

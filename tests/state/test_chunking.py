@@ -17,7 +17,7 @@ from torch import nn
 
 import tierd
 from tierd.client.saving import slots
-from tierd.core.chunking import GRAIN, MOVING
+from tierd.core.chunk_boundaries import GRAIN, MOVING
 from tierd.core.manifest import CHUNK_SIZE, TENSORS
 from tierd.core.manifest_codec import decode
 from tierd.state import tensor_file

@@ -27,8 +27,8 @@ from tierd.core.manifest_codec import decode
 from tierd.core.planning.place import SPOOL, Action, Prune
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
 from tierd.core.timeline.launch_chain import order_by_timeline
+from tierd.core.timeline.restore_order import RestoreOrder, restore_candidates
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.tiers.tier_observer import observe_places
 from tierd.spool.spool import Spool

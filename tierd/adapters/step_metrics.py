@@ -14,7 +14,7 @@ from tierd.client.checkpointer import Checkpointer
 from tierd.client.saving.save_jobs import Save
 from tierd.core.errors import StepRefused
 from tierd.core.manifest import MAX_METRICS, is_metric_name
-from tierd.core.save_policy import list_metrics
+from tierd.core.save_rules import list_metrics
 
 log = logging.getLogger("tierd")
 _MAX_NAMES = 5  # names that the warning shows

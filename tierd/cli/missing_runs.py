@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from tierd.cli.options import Places
 from tierd.cli.output import complain
 from tierd.core.errors import CheckpointNotFound, TierdError
-from tierd.core.timeline.candidates import describe_runs, describe_steps
+from tierd.core.timeline.restore_order import describe_runs, describe_steps
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection

@@ -20,7 +20,7 @@ from tierd.core.config import MAX_CONFIG_CHARS, Config, from_toml, from_urls
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.save_policy import MetricGoal, check_goal
+from tierd.core.save_rules import MetricGoal, check_goal
 from tierd.core.store_schemes import PLACES
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import command_as_account, describe_owner

@@ -24,7 +24,7 @@ from tierd.client.restoring.restorer import Restored
 from tierd.client.saving.save_jobs import Save, Stats
 from tierd.core.ids import CheckpointId, PartId, check_step
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.save_policy import MetricGoal, When, check_epoch
+from tierd.core.save_rules import MetricGoal, When, check_epoch
 from tierd.ipc.messages import MAX_REASON, DataLeakNotice, PreemptionNotice
 
 if TYPE_CHECKING:

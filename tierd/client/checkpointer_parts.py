@@ -24,7 +24,7 @@ from tierd.client.ranks.launch import Launch
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.state_restorer import StateRestorer
 from tierd.client.save_schedule import SaveSchedule
-from tierd.client.saving.arena_staging import ArenaStaging
+from tierd.client.saving.dcp_arena_staging import ArenaStaging
 from tierd.client.saving.save_jobs import Stats
 from tierd.client.saving.save_pipeline import SavePipeline
 from tierd.client.saving.savers import DirectorySaver, SaveRecords, StateSaver
@@ -36,7 +36,7 @@ from tierd.core.errors import ConfigError, SaveFailed, TierdError
 from tierd.core.ids import PartId, check_attempt, check_run
 from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policy import RetentionPolicy, check_policy
-from tierd.core.save_policy import When
+from tierd.core.save_rules import When
 from tierd.spool.run_records import record_policy, set_local_only
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import spool_errors

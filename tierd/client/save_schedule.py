@@ -20,7 +20,7 @@ from tierd.client.preemption.notices import Preemption
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.save_policy import (
+from tierd.core.save_rules import (
     SaveHistory,
     When,
     best_so_far,
@@ -30,7 +30,7 @@ from tierd.core.save_policy import (
     steps_to_wait,
     value_of,
 )
-from tierd.core.timeline.candidates import RestoreOrder
+from tierd.core.timeline.restore_order import RestoreOrder
 
 
 class DueDecision(msgspec.Struct, frozen=True):

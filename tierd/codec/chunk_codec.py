@@ -63,7 +63,7 @@ class EncodedChunk:
 def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> EncodedChunk:
     """Encode one chunk of `part` from its verified bytes. Equal input gives equal output.
 
-    Without `pack` it is stored raw, for a link that is faster than the compressor (`core/chunking.py`).
+    Without `pack` it is stored raw, for a link that is faster than the compressor (`core/chunk_boundaries.py`).
     """
     codec, data = _pack(chunk, raw) if pack else (RAW, raw)
     key = chunk_key(part, chunk.xxh3_128, codec)

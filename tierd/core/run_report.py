@@ -16,9 +16,9 @@ from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, known_policy, observed_runs
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.pruning import judge_place
-from tierd.core.retention.ranking import AWAITS_PARTS, Verdict
-from tierd.core.timeline.candidates import restore_candidates
+from tierd.core.retention.retention_verdicts import AWAITS_PARTS, Verdict
 from tierd.core.timeline.launch_chain import LaunchRecord
+from tierd.core.timeline.restore_order import restore_candidates
 
 _LOCAL_ONLY = "the last launch names no tier"
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierd.client.checkpointer import Checkpointer, internals
-from tierd.client.saving.arena_staging import ArenaCopy
+from tierd.client.saving.dcp_arena_staging import ArenaCopy
 from tierd.client.saving.save_jobs import Save
 from tierd.core.errors import ConfigError, StateRefused
 from tierd.spool.direct_io import write_all

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.storage import StorageReader as Reader
 from torch.futures import Future
 
 from tierd.client.checkpointer import Checkpointer, internals
+from tierd.client.restoring.candidate_trials import Skipped
 from tierd.client.restoring.ranged_reader import PartFiles, Span
-from tierd.client.restoring.search import Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import TENSORS, TREE, Ancestor
 from tierd.core.planning.place import SPOOL
-from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import Candidate
+from tierd.core.save_rules import MetricGoal
+from tierd.core.timeline.restore_order import Candidate
 from tierd.dcp import metadata as dcp_metadata
 from tierd.dcp.load_sources import SavedState, check_plain, load_tensor, plain_value, position_of
 

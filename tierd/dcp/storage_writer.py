@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tierd.client.checkpointer import Checkpointer, internals
-from tierd.client.saving.arena_staging import ArenaCopy
+from tierd.client.saving.dcp_arena_staging import ArenaCopy
 from tierd.client.saving.save_jobs import checked_metrics
 from tierd.core.errors import ConfigError, SaveFailed, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_step

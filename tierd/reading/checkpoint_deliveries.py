@@ -25,8 +25,8 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Attempt, Step
 from tierd.core.planning.copies import CheckpointCopy, is_complete, union_ranks
 from tierd.core.planning.inventory import Inventory
-from tierd.core.timeline.candidates import Candidate, restore_candidates
 from tierd.core.timeline.launch_chain import check_origin
+from tierd.core.timeline.restore_order import Candidate, restore_candidates
 from tierd.daemon.concurrency import gather_limited
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.reading.run_on_tiers import RunOnTiers, error_if_pruned

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, ObjectNotFound, SpoolFull
 from tierd.core.ids import CheckpointId
-from tierd.core.timeline.candidates import Candidate
+from tierd.core.timeline.restore_order import Candidate
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.restore_to_directory import restore_candidate
 from tierd.reading.checkpoint_deliveries import (

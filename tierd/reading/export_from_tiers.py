@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.search import CandidateTrials
+from tierd.client.restoring.candidate_trials import CandidateTrials
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StateRefused
-from tierd.core.save_policy import MetricGoal
+from tierd.core.save_rules import MetricGoal
 from tierd.exporting.checkpoint_export import ExportOptions, export
 from tierd.reading.run_on_tiers import RunOnTiers, TierFiles, TierView, no_checkpoint_text, read_verified
 

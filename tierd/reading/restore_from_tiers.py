@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
 from tierd.client.restoring.saved_entries import (
     ComparedPart,
     are_equal,
@@ -25,11 +26,10 @@ from tierd.client.restoring.saved_entries import (
     read_tree,
     referenced_tensors,
 )
-from tierd.client.restoring.search import CandidateTrials, Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
-from tierd.core.save_policy import MetricGoal
+from tierd.core.save_rules import MetricGoal
 from tierd.reading.run_on_tiers import RunOnTiers, TierFiles, TierView, no_checkpoint_text, read_verified
 from tierd.spool.direct_io import finish_read, memory_for
 from tierd.state.kinds.live_parameters import rename_like

@@ -22,8 +22,8 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.timeline.candidates import Candidate, describe_runs
 from tierd.core.timeline.launch_chain import check_origin
+from tierd.core.timeline.restore_order import Candidate, describe_runs
 from tierd.core.timeline.run_view import RunView, run_view_of
 from tierd.daemon.concurrency import Buffers, MemoryBudget, gather_limited, thread_uncancelled
 from tierd.daemon.tiers.tier_objects import has_all_manifests

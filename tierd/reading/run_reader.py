@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from tierd.core.config import from_urls
 from tierd.core.errors import CheckpointNotFound, ConfigError
 from tierd.core.ids import check_attempt, check_run, check_step
-from tierd.core.save_policy import MetricGoal, check_goal
+from tierd.core.save_rules import MetricGoal, check_goal
 from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.local_files import check_restore_target

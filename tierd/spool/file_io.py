@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import xxhash
 
-from tierd.core.chunking import content_chunk_sizes
+from tierd.core.chunk_boundaries import content_chunk_sizes
 from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
 from tierd.spool.direct_io import LARGE, PIECE, ahead, is_overwritable, reserve, set_direct, write_all

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 import xxhash
 
-from tierd.core.chunking import content_chunk_sizes
+from tierd.core.chunk_boundaries import content_chunk_sizes
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
 from tierd.core.storage_faults import Reading, ReadVerdict, judge_readings, read_until_proven, unstable_error

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from tierd.core.chunking import GRAIN, MOVING
+from tierd.core.chunk_boundaries import GRAIN, MOVING
 from tierd.core.errors import StateMismatch, StateRefused
 from tierd.spool.direct_io import PAGE
 

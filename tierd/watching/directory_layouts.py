@@ -11,7 +11,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from tierd.watching.completeness import (
+from tierd.watching.loose_units import is_usual
+from tierd.watching.missing_files import (
     Directory,
     absent_combination,
     absent_index,
@@ -22,7 +23,6 @@ from tierd.watching.completeness import (
     tracker_mismatch,
     unfinished_reason,
 )
-from tierd.watching.loose_units import is_usual
 from tierd.watching.step_in_name import (
     are_ends_of_run,
     are_saves,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierd.core.ids import MAX_STEP
-from tierd.watching.completeness import (
+from tierd.watching.missing_files import (
     SHARD_PATTERN,
     WEIGHTS_PATTERN,
     Directory,

@@ -23,8 +23,8 @@ from pathlib import Path
 from posixpath import basename, dirname, join, normpath, relpath
 
 from tierd.core.errors import CheckpointNotFound, ConfigError
-from tierd.watching.completeness import SHARD_PATTERN
 from tierd.watching.directory_tree import DIRECTORY_FLAGS, DirectoryTree, opened_below
+from tierd.watching.missing_files import SHARD_PATTERN
 from tierd.watching.step_in_name import is_weights
 from tierd.watching.unit import (
     DIRECTORY_LAYOUT,

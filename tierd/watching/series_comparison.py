@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from posixpath import dirname
 
-from tierd.watching.completeness import WEIGHTS_PATTERN
+from tierd.watching.missing_files import WEIGHTS_PATTERN
 from tierd.watching.step_in_name import RANK, directory_step, is_best, step_in, without_numbers, without_step
 from tierd.watching.unit import COMPOSER, DCP, DIRECTORY_LAYOUT, FILE_LAYOUT, Unit, UnitLayout
 

@@ -138,7 +138,9 @@ class SettlingTracker:
     def incomplete_reasons(self) -> dict[str, str]:
         """The units at rest that are incomplete or mixed from two saves, by path, and why."""
         mixed = "its files seem to be of two saves"
-        return {path: self.units[path].missing_reason or mixed for path, state in self._seen.items() if state.is_stalled}
+        return {
+            path: self.units[path].missing_reason or mixed for path, state in self._seen.items() if state.is_stalled
+        }
 
     def mixed_units(self, now_s: float, for_s: float) -> list[str]:
         """The units of known programs that have rested for so many seconds, and seem to be of two saves."""

@@ -17,7 +17,16 @@ from dataclasses import replace
 from itertools import chain
 from posixpath import basename
 
-from tierd.watching.completeness import (
+from tierd.watching.directory_layouts import (
+    DirectoryLayout,
+    has_weights,
+    holds_several_saves,
+    is_checkpoint,
+    is_of_run,
+    match_layout,
+)
+from tierd.watching.loose_units import LISTS_OF_PARTS, file_units, is_config, lone_file_unit, may_hold_state, user_units
+from tierd.watching.missing_files import (
     Directory,
     absent_in_ranks,
     absent_index,
@@ -28,15 +37,6 @@ from tierd.watching.completeness import (
     temporary_name_reason,
     unfinished_reason,
 )
-from tierd.watching.directory_layouts import (
-    DirectoryLayout,
-    has_weights,
-    holds_several_saves,
-    is_checkpoint,
-    is_of_run,
-    match_layout,
-)
-from tierd.watching.loose_units import LISTS_OF_PARTS, file_units, is_config, lone_file_unit, may_hold_state, user_units
 from tierd.watching.series_comparison import compare_nested, compare_series
 from tierd.watching.step_in_name import (
     counted_step,

@@ -21,7 +21,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from tierd.core.errors import ManifestError
 from tierd.core.manifest import check_path
-from tierd.watching.completeness import is_temporary
+from tierd.watching.missing_files import is_temporary
 from tierd.watching.step_in_name import is_log, is_weights, step_in, without_ending
 from tierd.watching.unit import COMPOSER, DEEPSPEED, MEGATRON, TENSORFLOW, Listing, Unit, join_path
 

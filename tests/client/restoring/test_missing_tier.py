@@ -12,7 +12,7 @@ from support.world import Daemon
 
 import tierd
 from tierd.core.errors import StoreUnavailable
-from tierd.core.timeline.candidates import describe_silent, restore_order
+from tierd.core.timeline.restore_order import describe_silent, restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.spool.spool import Spool
 from tierd.stores.file_store import FileStore

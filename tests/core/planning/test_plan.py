@@ -34,7 +34,7 @@ from tierd.core.planning.place import SPOOL, Discard, Flush, Place, Prune, Repai
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.run_report import make_report
-from tierd.core.timeline.candidates import restore_candidates
+from tierd.core.timeline.restore_order import restore_candidates
 
 LAST1 = RetentionPolicy(keep_last=1)
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))

@@ -16,7 +16,7 @@ from tierd.core.planning.place import SPOOL, LocalLaunch, Place, Trainer
 from tierd.core.planning.plan import Planner, flushes, plan
 from tierd.core.planning.pruning import deletion_verdicts, judge_place
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.ranking import CheckpointInfo, Ranking
+from tierd.core.retention.retention_verdicts import CheckpointInfo, Ranking
 
 
 @st.composite

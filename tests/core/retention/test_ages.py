@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tierd.core.retention.ranking import Ages, Order
+from tierd.core.retention.retention_verdicts import Ages, Order
 
 DAY = 86_400.0
 YEAR = 365 * DAY

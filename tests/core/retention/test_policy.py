@@ -20,7 +20,7 @@ from support.seeds import examples
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.retention.policy import Best, RetentionPolicy, check_policy, merge_policies, parse_duration
-from tierd.core.retention.ranking import CheckpointInfo, Ranking, judge_checkpoints
+from tierd.core.retention.retention_verdicts import CheckpointInfo, Ranking, judge_checkpoints
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
 SUITE = settings(max_examples=examples(150))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.world import part
 
-from tierd.core.timeline.candidates import RestoreOrder, describe_runs, describe_steps, not_found_error
+from tierd.core.timeline.restore_order import RestoreOrder, describe_runs, describe_steps, not_found_error
 
 
 def test_runs_of_a_similar_name_are_first_and_many_are_counted() -> None:

@@ -45,7 +45,9 @@ def test_timeline_ends_at_an_attempt_with_an_unknown_origin():
     every = {A300, A100, B210, C205}
     assert order_by_timeline(every, every, {A: None, C: B210}) == Timeline((C205, B210), (A300, A100), B)
     # B's checkpoints are all gone: what it resumed from went with them
-    assert order_by_timeline({A100, A300, C205}, {A100, A300, C205}, {A: None, C: B210}) == Timeline((C205,), (A300, A100), B)
+    assert order_by_timeline({A100, A300, C205}, {A100, A300, C205}, {A: None, C: B210}) == Timeline(
+        (C205,), (A300, A100), B
+    )
 
 
 def test_a_fresh_start_is_a_line_of_its_own():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.promql import read
 
-from tierd.daemon.http.metrics import FAMILIES, sample_names
+from tierd.daemon.http.openmetrics import FAMILIES, sample_names
 
 SYSTEMD = Path(__file__).parents[3] / "systemd"
 RULES = (SYSTEMD / "alerts.yml").read_text()

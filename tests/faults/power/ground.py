@@ -29,7 +29,7 @@ from tierd.core.ids import CheckpointId, PartId, pins_prefix
 from tierd.core.manifest import VERSION, Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.plan import plan
-from tierd.core.timeline.candidates import restore_candidates
+from tierd.core.timeline.restore_order import restore_candidates
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.tiers.tier_observer import observe_places
 from tierd.daemon.transfer.chunk_source import TierUploadContext

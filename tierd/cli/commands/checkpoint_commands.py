@@ -44,7 +44,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.core.run_report import Report, make_report
 from tierd.core.storage_faults import UnstableRead
-from tierd.core.timeline.candidates import not_found_error, restore_candidates
+from tierd.core.timeline.restore_order import not_found_error, restore_candidates
 from tierd.daemon.tiers.tier_objects import manifest_bytes, read_manifest
 from tierd.daemon.tiers.tier_objects import verify_part as verify_on_tier
 from tierd.daemon.tiers.tier_observer import observe_places

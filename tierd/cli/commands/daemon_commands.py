@@ -36,7 +36,7 @@ from tierd.core.errors import ConfigError, DaemonUnavailable, printable_json
 from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.timeline.candidates import restore_order
+from tierd.core.timeline.restore_order import restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.daemon.daemon_service import open_all, serve

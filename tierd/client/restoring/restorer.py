@@ -11,16 +11,16 @@ from typing import Any
 
 from tierd.client.ranks.attempts import RankClock, make_rank_clock
 from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
 from tierd.client.restoring.part_source import LoadedPart, NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_entries
-from tierd.client.restoring.search import CandidateTrials, Skipped
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import SPOOL
-from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import Candidate, own_part
+from tierd.core.save_rules import MetricGoal
+from tierd.core.timeline.restore_order import Candidate, own_part
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Request
 from tierd.ipc.messages import RestoreFinished as ReportRestored

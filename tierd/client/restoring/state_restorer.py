@@ -25,7 +25,7 @@ from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.user_messages import SpaceCheck
 from tierd.core.manifest import TENSORS, TREE
-from tierd.core.save_policy import MetricGoal
+from tierd.core.save_rules import MetricGoal
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
 from tierd.state.kinds.live_parameters import rename_like

@@ -23,7 +23,7 @@ from tierd.core.planning.copies import CheckpointCopy, changed_checkpoints, is_c
 from tierd.core.planning.inventory import KEEP_EVERYTHING, Inventory, fills_tier, policy_for, unknown_policy_reason
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.ranking import Ages, CheckpointInfo, Ranking
+from tierd.core.retention.retention_verdicts import Ages, CheckpointInfo, Ranking
 from tierd.core.timeline.concurrent_launches import live_launches
 
 

@@ -19,7 +19,7 @@ from tierd.core.planning.demand import Demand, retention_info, without_defects
 from tierd.core.planning.inventory import Inventory, unknown_policy_reason
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.retention.ranking import CheckpointInfo, Origins, Ranking, Verdict
+from tierd.core.retention.retention_verdicts import CheckpointInfo, Origins, Ranking, Verdict
 
 info_order = operator.attrgetter("order")
 

@@ -19,7 +19,7 @@ from tierd.core.planning.flush_order import demanded_on
 from tierd.core.planning.inventory import Inventory, is_janitor, unnamed_tiers
 from tierd.core.planning.place import SPOOL, Action, Place, Prune
 from tierd.core.retention.policy import parse_duration
-from tierd.core.retention.ranking import AWAITS_PARTS, Ranking, Verdict
+from tierd.core.retention.retention_verdicts import AWAITS_PARTS, Ranking, Verdict
 
 
 def judge_place(demand: Demand, name: str) -> tuple[Verdict, ...]:

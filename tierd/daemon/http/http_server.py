@@ -27,7 +27,7 @@ from tierd.core.config import HttpConfig
 from tierd.core.errors import ConfigError
 from tierd.core.event_kinds import Event
 from tierd.daemon.daemon_status import Status
-from tierd.daemon.http.metrics import CONTENT_TYPE, EventCounters, Exposition
+from tierd.daemon.http.openmetrics import CONTENT_TYPE, EventCounters, Exposition
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.runs_report import HttpAnswers
 from tierd.stores.encryption_keys import read_private_file

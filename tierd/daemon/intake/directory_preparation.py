@@ -18,7 +18,7 @@ from posixpath import dirname
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.inventory import Inventory
-from tierd.core.timeline.candidates import restore_candidates
+from tierd.core.timeline.restore_order import restore_candidates
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.damaged_units import (
     entries_to_move,

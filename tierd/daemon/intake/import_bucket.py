@@ -29,8 +29,8 @@ from tierd.daemon.intake.unit_files import ListedEntries
 from tierd.formats.byte_source import ByteSource
 from tierd.stores.base import ObjectInfo
 from tierd.stores.retry import ForeignStore
-from tierd.watching.completeness import unfinished_marker
 from tierd.watching.directory_tree import MAX_NAMES, TIERD_PREFIX, DirectoryTree
+from tierd.watching.missing_files import unfinished_marker
 from tierd.watching.unit import MARKERS, MAX_MARKER, ListedEntry, Listing, Unit, join_path
 from tierd.watching.unit_detection import units
 from tierd.watching.unit_inspection import ChangedFile, UnitStatus

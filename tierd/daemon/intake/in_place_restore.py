@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from tierd.core.errors import ConfigError, ManifestError
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import UNIT_NAME, Manifest
-from tierd.core.save_policy import MetricGoal
+from tierd.core.save_rules import MetricGoal
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.directory_changes import (
     explained_refusals,

@@ -20,8 +20,8 @@ from tierd.core.config import WatchConfig
 from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import UNIT_NAME, Manifest
-from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import restore_candidates
+from tierd.core.save_rules import MetricGoal
+from tierd.core.timeline.restore_order import restore_candidates
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.directory_changes import locked_directory, write_atomically
 from tierd.daemon.intake.in_place_restore import KeptPaths, PointerPolicy, RestoredUnit, restore_unit

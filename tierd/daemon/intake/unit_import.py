@@ -22,7 +22,7 @@ from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, Man
 from tierd.core.ids import CheckpointId, PartId, next_attempt
 from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.core.planning.place import Place
-from tierd.core.timeline.candidates import describe_steps
+from tierd.core.timeline.restore_order import describe_steps
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.unit_files import ImportSource, ListedEntries, UnitBusy, make_unit_file, stage_unit
 from tierd.daemon.tiers.tier_objects import read_manifest

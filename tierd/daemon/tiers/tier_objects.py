@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from tierd.codec.chunk_codec import verify_stored, identify_object
+from tierd.codec.chunk_codec import identify_object, verify_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Chunk, Manifest, StoredChunk

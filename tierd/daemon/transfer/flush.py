@@ -19,7 +19,7 @@ from functools import partial
 
 import msgspec
 
-from tierd.codec.chunk_codec import verify_stored_digest, verify_stored
+from tierd.codec.chunk_codec import verify_stored, verify_stored_digest
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk, is_patch

@@ -18,8 +18,9 @@ from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, SpoolFul
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest_codec import encode as encode_manifest
-from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import (
+from tierd.core.save_rules import MetricGoal
+from tierd.core.timeline.launch_chain import check_origin
+from tierd.core.timeline.restore_order import (
     INCOMPLETE,
     QUARANTINED,
     UNKNOWN_METRIC,
@@ -29,7 +30,6 @@ from tierd.core.timeline.candidates import (
     not_found_error,
     restore_candidates,
 )
-from tierd.core.timeline.launch_chain import check_origin
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
 from tierd.daemon.tiers.tier_objects import has_all_manifests
 from tierd.daemon.tiers.tier_observer import observe_places

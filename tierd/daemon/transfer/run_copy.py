@@ -33,7 +33,7 @@ from tierd.core.planning.copies import complete_world_sizes
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import encode_policy
-from tierd.core.timeline.candidates import not_found_error, restore_candidates
+from tierd.core.timeline.restore_order import not_found_error, restore_candidates
 from tierd.daemon.concurrency import gather_limited
 from tierd.daemon.tiers.run_overview import check_encryption_key
 from tierd.daemon.tiers.tier_objects import has_all_manifests, read_manifest

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import TypeAlias
 
 from tierd.codec.chunk_codec import EncodedChunk, encode
-from tierd.core.chunking import CompressionChoice, compression_choice
+from tierd.core.chunk_boundaries import CompressionChoice, compression_choice
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, ContentId
 from tierd.daemon.concurrency import (

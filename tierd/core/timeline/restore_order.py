@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
-from tierd.core.save_policy import MetricGoal, list_metrics
+from tierd.core.save_rules import MetricGoal, list_metrics
 from tierd.core.timeline.launch_chain import order_by_timeline
 from tierd.core.timeline.run_view import (
     RunView,

@@ -24,8 +24,8 @@ from tierd.core.ids import PartId
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import (
+from tierd.core.save_rules import MetricGoal
+from tierd.core.timeline.restore_order import (
     Candidate,
     RestoreOrder,
     not_found_error,

@@ -19,8 +19,9 @@ from tierd.client.restoring.consensus import ConsensusResult, RestoreAgreement
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
-from tierd.core.save_policy import MetricGoal
-from tierd.core.timeline.candidates import (
+from tierd.core.save_rules import MetricGoal
+from tierd.core.timeline.launch_chain import check_origin
+from tierd.core.timeline.restore_order import (
     INCOMPLETE,
     QUARANTINED,
     UNKNOWN_METRIC,
@@ -30,7 +31,6 @@ from tierd.core.timeline.candidates import (
     describe_silent,
     not_found_error,
 )
-from tierd.core.timeline.launch_chain import check_origin
 from tierd.core.timeline.run_view import RunView
 from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FallbackNotice, Request
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from tierd.core import chunking
-from tierd.core.chunking import (
+from tierd.core import chunk_boundaries
+from tierd.core.chunk_boundaries import (
     GRAIN,
     MAX_HEAD,
     FileRecord,
@@ -328,7 +328,7 @@ def test_a_great_many_archives_are_not_all_looked_at():
 
 
 def test_a_header_of_more_entries_than_tensors_fit_in_it_is_not_read():
-    entries = ",".join(f'"{number:x}":{{}}' for number in range(chunking._MAX_TENSORS + 1))
+    entries = ",".join(f'"{number:x}":{{}}' for number in range(chunk_boundaries._MAX_TENSORS + 1))
     head = f"{{{entries}}}".encode()
     data = len(head).to_bytes(8, "little") + head
-    assert chunking.safetensors_records(lambda offset, size: data[offset : offset + size], len(data)) is None
+    assert chunk_boundaries.safetensors_records(lambda offset, size: data[offset : offset + size], len(data)) is None

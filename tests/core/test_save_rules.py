@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.inventories import checkpoint
 
 from tierd.core.errors import ConfigError, StateMismatch
-from tierd.core.save_policy import EarlyStopping, MetricGoal, SaveHistory, When, best_so_far, is_due, steps_to_wait
+from tierd.core.save_rules import EarlyStopping, MetricGoal, SaveHistory, When, best_so_far, is_due, steps_to_wait
 
 NAN = math.nan
 

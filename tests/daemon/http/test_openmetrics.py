@@ -13,8 +13,8 @@ from support.world import commit, part, reconciler
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
 from tierd.daemon.daemon_status import make_status
-from tierd.daemon.http import metrics
-from tierd.daemon.http.metrics import FAMILIES, EventCounters, sample_names
+from tierd.daemon.http import openmetrics as metrics
+from tierd.daemon.http.openmetrics import FAMILIES, EventCounters, sample_names
 from tierd.events.notifier import NotifyStatus
 from tierd.spool.commit import CommittedPart
 
