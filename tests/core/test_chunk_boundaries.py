@@ -23,6 +23,7 @@ from tierd.core.chunk_boundaries import (
     content_chunk_sizes,
     cut_records,
     grain_of,
+    home_ranges,
     safetensors_records,
     zip_records,
 )
@@ -152,6 +153,22 @@ def test_the_grain_grows_with_the_file_so_that_a_manifest_can_hold_its_chunks():
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def test_replicated_tensors_make_chunks_of_their_own():
+    sizes = {"own": 300 * KIB, "a": 300 * KIB, "b": 3 * MIB, "c": 300 * KIB, "last": 300 * KIB}
+    bounds = f"{300 * KIB}:{300 * KIB + 3 * MIB + 600 * KIB}:0"
+    data = safetensors([(name, "F32", bytes(size)) for name, size in sizes.items()], {"tierd.homes": bounds})
+    head = len(data) - sum(sizes.values())
+    assert content_chunk_sizes(reader(data), len(data)) == [head + 300 * KIB, 300 * KIB, 3 * MIB, 300 * KIB, 300 * KIB]
+    assert home_ranges(reader(data), len(data)) == [(head + 300 * KIB, head + 300 * KIB + 3 * MIB + 600 * KIB, 0)]
+
+
+@pytest.mark.parametrize("text", ["", "1:0:0", "0:10", "0:99999999999:1", "0:8:-1", "8:16:0,0:8:1"])
+def test_home_ranges_outside_the_file_or_out_of_order_are_ignored(text):
+    data = safetensors([("a", "F32", bytes(16)), ("b", "F32", bytes(2 * MIB))], {"tierd.homes": text})
+    assert len(home_ranges(reader(data), len(data))) == (text == "8:16:0,0:8:1")
+    assert sum(content_chunk_sizes(reader(data), len(data))) == len(data)
 
 
 def test_a_safetensors_file_is_cut_at_its_tensors():

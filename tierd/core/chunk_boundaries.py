@@ -13,6 +13,9 @@ Smaller records are packed with their neighbours. A pack of at least half a grai
 or before a record that is chosen by a hash of its key. So packs after an insertion soon coincide with the former ones
 again. Records known to change at every step are packed into full chunks, because full chunks are fewest.
 
+A pack ends where replicated tensors begin or end, that is, tensors that several ranks hold with the same bytes. So
+every rank that writes them makes the same chunks of them, and they are stored once.
+
 There are at most 2 * size / grain + 3 chunks for a limit of two grains or more.
 
 In a flush, reading, encoding and putting overlap, so the slowest of them sets the throughput. Let E be the encoder's
@@ -42,6 +45,8 @@ MAX_HEAD = 16 << 20  # the longest safetensors header that is parsed, in bytes: 
 _MAX_TENSORS = MAX_HEAD // 48  # in a header, because each tensor's description takes at least 48 bytes
 _MAX_MARKS = 200_000  # the most records that are read from the archives of one file
 MOVING = "tierd.moving"  # in a safetensors file's metadata: the range that changes at every step, "begin:end"
+HOMES = "tierd.homes"  # there: the ranges of replicated tensors, each with its home, "begin:end:home,…"
+_MAX_HOMES = 4096  # ranges that are read
 
 # (offset, length) -> those bytes of a file; fewer if fewer are available
 ReadRange: TypeAlias = Callable[[int, int], bytes | bytearray | memoryview]
@@ -52,13 +57,22 @@ class FileRecord(NamedTuple):
     bytes.
 
     `key` does not change when a record is inserted elsewhere; it is empty if there is none. A `moving` record is known
-    to change at every step.
+    to change at every step. `home` is the lowest of the ranks that hold the same bytes; None if only one does.
     """
 
     size: int
     key: bytes = b""
     width: int = 0
     moving: bool = False
+    home: int | None = None
+
+
+class HomeRange(NamedTuple):
+    """A range of a tensor file in which all tensors are replicated: `home` is the lowest rank that holds them."""
+
+    begin: int  # bytes from the file's first one
+    end: int
+    home: int
 
 
 def content_chunk_sizes(read: ReadRange, size: int, limit: int = CHUNK_SIZE) -> list[int]:
@@ -91,7 +105,7 @@ def cut_records(records: Iterable[FileRecord], limit: int, grain: int) -> list[i
         alone = record.size >= grain and not record.moving
         full = not record.moving and pack + record.size > limit
         ripe = 2 * pack >= grain and (record.width != last.width or _ends_a_pack(record, grain))
-        if pack and (alone or full or ripe or record.moving != last.moving):
+        if pack and (alone or full or ripe or (record.moving, record.home) != (last.moving, last.home)):
             sizes.append(pack)
             pack = 0
         pack += record.size
@@ -120,6 +134,7 @@ class _Described(msgspec.Struct):
     dtype: str = ""
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]] = (0, 0)
     moving: str = msgspec.field(name=MOVING, default="")
+    homes: str = msgspec.field(name=HOMES, default="")
 
 
 _header = msgspec.json.Decoder(dict[str, _Described])
@@ -130,6 +145,60 @@ def safetensors_records(read: ReadRange, size: int) -> list[FileRecord] | None:
 
     Raises `msgspec.DecodeError`, ValueError or RecursionError for a file that only begins like one.
     """
+    if (header := _safetensors_header(read, size)) is None:
+        return None
+    start, described = header
+    metadata = described.pop("__metadata__", _Described())
+    begin, end = _moving(metadata.moving)
+    homes = iter(_homes(metadata.homes, 0, size))
+    home = next(homes, None)
+    records, at = [FileRecord(start)], 0
+    for name, tensor in sorted(described.items(), key=lambda item: item[1].data_offsets):
+        first, last = tensor.data_offsets
+        if first != at or last < first:
+            return None
+        while home and home.end <= first:
+            home = next(homes, None)
+        rank = home.home if home and home.begin <= first and last <= home.end else None
+        moves = begin <= first and last <= end
+        records.append(FileRecord(last - first, name.encode(), _width(tensor.dtype), moves, rank))
+        at = last
+    return records if start + at == size else None
+
+
+def home_ranges(read: ReadRange, size: int) -> list[HomeRange]:
+    """The ranges of replicated tensors in a tensor file that `save` wrote, in order; none in any other file."""
+    try:
+        header = _safetensors_header(read, size)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return []
+    if header is None or "__metadata__" not in header[1]:
+        return []
+    return _homes(header[1]["__metadata__"].homes, header[0], size)
+
+
+def _homes(text: str, start: int, size: int) -> list[HomeRange]:
+    """Parse `HOMES`. A range that is empty, not in order or not in the file ends the list, because it is only a hint
+    for storing less."""
+    ranges: list[HomeRange] = []
+    at = start
+    for piece in text.split(",", _MAX_HOMES)[:_MAX_HOMES]:
+        match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18}):([0-9]{1,5})", piece)
+        if match is None:
+            break
+        begin, end = start + int(match[1]), start + int(match[2])
+        if not at <= begin < end <= size:
+            break
+        ranges.append(HomeRange(begin, end, int(match[3])))
+        at = end
+    return ranges
+
+
+def _safetensors_header(read: ReadRange, size: int) -> tuple[int, dict[str, _Described]] | None:
+    """The offset of the first tensor, and the header; None for another file.
+
+    Raises `msgspec.DecodeError`, ValueError or RecursionError for a file that only begins like one.
+    """
     prefix = bytes(read(0, 9))
     start = 8 + int.from_bytes(prefix[:8], "little")
     if len(prefix) < 9 or prefix[8:] != b"{" or start > min(MAX_HEAD, size):
@@ -137,16 +206,7 @@ def safetensors_records(read: ReadRange, size: int) -> list[FileRecord] | None:
     head = bytes(read(8, start - 8))
     if len(head) < start - 8 or head.count(b"{") > _MAX_TENSORS:
         return None
-    described = _header.decode(head)
-    begin, end = _moving(described.pop("__metadata__", _Described()).moving)
-    records, at = [FileRecord(start)], 0
-    for name, tensor in sorted(described.items(), key=lambda item: item[1].data_offsets):
-        first, last = tensor.data_offsets
-        if first != at or last < first:
-            return None
-        records.append(FileRecord(last - first, name.encode(), _width(tensor.dtype), begin <= first and last <= end))
-        at = last
-    return records if start + at == size else None
+    return start, _header.decode(head)
 
 
 def _moving(text: str) -> tuple[int, int]:

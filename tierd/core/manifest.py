@@ -63,11 +63,15 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A range of a file: `size` raw bytes and their digest. `stored` is absent in the spool."""
+    """A range of a file: `size` raw bytes and their digest. `stored` is absent in the spool.
+
+    `home` is the lowest rank that holds the same bytes by declaration; None if only this manifest's rank does.
+    """
 
     size: Annotated[int, Meta(ge=1, le=MAX_CHUNK_SIZE)]
     xxh3_128: Digest
     stored: StoredChunk | None = None
+    home: Annotated[int, Meta(ge=0, lt=MAX_WORLD)] | None = None
 
     @property
     def content(self) -> ContentId:

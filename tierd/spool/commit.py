@@ -10,16 +10,18 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import msgspec
 
+from tierd.core.chunk_boundaries import HomeRange, ReadRange, home_ranges
 from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId
-from tierd.core.manifest import CHUNK_SIZE, File, Manifest
+from tierd.core.manifest import CHUNK_SIZE, TENSORS, Chunk, File, Manifest
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import Buffer, FileWriter, flat_bytes
 from tierd.spool.spool import Spool
@@ -116,13 +118,35 @@ def _write(
             path, size = stage.path / name, len(source)
             is_recycled = reuse and name == largest and size >= LARGE and _take(spool, manifest.part, path)
             with FileWriter(path, name, size, chunk_size, recycled=is_recycled) as writer:
-                for piece in source:
+                homes: list[HomeRange] = []
+                for number, piece in enumerate(source):
+                    if not number and name == TENSORS:
+                        homes = home_ranges(_range_of(piece), size)
                     writer.write(piece)
-                described.append(writer.finish())
+                described.append(_with_homes(writer.finish(), homes, manifest.world_size))
             if name == largest:
                 direct, recycled = writer.direct, writer.recycled
         stage.commit(msgspec.structs.replace(manifest, files=tuple(described)))
     return CommittedPart(sum(file.size for file in described), direct, recycled)
+
+
+def _range_of(piece: memoryview) -> ReadRange:
+    return lambda offset, length: piece[offset : offset + length]
+
+
+def _with_homes(file: File, homes: Collection[HomeRange], world: int) -> File:
+    """Note in a tensor file's chunks which of them other ranks hold, too, by the file's own header."""
+    if not homes:
+        return file
+    chunks, ranges, at = list[Chunk](), deque(homes), 0
+    for chunk in file.chunks:
+        end = at + chunk.size
+        while ranges and ranges[0].end <= at:
+            ranges.popleft()
+        inside = ranges and ranges[0].begin <= at and end <= ranges[0].end and ranges[0].home < world
+        chunks.append(msgspec.structs.replace(chunk, home=ranges[0].home) if inside else chunk)
+        at = end
+    return msgspec.structs.replace(file, chunks=tuple(chunks))
 
 
 def _take(spool: Spool, part: PartId, path: Path) -> bool:
