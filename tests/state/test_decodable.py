@@ -121,7 +121,7 @@ TEXT = b'{"a":[1,2.5,null],"b":"x"}'
 )
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 1 << 16])
 def test_every_byte_is_read(text, window):
-    skeleton = DecodableText(['{"a":', ',"b":', "}"], EMPTY, window)
+    skeleton = DecodableText(['{"a":', ',"b":', "}"], EMPTY, window=window)
     skeleton.check(TEXT)
     with pytest.raises(StateRefused, match=f"^state.*{NOT_BACK}"):
         skeleton.check(text)
@@ -148,4 +148,4 @@ values = st.recursive(
 @given(values, st.integers(1, 30))
 def test_checking_in_pieces_equals_checking_at_once(value, window):
     text = json.dumps(value, separators=(",", ":"))
-    DecodableText(['{"a":', "}"], EMPTY, window).check(f'{{"a":{text}}}'.encode())
+    DecodableText(['{"a":', "}"], EMPTY, window=window).check(f'{{"a":{text}}}'.encode())

@@ -638,7 +638,7 @@ def test_an_optimizer_keeps_its_tensors_where_they_were_read_and_the_rest_is_giv
     fresh = {"model": fresh["model"], "optimizer": torch.optim.AdamW(fresh["model"].parameters()), **fresh}
     restored = unflatten(tree, file)
     fitting = check_fit(fresh, restored) if is_checked_before else None
-    load_restored(fresh, restored, handed_over=False, file=file, fitting=fitting)
+    load_restored(fresh, restored, handed_over=False, files=[file], fitting=fitting)
     assert restored == {}
     moments = [value for state in fresh["optimizer"].state.values() for value in state.values()]
     assert [lies_in(moment, file) for moment in moments] == [moment.nbytes >= 4096 for moment in moments]
@@ -681,7 +681,7 @@ def test_pages_of_a_tensor_that_is_still_referenced_are_not_returned(how):
         kept = lambda: product.grad_fn._saved_other  # noqa: E731
     before = kept().clone() if how != "hook" else weight.clone()
     del weight
-    load_restored(fresh, restored, handed_over=False, file=file)
+    load_restored(fresh, restored, handed_over=False, files=[file])
     assert torch.equal(kept(), before)
     entries = parse_layout(bytes(file[: 1 << 20]) + bytes(file[1 << 20 :])).entries
     other = entries["model/b.weight"]
@@ -705,7 +705,7 @@ def test_handed_over_or_unmapped_memory_is_not_returned_to_the_system():
         old, fresh = trained(), trained()
         tree, file = make(old)
         before = bytes(file)
-        load_restored(fresh, unflatten(tree, file), handed_over=handed_over, file=file)
+        load_restored(fresh, unflatten(tree, file), handed_over=handed_over, files=[file])
         assert bytes(file) == before
         assert same_tensors(fresh, old)
 
@@ -727,7 +727,7 @@ def test_tensor_that_an_optimizer_shares_with_another_entry_is_still_shared():
     tree, file = mapped({"a": saved, "b": Keeps(t=tensor), "c": [tensor]})
     one = Owns.__new__(Owns)
     fresh = {"a": one, "b": Keeps(), "c": None}
-    load_restored(fresh, unflatten(tree, file), handed_over=False, file=file)
+    load_restored(fresh, unflatten(tree, file), handed_over=False, files=[file])
     assert one.state["state"]["t"] is fresh["b"].state["t"] is fresh["c"][0]
     assert torch.equal(fresh["c"][0], tensor)
 
@@ -737,7 +737,7 @@ def test_a_mismatch_leaves_the_memory_alone():
     before = bytes(file)
     restored = unflatten(tree, file)
     with pytest.raises(StateMismatch):
-        load_restored({"model": nn.Linear(1, 1)}, restored, handed_over=False, file=file)
+        load_restored({"model": nn.Linear(1, 1)}, restored, handed_over=False, files=[file])
     assert restored.keys() == {"model", "optimizer", "ema", "log"}
     assert bytes(file) == before
 

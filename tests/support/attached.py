@@ -25,7 +25,7 @@ class Pace:
         self._changed = threading.Condition()
         self._free = -1  # up to which step they may go on
         self.begun: set[int] = set()  # steps of which something was copied late
-        real = Snapshot._begin
+        real = Snapshot._copy_tensors
 
         def begin(snapshot, into, names):
             names = list(names)
@@ -41,7 +41,7 @@ class Pace:
                 time.sleep(self.crawl)
                 real(snapshot, into, [name])
 
-        monkeypatch.setattr(Snapshot, "_begin", begin)
+        monkeypatch.setattr(Snapshot, "_copy_tensors", begin)
 
     def free(self, step: int) -> None:
         with self._changed:

@@ -65,6 +65,9 @@ class Checkpointer:
             has ended is waited for when the launch begins. A process group's own timeout applies if it is shorter.
         start_timeout: how many seconds to wait for a rank that has not made its `Checkpointer` yet, because it loads
             data, for example. A process group's own timeout applies if it is shorter.
+        replicated: names of the entries of the state that have the same bytes on every rank. They are then stored once,
+            and restore on any number of ranks. A `DistributedDataParallel` module, and the optimizers, schedulers and
+            scalers of its parameters, need not be named.
 
     Raises:
         ConfigError: a name, rank, URL or policy cannot be used; the launcher sets a rank without the number of ranks,
@@ -90,6 +93,7 @@ class Checkpointer:
         retention: RetentionPolicy | None = None,
         rank_timeout: float = SILENT_S,
         start_timeout: float = START_S,
+        replicated: Collection[str] = (),
     ) -> None:
         self._noticed: str | None = None  # the last notice that was reported
         self.stats = Stats()
@@ -106,6 +110,7 @@ class Checkpointer:
             retention,
             rank_timeout,
             start_timeout,
+            replicated,
             stats=self.stats,
         )
         self._shutdown = Shutdown(self._inner)
@@ -259,6 +264,7 @@ class Checkpointer:
         mode: Literal["min", "max"] = "min",
         only: str | Collection[str] | None = None,
         at_least: int | None = None,
+        fresh: str | Collection[str] = (),
         ignore_prefixes: bool = False,
     ) -> Restored | None:
         """Load the newest verified checkpoint of this run's timeline into `state`, or the best one by a metric.
@@ -284,6 +290,9 @@ class Checkpointer:
                 `state` stays unchanged. Every byte of these entries is verified; other entries are not read.
             at_least: a step that is known to have been saved. Nothing older is restored, and an empty run raises
                 instead of counting as a fresh start.
+            fresh: names of entries that differ from rank to rank, such as `"rng"`. They matter if another number of
+                ranks saved the checkpoint: each rank gets its own, and a rank for which none was saved keeps its
+                present one. Entries that are the same on every rank (`replicated`) are loaded on any number of ranks.
             ignore_prefixes: also load a model whose names differ by prefixes of wrappers alone: `_orig_mod.` of
                 `torch.compile`, `module.` of DDP, and those of FSDP1 and activation checkpointing.
 
@@ -294,7 +303,8 @@ class Checkpointer:
             CheckpointNotFound: no checkpoint could be verified, or not the requested one, or none from `at_least` on;
                 the message says which were skipped and why. Or no checkpoint has a value for the metric; the message
                 says which metrics exist.
-            StateMismatch: the checkpoint does not fit `state`; the message names the first few places. Nothing was
+            StateMismatch: the checkpoint does not fit `state`; the message names the first few places. Or another
+                number of ranks saved it, and entries differ from rank to rank that `fresh` does not name. Nothing was
                 loaded, unless an object's own `load_state_dict` refused a value that fits.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer checkpoint, or the requested one, did not
                 answer; or another rank could not restore, and the message says why.
@@ -304,9 +314,10 @@ class Checkpointer:
         self._inner.check_open()
         goal = None if best is None else MetricGoal(best, mode)
         names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
+        beginning_anew = (fresh,) if isinstance(fresh, str) else tuple(fresh)
         with self._inner.launch.restoring():
             return self._inner.state_restorer.restore(
-                state, step, attempt, goal, names, at_least, ignore_prefixes=ignore_prefixes
+                state, step, attempt, goal, names, at_least, beginning_anew, ignore_prefixes=ignore_prefixes
             )
 
     def start_from(self, source: ResumeSource) -> None:

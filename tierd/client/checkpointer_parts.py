@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 
 from tierd.client import client_timings
@@ -40,6 +40,7 @@ from tierd.core.save_rules import When
 from tierd.spool.run_records import record_policy, set_local_only
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import spool_errors
+from tierd.state.replicas import ReplicaGroup
 
 _BUSY = ("wait", "skip", "fail")
 _MAX_SLOTS = 16
@@ -71,6 +72,7 @@ class CheckpointerParts:
         retention: RetentionPolicy | None,
         rank_timeout: float,
         start_timeout: float,
+        replicated: Collection[str],
         *,
         stats: Stats,
     ) -> None:
@@ -97,6 +99,7 @@ class CheckpointerParts:
                     if when_busy not in _BUSY:
                         raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
                     check_run(run)
+                    self._replicated = _entry_names(replicated)
                     given_attempt = check_attempt(attempt) if attempt is not None else None
                     self.schedule = SaveSchedule(when, self.ranks)
                     attach()
@@ -107,7 +110,12 @@ class CheckpointerParts:
                     self.spool, asks=self.daemon.has_tiers, ask_s=client_timings.current_timings().launches_s
                 )
                 list_attempts = functools.partial(self.daemon.attempts, run)
-                options = {"when": repr(when), "to": self.daemon.to_text, "retention": repr(retention)}
+                options = {
+                    "when": repr(when),
+                    "to": self.daemon.to_text,
+                    "retention": repr(retention),
+                    "replicated": repr(sorted(self._replicated)),
+                }
                 self.launch = Launch(self.spool, run, self.ranks, given_attempt, list_attempts, options, self._saving)
                 self._make_savers(slots, when_busy)
                 if self.schedule.preemption is not None:
@@ -142,6 +150,8 @@ class CheckpointerParts:
             self.spool, slots, self._stats, self.handoff, self.records.record_end, self.daemon.make_room
         )
         self.staging = ArenaStaging(self.pipeline, self.gate)
+        launch = self.launch
+        group = ReplicaGroup(launch.rank, launch.world, launch.node_ranks, self._replicated)
         space = SpaceCheck(self.spool, lambda: self.daemon.keep_last, self.pipeline.behind)
         space.is_checked = not self.daemon.has_tiers  # without tiers nothing is pruned, so no expected number is right
         self.state_saver = StateSaver(
@@ -154,6 +164,7 @@ class CheckpointerParts:
             space,
             self._stats,
             when_busy,
+            group,
         )
         self.directory_saver = DirectorySaver(self.spool, self.launch, self.schedule, self.records, self.daemon)
         self.state_restorer = StateRestorer(
@@ -166,6 +177,7 @@ class CheckpointerParts:
             self.gate,
             self.pipeline,
             space,
+            group,
         )
 
     @property
@@ -196,6 +208,12 @@ class CheckpointerParts:
         self.ranks.close()
         self.beside.close()
         self.daemon.close(patience_s)
+
+
+def _entry_names(replicated: Collection[str]) -> frozenset[str]:
+    if isinstance(replicated, str) or not all(type(name) is str for name in replicated):
+        raise ConfigError(f"replicated={replicated!r}: names of entries of the state, such as ('model', 'optimizer')")
+    return frozenset(replicated)
 
 
 def _seconds(name: str, value: float) -> float:

@@ -120,7 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The description of one rank's part. `created` is RFC 3339 in UTC; `metrics` may contain NaN or infinities.
 
     `copied_from` names the runs from which `tierd copy --as` copied the checkpoint, the original one first.
-    `started_from` is as the trainer told it.
+    `started_from` is as the trainer told it. `division` is the digest of how the ranks of a node divide replicated
+    tensors; parts that lack some tensors belong together if it is the same. It is empty for a part that has all.
     """
 
     version: int
@@ -136,6 +137,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: Annotated[tuple[File, ...], Meta(max_length=MAX_FILES)]
     copied_from: Annotated[tuple[RunName, ...], Meta(max_length=MAX_COPIES)] = ()
     started_from: Ancestor | None = None
+    division: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
     @classmethod
     def of(

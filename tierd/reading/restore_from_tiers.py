@@ -180,7 +180,7 @@ def restore(
             assert loaded is not None
             manifest, tree, tensors, fitting = loaded
             into = select_entries(state, names)
-            load_restored(into, tree, handed_over=False, file=tensors, fitting=fitting)
+            load_restored(into, tree, handed_over=False, files=[tensors], fitting=fitting)
             if into is not state and isinstance(state, MutableMapping):
                 state.update(into)
             return Loaded(

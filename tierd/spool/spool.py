@@ -101,6 +101,11 @@ class Spool(Leftovers):
                 )
                 raise SpoolUnusable(f"spool {self.root}: {why}")
 
+    @property
+    def node(self) -> str:
+        """The id of the node whose spool this is, 8 hex digits. Raises OSError."""
+        return node_id(self.root)
+
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def stage(self, part: PartId) -> Stage:

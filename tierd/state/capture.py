@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -124,11 +125,19 @@ _WINDOW = 1 << 16  # characters of a run that are decoded in one call, about hal
 
 
 class DecodableText:
-    """The parts that captures of one structure share: the pieces of their tree, and the layout of their tensor file."""
+    """The parts that captures of one structure share: the pieces of their tree, the layout of their tensor file, and
+    the forms of the tensors that lie in other ranks' files.
+    """
 
-    def __init__(self, pieces: Sequence[str], layout: TensorFileLayout, window: int = _WINDOW) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        layout: TensorFileLayout,
+        elsewhere: Mapping[str, TensorEntry] = MappingProxyType({}),
+        window: int = _WINDOW,
+    ) -> None:
         self.pieces, self._window = pieces, window
-        self._layout = layout
+        self._layout, self._elsewhere = layout, elsewhere
         self._json_decoder: json.JSONDecoder | None = None
 
     def is_decoded_soon(self) -> bool:
@@ -163,7 +172,10 @@ class DecodableText:
     def _decode_structure(self) -> json.JSONDecoder:
         """Decode the pieces with empty holes. Returns the decoder for the holes' values."""
         try:
-            entries = parse_header(self._layout.header, self._layout.size).entries
+            parsed = parse_header(self._layout.header, self._layout.size)
+            if parsed.elsewhere.keys() != self._elsewhere.keys():
+                _refuse((), "its header does not name the tensors elsewhere")
+            entries = parsed.entries | dict(self._elsewhere)
         except StateMismatch as error:
             _refuse((), error)
         json_decoder = decoder(entries.__getitem__, _viewed, _array, _values)
@@ -244,6 +256,7 @@ class Capture:
     devices: tuple[torch.device, ...]  # CUDA's that hold tensors; a copy from any other device blocks
     _skeleton: DecodableText
     _holes: Sequence[object]
+    division: str = ""  # the digest of the division, if other ranks store some of the tensors
 
     def tree(self, pause: Callable[[], None] | None = None) -> bytes:
         """Return everything but the tensors as typed JSON, as it was at the capture. Any thread may call this.

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain, compress, count
 from json.encoder import encode_basestring as quoted
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,12 +27,18 @@ from tierd.state.kinds.stored_arrays import STORED_AS
 from tierd.state.single_values import TensorForm, form_of, is_name, is_storable, storable_tensor
 from tierd.state.state_tree import MAX_DEPTH, Node, NodeForm, tensor_name_of, text_pieces
 from tierd.state.structure import MOST_ADDED, StructureInDoubt, StructureLevel, picker
-from tierd.state.tensor_file import METADATA, TensorFileLayout
+from tierd.state.tensor_file import METADATA, TensorEntry, TensorFileLayout
+
+_NOWHERE: Mapping[str, TensorEntry] = MappingProxyType({})
 
 
 class CapturePlan:
-    def __init__(self, walk: Encoder, root: Node, layout: TensorFileLayout) -> None:
-        self._text = walk.text
+    """A state's structure. `elsewhere` are the forms of the tensors that the tree names and the layout leaves out."""
+
+    def __init__(
+        self, walk: Encoder, root: Node, layout: TensorFileLayout, elsewhere: Mapping[str, TensorEntry] = _NOWHERE
+    ) -> None:
+        self._text, self._elsewhere = walk.text, elsewhere
         self._levels: list[StructureLevel] = []
         self._nodes: list[list[Node]] = []
         shards: list[Node] = []
@@ -65,7 +72,7 @@ class CapturePlan:
         return [nodes[at] for nodes, level in zip(self._nodes, self._levels, strict=True) for at in level.tensors_at]
 
     def lay_out(self, layout: TensorFileLayout) -> None:
-        self._layout, self._skeleton = layout, DecodableText(text_pieces(self._text), layout)
+        self._layout, self._skeleton = layout, DecodableText(text_pieces(self._text), layout, self._elsewhere)
 
     def _number(self) -> None:
         tensors, pairs = self._tensor_nodes(), list(zip(self._nodes, self._levels, strict=True))

@@ -9,6 +9,7 @@ in the file.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -19,18 +20,23 @@ from tierd.state.capture import Capture
 from tierd.state.capture_plan import CapturePlan
 from tierd.state.encoder import Answers, Encoder
 from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in, trained_parameters
+from tierd.state.replicas import ReplicaGroup
 from tierd.state.state_tree import pause_collection
-from tierd.state.tensor_file import TensorFileLayout, TensorFilePlanner
+from tierd.state.tensor_file import UNSHARED, TensorFileLayout, TensorFilePlanner
 
 
 class Capturer:
     """Capture the states of one job, one after the other: a capture that begins during another one would mix them.
 
     `kept_nodes` is the largest structure that is kept, because a larger one costs too much memory between saves.
+    With a `group`, a capture has only this rank's share of the replicated tensors. What is replicated is asked with
+    each full walk.
     """
 
-    def __init__(self, kept_nodes: int = 200_000) -> None:
-        self._kept_nodes = kept_nodes
+    def __init__(self, kept_nodes: int = 200_000, group: ReplicaGroup | None = None) -> None:
+        self._kept_nodes, self._group = kept_nodes, group
+        self._share = UNSHARED
+        self._forms: dict[str, tuple[torch.dtype, torch.Size]] = {}  # of all tensors, also those elsewhere
         self._plan: CapturePlan | None = None
         self._planner: TensorFilePlanner | None = None
         self._layout: TensorFileLayout | None = None
@@ -54,17 +60,31 @@ class Capturer:
             # Any error is suppressed, because the full walk then continues from the answers and reports it.
             with suppress(Exception):
                 capture = self._plan.follow(state, answers)
+                if self._plan.added and self._share is not UNSHARED:
+                    capture = None  # the shares change
         # Searched after the walk, because the walk leaves the parameters in the CPU cache.
         optimizers, trains = _optimizers_of(state)
         if capture is not None and trains == self._training_modes:
-            return self._recapture(capture, optimizers)
+            return self._shared(self._recapture(capture, optimizers))
         self._plan = None
         walk = Encoder(answers)
         root = walk.begin(state)
-        layout = self._laid_out(walk.tensors, optimizers)
-        plan = CapturePlan(walk, root, layout)
+        layout = self._laid_out(state, walk.tensors, optimizers)
+        plan = CapturePlan(walk, root, layout, self._share.forms)
         self._plan, self._training_modes = plan if walk.nodes <= self._kept_nodes else None, trains
-        return plan.capture(walk.tensors, walk.dtensors, walk.holes)
+        return self._shared(plan.capture(walk.tensors, walk.dtensors, walk.holes))
+
+    def _shared(self, capture: Capture) -> Capture:
+        """Return the capture without the tensors that lie in other ranks' files."""
+        if self._share is UNSHARED:
+            return capture
+        elsewhere = self._share.elsewhere
+        return dataclasses.replace(
+            capture,
+            tensors={name: tensor for name, tensor in capture.tensors.items() if name not in elsewhere},
+            dtensors=[(name, tensor) for name, tensor in capture.dtensors if name not in elsewhere],
+            division=self._share.digest,
+        )
 
     def _recapture(self, capture: Capture, optimizers: list[Optimizer]) -> Capture:
         """Return the capture with a layout that includes the tensors added since the previous capture."""
@@ -83,18 +103,19 @@ class Capturer:
         self._plan.lay_out(self._layout)
         return self._plan.capture(capture.tensors, capture.dtensors, capture._holes)
 
-    def _laid_out(self, tensors: Mapping[str, torch.Tensor], optimizers: list[Optimizer]) -> TensorFileLayout:
+    def _laid_out(
+        self, state: Mapping[str, object], tensors: Mapping[str, torch.Tensor], optimizers: list[Optimizer]
+    ) -> TensorFileLayout:
         moved: frozenset[str] = frozenset()
         with suppress(Exception):  # for the reason given in `_optimizers_of`
             moved = names_changed_by_step(optimizers, tensors)
-        entries = self._layout.entries if self._layout else {}
-        same = tensors.keys() == entries.keys() and all(
-            (tensor.dtype, tensor.shape) == (entries[name].dtype, entries[name].shape)
-            for name, tensor in tensors.items()
-        )
-        if self._layout is None or not same or moved != self._moving:
-            self._planner = TensorFilePlanner(tensors, moved)
+        share = self._group.share(state, tensors) if self._group is not None else UNSHARED
+        forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if self._layout is None or forms != self._forms or moved != self._moving or share != self._share:
+            own = {name: tensor for name, tensor in tensors.items() if name not in share.elsewhere}
+            self._planner = TensorFilePlanner(own, moved, share)
             self._layout, self._moving = self._planner.layout(), moved
+            self._forms, self._share = forms, share
         return self._layout
 
 
@@ -105,14 +126,15 @@ class CapturerPool:
     have left its plan half changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: ReplicaGroup | None = None) -> None:
+        self._group = group
         self._idle: list[Capturer] = []  # its methods are atomic; a lock could be held by an interrupted thread
 
     def capture(self, state: Mapping[str, object]) -> Capture:
         try:
             capturer = self._idle.pop()  # the one that was used last
         except IndexError:
-            capturer = Capturer()
+            capturer = Capturer(group=self._group)
         capture = capturer.capture(state)
         self._idle.append(capturer)
         return capture

@@ -23,7 +23,7 @@ import copy
 import mmap
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -41,22 +41,29 @@ from tierd.state.kinds.training_objects import load_module
 from tierd.state.load_check import LoadFit, check_fit, filled_pairs, is_loaded_in_place, is_sequence_of, is_simple
 from tierd.state.single_values import fill_tensor, list_few, path_text
 from tierd.state.state_tree import pair_values, walk
-from tierd.state.tensor_file import Buffer, parse_layout, tensor_view
+from tierd.state.tensor_file import Buffer, parse_layout, tensor_view, tensors_elsewhere
 from tierd.state.tree_parser import parse_tree
 from tierd.state.value_kinds import IMMUTABLE, LoadKind, Stateful, load_kind_of
 
 
-def unflatten(tree: bytes | bytearray | memoryview, file: Buffer, *, is_read: bool = True) -> dict[str, Any]:
+def unflatten(
+    tree: bytes | bytearray | memoryview,
+    file: Buffer,
+    *,
+    is_read: bool = True,
+    siblings: Mapping[str, Buffer] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Rebuild a state from its tree and its tensor file.
 
     The returned tensors are views into `file`, so `file` must outlive them. It must be writable, because torch warns
     otherwise. NumPy arrays own their memory. One stored tensor is one tensor object, however often the tree names it.
 
-    `is_read` is as for `parse_tree`: False if only the header of `file` has been read. Raises `StateMismatch`, which
-    names the defect, if tierd did not write this tree or file.
+    `is_read` is as for `parse_tree`: False if only the header of `file` has been read. `siblings` are other ranks'
+    tensor files, by `sibling_path`, in which some of the tensors lie; they must outlive the state, too. Raises
+    `StateMismatch`, which names the defect, if tierd did not write this tree or these files.
     """
-    entries = parse_layout(file).entries
-    views: dict[str, torch.Tensor] = {}
+    layout = parse_layout(file)
+    entries, views = layout.entries, tensors_elsewhere(layout, siblings)
 
     def stored(name: str) -> torch.Tensor:
         if name not in views:
@@ -115,7 +122,7 @@ def load_restored(
     restored: Mapping[str, object],
     *,
     handed_over: bool = True,
-    file: Buffer | None = None,
+    files: Sequence[Buffer] = (),
     staged: Mapping[int, torch.Tensor] = MappingProxyType({}),
     fitting: LoadFit | None = None,
 ) -> None:
@@ -127,7 +134,7 @@ def load_restored(
     Args:
         handed_over: whether the memory of the restored tensors is reused after the load. If not, optimizers keep views
             of large tensors, which keep the file's memory.
-        file: the memory of the restored tensors, if it is not reused. If it is a mapping, the parts that no object kept
+        files: the memory of the restored tensors, if it is not reused. Of each mapping, the parts that no object kept
             are returned to the system; `restored`, if it is a dict, and `fitting` are emptied for that.
         staged: by the id of a restored tensor, a tensor with the same values on the target's device. Nothing else
             refers to it.
@@ -137,14 +144,17 @@ def load_restored(
         StateMismatch: as `check_fit`, and then nothing was loaded; or an object's own `load_state_dict` raised
             (chained), and then the message says which entries were loaded before it.
     """
-    reclaimed = ReclaimedMemory(file, tensors_in(restored)) if file is not None and not handed_over else None
+    tensors = list(tensors_in(restored)) if files and not handed_over else []
+    reclaimed = [ReclaimedMemory(file, tensors) for file in files] if not handed_over else []
+    del tensors
     _load(state, restored, handed_over, staged, fitting or check_fit(state, restored))
-    if reclaimed is not None:
+    if reclaimed:
         if isinstance(restored, dict):
             restored.clear()
         if fitting is not None:
             fitting.stateful.clear()  # it has the saved states, too
-        reclaimed.release()
+        for memory in reclaimed:
+            memory.release()
 
 
 def _load(

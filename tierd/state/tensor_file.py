@@ -21,15 +21,16 @@ import math
 import mmap
 import operator
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby, islice
 from json.encoder import encode_basestring as quoted
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from tierd.core.chunk_boundaries import GRAIN, MOVING
+from tierd.core.chunk_boundaries import GRAIN, HOMES, MOVING
 from tierd.core.errors import StateMismatch, StateRefused
+from tierd.core.manifest import TENSORS
 from tierd.spool.direct_io import PAGE
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
@@ -38,6 +39,8 @@ MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 MAX_DIMS = 64  # torch's own limit for most operations
 METADATA = "__metadata__"
+ELSEWHERE = "tierd.elsewhere"  # in the metadata: the tensors that lie in other ranks' files, {rank: [name, …]}
+REPLICATED = "tierd.replicated"  # there: the names of the state's entries that were declared replicated
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -73,14 +76,46 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorFileLayout:
-    """The layout of one tensor file."""
+    """The layout of one tensor file.
+
+    `elsewhere` names the tensors of the same state that lie in other ranks' files, each with that rank. `replicated`
+    are the state's entries that every rank has alike.
+    """
 
     header: bytes  # with its length prefix and padding
     size: int  # of the whole file, in bytes
     entries: dict[str, TensorEntry]  # by name, in file order
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+    replicated: tuple[str, ...] = ()
 
 
-_TensorRow: TypeAlias = tuple[tuple[bool, bool, bool, int, str], torch.dtype, tuple[int, ...], int, str]
+@dataclass(frozen=True)
+class ReplicaShare:
+    """What one rank's file holds of a state's replicated tensors.
+
+    Attributes:
+        homes: the lowest rank that holds each replicated tensor, by name.
+        elsewhere: the replicated tensors that this file leaves out, each with the rank whose file has it.
+        entries: the state's entries that were declared replicated.
+        forms: dtype and shape of the tensors elsewhere, at offset 0.
+        digest: of names, dtypes, shapes and ranks, 32 hex digits; the same on all ranks that divide alike. Empty
+            without tensors elsewhere.
+    """
+
+    homes: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+    entries: tuple[str, ...] = ()
+    forms: Mapping[str, TensorEntry] = field(default_factory=dict)
+    digest: str = ""
+
+
+UNSHARED = ReplicaShare()
+# The sections of a file, in order. `MOVING` is one range over the second and the third.
+_OWN_FROZEN, _OWN_MOVING, _HOMED_MOVING, _HOMED_FROZEN, _HOMED_ODD, _OWN_ODD = range(6)
+
+# Section, home, whether it is small, minus the element size, name.
+_Place: TypeAlias = tuple[int, int, bool, int, str]
+_TensorRow: TypeAlias = tuple[_Place, torch.dtype, tuple[int, ...], int, str]
 _place_of = operator.itemgetter(0)
 # Faster than `TensorEntry._make`, because it adds no Python frame per tensor.
 _entry_of = functools.partial(tuple.__new__, TensorEntry)
@@ -89,21 +124,27 @@ _entry_of = functools.partial(tuple.__new__, TensorEntry)
 class TensorFilePlanner:
     """Plan the layouts of one state, save after save, without describing known tensors again when one is added.
 
+    `share` says which of the tensors other ranks hold as well. Those that it puts elsewhere must not be in `tensors`.
+
     Invariant: a layout equals that of a new planner for all tensors so far.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> None:
-        self._rows = sorted((_describe(name, tensors[name], moving) for name in tensors), key=_place_of)
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], moving: Collection[str] = (), share: ReplicaShare = UNSHARED
+    ) -> None:
+        self._share = share
+        self._rows = sorted((_describe(name, tensors[name], moving, share) for name in tensors), key=_place_of)
 
     def add(self, name: str, tensor: torch.Tensor, moving: Collection[str] = ()) -> None:
-        bisect.insort(self._rows, _describe(name, tensor, moving), key=_place_of)
+        """Add a tensor that is this rank's own."""
+        bisect.insort(self._rows, _describe(name, tensor, moving, UNSHARED), key=_place_of)
 
     def layout(self) -> TensorFileLayout:
         """Return the layout. Raises `StateRefused` if so many tensors were added that the header exceeds 100 MB."""
         described = self._rows
         offsets = list(accumulate([row[3] for row in described], initial=0))
         lines = [f"{row[4]}{begin},{end}]}}" for row, begin, end in zip(described, offsets, offsets[1:], strict=False)]
-        text = f"{{{','.join([_metadata(described, offsets), *lines])}}}".encode()
+        text = f"{{{','.join([_metadata(described, offsets, self._share), *lines])}}}".encode()
         start = -(-(8 + len(text)) // PAGE) * PAGE
         if start - 8 > MAX_HEADER:
             raise StateRefused(
@@ -111,28 +152,55 @@ class TensorFilePlanner:
             )
         places = [(start + begin, row[3], row[1], row[2]) for row, begin in zip(described, offsets, strict=False)]
         entries = dict(zip([row[0][4] for row in described], map(_entry_of, places), strict=True))
-        return TensorFileLayout((start - 8).to_bytes(8, "little") + text.ljust(start - 8), start + offsets[-1], entries)
+        header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+        return TensorFileLayout(header, start + offsets[-1], entries, self._share.elsewhere, self._share.entries)
 
 
-def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _TensorRow:
+def _describe(name: str, tensor: torch.Tensor, moving: Collection[str], share: ReplicaShare) -> _TensorRow:
     """Return a tensor's sort key, and the part of its line in the header that does not depend on its offset."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype not in DTYPE_NAMES:
         raise StateRefused(f"tensor {name!r}: safetensors does not hold {dtype}")
     nbytes = shape.numel() * dtype.itemsize
-    odd = not nbytes or nbytes % ALIGNMENT > 0
-    moves = not odd and name in moving
-    place = odd, moves, not odd and not moves and nbytes < GRAIN, -dtype.itemsize, name
+    home = share.homes.get(name, -1)
+    if not nbytes or nbytes % ALIGNMENT:
+        section = _OWN_ODD if home < 0 else _HOMED_ODD
+    elif name in moving:
+        section = _OWN_MOVING if home < 0 else _HOMED_MOVING
+    else:
+        section = _OWN_FROZEN if home < 0 else _HOMED_FROZEN
+    is_small = section in (_OWN_FROZEN, _HOMED_FROZEN) and nbytes < GRAIN
+    place = section, home, is_small, -dtype.itemsize, name
     sizes = ",".join(map(str, shape))
     line = f'{quoted(name)}:{{"dtype":"{DTYPE_NAMES[dtype]}","shape":[{sizes}],"data_offsets":['
     return place, dtype, tuple(shape), nbytes, line
 
 
-def _metadata(described: list[_TensorRow], offsets: list[int]) -> str:
-    first = bisect.bisect_left(described, (False, True), key=_place_of)
-    begin, end = offsets[first], offsets[bisect.bisect_left(described, (True,), lo=first, key=_place_of)]
-    where = f',{quoted(MOVING)}:"{begin}:{end}"' if end > begin else ""
-    return f'{quoted(METADATA)}:{{"format":"pt"{where}}}'
+def _metadata(described: list[_TensorRow], offsets: list[int], share: ReplicaShare) -> str:
+    first = bisect.bisect_left(described, (_OWN_MOVING,), key=_place_of)
+    last = bisect.bisect_left(described, (_HOMED_FROZEN,), lo=first, key=_place_of)
+    members = {"format": "pt"}
+    if offsets[last] > offsets[first]:
+        members[MOVING] = f"{offsets[first]}:{offsets[last]}"
+    if share.homes:
+        members[HOMES] = ",".join(_home_ranges(described, offsets))
+    if share.elsewhere:
+        by_rank: dict[int, list[str]] = {}
+        for name, rank in share.elsewhere.items():
+            by_rank.setdefault(rank, []).append(name)
+        members[ELSEWHERE] = json.dumps(by_rank, separators=(",", ":"))
+    if share.entries:
+        members[REPLICATED] = json.dumps(share.entries, separators=(",", ":"))
+    members = {name: text for name, text in members.items() if text}
+    return f"{quoted(METADATA)}:{{{','.join(f'{quoted(name)}:{quoted(text)}' for name, text in members.items())}}}"
+
+
+def _home_ranges(described: list[_TensorRow], offsets: list[int]) -> Iterator[str]:
+    for home, run in groupby(enumerate(described), lambda item: item[1][0][1]):
+        numbers = [number for number, _ in run]
+        begin, end = offsets[numbers[0]], offsets[numbers[-1] + 1]
+        if home >= 0 and end > begin:
+            yield f"{begin}:{end}:{home}"
 
 
 def target_views(layout: TensorFileLayout, buffer: Buffer) -> Targets:
@@ -196,6 +264,29 @@ def tensor_view(file: Buffer, entry: TensorEntry) -> torch.Tensor:
     return torch.frombuffer(file, dtype=entry.dtype, count=count, offset=entry.offset).view(entry.shape)
 
 
+def sibling_path(rank: int) -> str:
+    """Return the name that another rank's tensor file has among the files of a part that were read."""
+    return f"{rank:05}/{TENSORS}"
+
+
+def tensors_elsewhere(layout: TensorFileLayout, files: Mapping[str, Buffer]) -> dict[str, torch.Tensor]:
+    """Return the tensors that lie in other ranks' files, as views of these: `files` has them by `sibling_path`.
+
+    Raises `StateMismatch` if such a file is there, and no tensor file of tierd's. A tensor that is not there is left
+    out.
+    """
+    layouts: dict[int, TensorFileLayout] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, rank in layout.elsewhere.items():
+        if (file := files.get(sibling_path(rank))) is None:
+            continue
+        if rank not in layouts:
+            layouts[rank] = parse_layout(file, sibling_path(rank))
+        if entry := layouts[rank].entries.get(name):
+            tensors[name] = tensor_view(file, entry)
+    return tensors
+
+
 def parse_layout(file: Buffer, name: str = "tensors.safetensors") -> TensorFileLayout:
     """Parse a header strictly; the inverse of the planner's `layout`. The bytes may be untrusted.
 
@@ -216,7 +307,8 @@ def parse_header(header: bytes, size: int, name: str = "tensors.safetensors") ->
         description = json.loads(str(header[8:], "utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
         if type(description) is not dict:
             raise ValueError(f"the header is no object but {type(description).__name__}")
-        _check_metadata(description.pop(METADATA, {}))
+        metadata = _checked_metadata(description.pop(METADATA, {}))
+        elsewhere, replicated = _elsewhere(metadata.get(ELSEWHERE)), _replicated(metadata.get(REPLICATED))
         entries = {key: _entry(key, value, len(header), size) for key, value in description.items()}
         ordered = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
         end = len(header)
@@ -226,9 +318,11 @@ def parse_header(header: bytes, size: int, name: str = "tensors.safetensors") ->
             end += entry.nbytes
         if end != size:
             raise ValueError(f"the tensors end at {end}, the file at {size}")
+        if both := elsewhere.keys() & entries.keys():
+            raise ValueError(f"tensor {min(both)[:100]!r} is here, and in another rank's file")
     except (ValueError, RecursionError) as error:
         raise StateMismatch(f"{name}: {str(error)[:300]}") from error
-    return TensorFileLayout(header, size, ordered)
+    return TensorFileLayout(header, size, ordered, elsewhere, replicated)
 
 
 def _entry(name: str, value: object, start: int, size: int) -> TensorEntry:
@@ -254,9 +348,32 @@ def _naturals(value: object) -> bool:
     return type(value) is list and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _check_metadata(value: object) -> None:
+def _checked_metadata(value: object) -> dict[str, str]:
     if type(value) is not dict or not all(type(text) is str for text in value.values()):
         raise ValueError(f"{METADATA} maps names to anything but strings")
+    return value
+
+
+def _elsewhere(text: str | None) -> dict[str, int]:
+    if text is None:
+        return {}
+    by_rank = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    elsewhere: dict[str, int] = {}
+    for rank, names in by_rank.items() if type(by_rank) is dict else [("", None)]:
+        if not (rank.isascii() and rank.isdigit() and len(rank) <= 5) or type(names) is not list:
+            raise ValueError(f"{ELSEWHERE} is no object of ranks and lists of names")
+        for name in names:
+            if type(name) is not str or name in elsewhere:
+                raise ValueError(f"{ELSEWHERE} names {str(name)[:100]!r} twice, or it is no name")
+            elsewhere[name] = int(rank)
+    return elsewhere
+
+
+def _replicated(text: str | None) -> tuple[str, ...]:
+    names = [] if text is None else json.loads(text, parse_constant=_refuse)
+    if type(names) is not list or not all(type(name) is str for name in names):
+        raise ValueError(f"{REPLICATED} is no array of names")
+    return tuple(names)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

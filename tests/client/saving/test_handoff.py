@@ -173,11 +173,11 @@ def test_trainer_killed_in_a_copy_leaves_only_complete_snapshots(spool, daemon):
     script = """
         from tierd.client.saving.snapshot import Snapshot
         ckpt.save(1, tensors(1)).wait()
-        real = Snapshot._begin
+        real = Snapshot._copy_tensors
         def half(self, into, names):
             real(self, into, list(names)[:2])
             die()
-        Snapshot._begin = half
+        Snapshot._copy_tensors = half
         ckpt.save(2, tensors(2))
     """
     assert trainer(spool, script) == -signal.SIGKILL

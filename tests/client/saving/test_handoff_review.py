@@ -177,7 +177,7 @@ def test_extra_state_from_memory_is_not_overwritten_by_the_next_save(spool):
     copy_into(capture.layout, capture.tensors, arena.view)
     state = {"model": Keeper()}
     image = arena.view[: capture.layout.size]
-    load_restored(state, unflatten(capture.tree(), image), handed_over=True, file=image)
+    load_restored(state, unflatten(capture.tree(), image), handed_over=True, files=[image])
     arena.view[len(capture.layout.header) : capture.layout.size] = bytes(
         capture.layout.size - len(capture.layout.header)
     )

@@ -52,7 +52,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's message at the beginning: the values that have to be the same on all ranks.
 
     `error` says why this rank cannot begin. `used`: its spool or a tier has checkpoints of the given attempt. `saved`:
-    its process made some.
+    its process made some. `node`: the id of its spool.
     """
 
     run: str
@@ -63,6 +63,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     used: bool = False
     saved: bool = False
     error: str = ""
+    node: str = ""
 
 
 def report_failure(ranks: Ranks, run: str, error: Exception) -> None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
+
 from tierd import __version__
 from tierd.client.ranks.attempts import (
     Beginning,
@@ -79,6 +81,7 @@ class Launch:
         saving: Callable[[PartId], None] = lambda part: None,
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
+        self.node_ranks: tuple[int, ...] = (ranks.rank,)  # the ranks that save in this spool, as far as they can talk
         self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
         self._shared = False  # whether another process may save for this launch
         self._spool, self._fixed_attempt, self._list_attempts, self._saving = spool, attempt, list_attempts, saving
@@ -121,6 +124,7 @@ class Launch:
             clock=make_rank_clock(attempts),
             used=self._fixed_attempt in attempts,
             saved=self._fixed_attempt is not None and self._saved_here(self._fixed_attempt),
+            node=self._spool.node,
         )
         beginnings = ranks.gather(me, first=True)
         for rank, beginning in enumerate(beginnings):
@@ -138,6 +142,7 @@ class Launch:
                         "the ranks of a launch "
                         "are one run's, and share one attempt; give every rank the same"
                     )
+        self.node_ranks = tuple(rank for rank, beginning in enumerate(beginnings) if beginning.node == me.node)
         if self._fixed_attempt is None:
             self._current = CurrentAttempt(
                 agreed_attempt_name((), [beginning.clock for beginning in beginnings if beginning.clock])
@@ -247,9 +252,10 @@ class Launch:
         self._shared = True
         record_saved(self._spool.control, self.run, self.attempt, self.rank)
 
-    def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
+    def manifest(self, part: PartId, metrics: Mapping[str, float], division: str = "") -> Manifest:
         created, origin = self._clock.now(), self._origins.get(part.checkpoint.attempt)
-        return Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
+        made = Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
+        return msgspec.structs.replace(made, division=division)
 
     def start_from(self, source: ResumeSource) -> None:
         """Record in the manifests from now on that the run started from another run's checkpoint."""

@@ -200,6 +200,9 @@ class CandidateTrials:
                 self._has_vanished = False
                 yield candidate
                 vanished += self._has_vanished
+                if self._has_vanished and tries > 1:  # a rank may need parts that lie in other nodes' spools alone
+                    self.source.flush(checkpoint)
+                    self.agreement.settle(None)
                 self._pruned += [checkpoint] if self._has_vanished else []
                 if relist := self._has_vanished or before < self._corruptions[checkpoint] < tries:
                     break

@@ -12,12 +12,13 @@ from typing import Any
 from tierd.client.ranks.attempts import RankClock, make_rank_clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
-from tierd.client.restoring.part_source import LoadedPart, NodeSource
+from tierd.client.restoring.other_world import choose_part
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
-from tierd.client.restoring.saved_entries import read_entries
+from tierd.client.restoring.saved_entries import read_elsewhere, read_entries
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import TENSORS, Manifest
 from tierd.core.planning.place import SPOOL
 from tierd.core.save_rules import MetricGoal
 from tierd.core.timeline.restore_order import Candidate, own_part
@@ -25,6 +26,7 @@ from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Request
 from tierd.ipc.messages import RestoreFinished as ReportRestored
 from tierd.spool.arena import Arena
+from tierd.state.tensor_file import parse_layout
 
 log = logging.getLogger("tierd")
 
@@ -58,8 +60,9 @@ class Restored:
 class VerifiedPart:
     """A part of which every byte was just verified, or every byte of the requested entries.
 
-    `tier` is as in `Restored`. `arena` is the memory that holds the tensor file, if a predecessor left it or the file
-    was read for a device; saves use it afterwards.
+    `tier` is as in `Restored`. `files` also has the tensor files of other ranks in which tensors of this part lie.
+    `arena` is the memory that holds the tensor file, if a predecessor left it or the file was read for a device; saves
+    use it afterwards. `kept` are entries of which nothing was saved for this rank, so that it keeps its own.
     """
 
     part: PartId
@@ -73,6 +76,7 @@ class VerifiedPart:
     arena: Arena | None
     clocks: Sequence[RankClock]  # of every rank, to name the attempt that continues from here
     tree: dict[str, Any] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
     hold: DaemonConnection | None = None  # closed by the caller when it no longer needs `directory`
 
 
@@ -86,8 +90,11 @@ class Restorer(CandidateTrials):
         clock: Callable[[], RankClock] = lambda: make_rank_clock(()),
         report: Callable[[Request], None] = lambda request: None,
         only: Collection[str] | None = None,
+        fresh: Collection[str] = (),
+        replicated: Collection[str] = (),
     ) -> None:
         self._spool, self._keep, self._only = source.spool, source.keep, only
+        self._fresh, self._replicated = fresh, replicated
         self.source: NodeSource = source
         super().__init__(source.run, ranks, source, clock, report)
 
@@ -119,7 +126,6 @@ class Restorer(CandidateTrials):
         began = time.monotonic()
         try:
             for candidate in self.candidates(step, attempt, best, at_least, everything=False, only=self._only):
-                self._check_world(candidate)
                 verified, error, unfit = self._try(candidate, build_tree)
                 if self.settle(candidate, error, unfit=unfit).should_load:
                     assert verified is not None
@@ -131,36 +137,12 @@ class Restorer(CandidateTrials):
         finally:
             self.source.close()
 
-    def _check_world(self, candidate: Candidate) -> None:
-        if candidate.world != self._ranks.world:
-            raise StateMismatch(
-                f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has "
-                f"{self._ranks.world}: launch {candidate.world} ranks; or tierd.dcp.load(state, checkpointer), which "
-                "loads DTensors, and what is the same on all ranks, onto any number of ranks; "
-                f"or, to read one rank's part in one process: tierd.open(url, {self._run!r}).restore(state, rank=0)"
-            )
-
     def _try(
         self, candidate: Candidate, build_tree: Callable[[VerifiedPart], dict[str, Any]]
     ) -> tuple[VerifiedPart | None, Exception | None, bool]:
-        part = own_part(candidate, self._ranks.rank)
         try:
-            manifest, files, tier = (
-                self.source.obtain(part) if self._only is None else self._obtain_entries(part, self._only)
-            )
-            self.check_origin(manifest)
-            verified = VerifiedPart(
-                part,
-                manifest,
-                files,
-                tier,
-                self.skipped(candidate.checkpoint),
-                self._spool.path(part),
-                self.resume.attempts,
-                (*self.resume.unreached, *self.resume.alone),
-                self.source.arena,
-                self.agreement.clocks,
-            )
+            verified = self._obtain(candidate)
+            self.check_origin(verified.manifest)
         except Exception as error:  # raised later, because the other ranks must be notified first
             return None, error, isinstance(error, StateMismatch)
         try:
@@ -168,13 +150,43 @@ class Restorer(CandidateTrials):
         except Exception as error:
             return None, error, True
 
-    def _obtain_entries(self, part: PartId, names: Collection[str]) -> LoadedPart:
-        files = PartFiles(self._spool, part.checkpoint, part.world, self.source.link, self.source.alone)
+    def _obtain(self, candidate: Candidate) -> VerifiedPart:
+        part, names, kept = own_part(candidate, self._ranks.rank), self._only, frozenset[str]()
+        files = PartFiles(self._spool, candidate.checkpoint, candidate.world, self.source.link, self.source.alone)
         try:
-            manifest, entries = read_entries(files, part, names)
+            if candidate.world != self._ranks.world:
+                if not self._keep:
+                    raise StateMismatch(
+                        f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has "
+                        f"{self._ranks.world}: launch {candidate.world} ranks to restore their directories"
+                    )
+                part, entries, kept = choose_part(
+                    files, self._ranks.rank, self._ranks.world, self._fresh, self._replicated
+                )
+                names = entries if names is None else [name for name in names if name not in kept]
+            if names is None:
+                manifest, contents, tier = self.source.obtain(part)
+                if TENSORS in contents:
+                    layout = parse_layout(contents[TENSORS])
+                    contents = {**contents, **(read_elsewhere(files, part, layout) if layout.elsewhere else {})}
+            else:
+                manifest, contents = read_entries(files, part, names)
+                tier = next(iter(files.tiers), SPOOL)
         finally:
             files.close()
-        return manifest, entries, next(iter(files.tiers), SPOOL)
+        return VerifiedPart(
+            part,
+            manifest,
+            contents,
+            tier,
+            self.skipped(candidate.checkpoint),
+            self._spool.path(part),
+            self.resume.attempts,
+            (*self.resume.unreached, *self.resume.alone),
+            self.source.arena,
+            self.agreement.clocks,
+            kept=kept,
+        )
 
     def _check_nothing(self, step: int | None, attempt: str | None) -> None:
         super()._check_nothing(step, attempt)

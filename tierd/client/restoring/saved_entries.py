@@ -14,23 +14,24 @@ from typing import Any, TypeAlias
 import torch
 
 from tierd.client.restoring.ranged_reader import PartRanges, Span
-from tierd.core.errors import StateMismatch
+from tierd.core.errors import ManifestError, StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.spool.direct_io import finish_read, memory_for
 from tierd.spool.file_io import digest
 from tierd.state.single_values import path_part_text
 from tierd.state.state_tree import NAMING
-from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_layout
+from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_layout, sibling_path
 from tierd.state.tree_parser import parse_key, tree_text
 
 
-def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tuple[Manifest, Mapping[str, memoryview]]:
+def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tuple[Manifest, dict[str, memoryview]]:
     """Return the part's manifest and its two files as `save` writes them, with only the entries in `names`.
 
-    The tree has only these entries. In the tensor file, the bytes of other tensors are zeros that take no memory. If
-    the part was not written by `save`, its files are returned by name, without content. Raises `StateMismatch`, which
-    says which entries there are, for another one; and as `PartRanges.fill`.
+    The tree has only these entries. In the tensor file, the bytes of other tensors are zeros that take no memory. So it
+    is in the files of other ranks that have tensors of these entries; they are added as by `read_elsewhere`. If the
+    part was not written by `save`, its files are returned by name, without content. Raises `StateMismatch`, which says
+    which entries there are, for another one; and as `PartRanges.fill`.
     """
     manifest = files.manifest(part)
     sizes = {file.path: file.size for file in manifest.files}
@@ -40,8 +41,47 @@ def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tup
     check_names(saved, names, str(part))
     tree = json.dumps({"$dict": [[name, saved[name]] for name in names]}).encode()
     memory, layout = read_header(files, part)
-    files.fill(memory, list(_spans(files, part, layout, tree)))
-    return manifest, {TREE: memoryview(tree), TENSORS: finish_read(memory, sizes[TENSORS])}
+    wanted = referenced_tensors(tree)
+    files.fill(memory, list(_spans(files, part, layout, wanted)))
+    contents = {TREE: memoryview(tree), TENSORS: finish_read(memory, sizes[TENSORS])}
+    return manifest, contents | read_elsewhere(files, part, layout, wanted)
+
+
+def read_elsewhere(
+    files: PartRanges, part: PartId, layout: TensorFileLayout, names: Collection[str] | None = None
+) -> dict[str, memoryview]:
+    """Return the tensor files of other ranks, by `sibling_path`, in which tensors of this part lie.
+
+    Of each file only these tensors are read, or those in `names`.
+
+    Raises:
+        ManifestError: a file lacks such a tensor, because the ranks divided their state differently.
+        CorruptChunk, …: as `PartRanges.fill`.
+    """
+    by_rank: dict[int, list[str]] = {}
+    for name, rank in layout.elsewhere.items():
+        if names is None or name in names:
+            by_rank.setdefault(rank, []).append(name)
+
+    def read(rank: int) -> tuple[str, memoryview]:
+        sibling = sibling_of(part, rank)
+        memory, theirs = read_header(files, sibling)
+        if missing := [name for name in by_rank[rank] if name not in theirs.entries]:
+            raise ManifestError(
+                f"{part}: {missing[0]!r} and {len(missing) - 1} more tensors are not in the part of rank {rank}: the "
+                "ranks divided different states"
+            )
+        files.fill(memory, list(_spans(files, sibling, theirs, by_rank[rank])))
+        return sibling_path(rank), finish_read(memory, files.span(sibling, TENSORS).length)
+
+    return dict(map(read, sorted(by_rank)))
+
+
+def sibling_of(part: PartId, rank: int) -> PartId:
+    """Return another rank's part of the same checkpoint. Raises `ManifestError` if it has no such rank."""
+    if not 0 <= rank < part.world or rank == part.rank:
+        raise ManifestError(f"{part}: its tensors are said to lie in the part of rank {rank}")
+    return PartId(part.checkpoint, rank, part.world)
 
 
 def check_written_by_save(part: PartId, paths: Collection[str]) -> None:
@@ -129,10 +169,10 @@ def _bytes(files: PartRanges, span: Span) -> bytes:
     return bytes(memory)
 
 
-def _spans(files: PartRanges, part: PartId, layout: TensorFileLayout, tree: bytes) -> Iterator[Span]:
-    """Yield the ranges of the tensors that a tree names."""
+def _spans(files: PartRanges, part: PartId, layout: TensorFileLayout, names: Collection[str]) -> Iterator[Span]:
+    """Yield the ranges of the tensors in `names` that this file has."""
     # A missing tensor is reported when the entry is decoded.
-    for name in referenced_tensors(tree) & layout.entries.keys():
+    for name in layout.entries.keys() & set(names):
         entry = layout.entries[name]
         if entry.nbytes:
             yield files.span(part, TENSORS, entry.offset, entry.nbytes)

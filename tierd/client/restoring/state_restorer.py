@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from tierd.client import client_timings
@@ -30,6 +30,7 @@ from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
 from tierd.state.kinds.live_parameters import rename_like
 from tierd.state.load_check import LoadFit, check_fit, select_entries
+from tierd.state.replicas import ReplicaGroup
 from tierd.state.state_loading import load_restored, unflatten
 
 log = logging.getLogger("tierd")
@@ -49,7 +50,9 @@ class StateRestorer:
         gate: OptimizerStepGate,
         pipeline: SavePipeline,
         space: SpaceCheck,
+        group: ReplicaGroup,
     ) -> None:
+        self._group = group
         self._spool, self._ranks, self._launch, self._schedule = spool, ranks, launch, schedule
         self._daemon, self._handoff = daemon, handoff
         self._gate, self._pipeline, self._space = gate, pipeline, space
@@ -64,6 +67,7 @@ class StateRestorer:
         goal: MetricGoal | None,
         names: Collection[str] | None,
         at_least: int | None,
+        fresh: Collection[str] = (),
         *,
         ignore_prefixes: bool,
     ) -> Restored | None:
@@ -73,14 +77,19 @@ class StateRestorer:
         device = None if state is None or names is not None else device_of(state)
         uploads = DeviceUploads(state, device) if state is not None and device is not None else None
         restorer = self.restorer(
-            keep=state is not None, best=None if goal is None else goal.metric, only=names, uploads=uploads
+            keep=state is not None,
+            best=None if goal is None else goal.metric,
+            only=names,
+            uploads=uploads,
+            fresh=fresh,
+            replicated=() if state is None else self._group.entries(state),
         )
 
         fitting: list[LoadFit] = []  # that of the candidate which was tried last
 
         def build_tree(verified: VerifiedPart) -> dict[str, Any]:
             self._launch.check_given(verified.part.checkpoint, verified.attempts)
-            into = select_entries({} if state is None else state, names)
+            into = _loaded_entries({} if state is None else state, names, verified)
             if state is None:
                 return {}
             tree = rename_like(into, _tree(verified)) if ignore_prefixes else _tree(verified)
@@ -123,6 +132,8 @@ class StateRestorer:
         best: str | None = None,
         only: Collection[str] | None = None,
         uploads: DeviceUploads | None = None,
+        fresh: Collection[str] = (),
+        replicated: Collection[str] = (),
     ) -> Restorer:
         """Make the `Restorer`, after every earlier save has become durable or has failed."""
         self._gate.confirm()
@@ -139,7 +150,7 @@ class StateRestorer:
             uploads=uploads,
             timings=client_timings.current_timings(),
         )
-        return Restorer(source, self._ranks, self._launch.clock, self._daemon.report, only)
+        return Restorer(source, self._ranks, self._launch.clock, self._daemon.report, only, fresh, replicated)
 
     def release_directory(self) -> None:
         """Let the daemon delete the last restored directory."""
@@ -161,13 +172,13 @@ class StateRestorer:
         failure: Exception | None = None
         try:
             if state is not None:
-                into = select_entries(state, names)
+                into = _loaded_entries(state, names, verified)
                 staged = uploads.device_tensors(verified.tree) if uploads else {}
                 load_restored(
                     into,
                     verified.tree,
                     handed_over=verified.arena is not None,
-                    file=verified.files[TENSORS],
+                    files=[memory for path, memory in verified.files.items() if path != TREE],
                     staged=staged,
                     fitting=fitting[0],
                 )
@@ -181,13 +192,15 @@ class StateRestorer:
     def _start_anew(self, state: MutableMapping[str, Any] | None, restorer: Restorer) -> None:
         self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
         if state is not None:
-            self._pipeline.reserve(estimate(state), device_of(state))
-            self._space.check(estimate(state))
+            size_bytes = estimate(state, self._group)
+            self._pipeline.reserve(size_bytes, device_of(state))
+            self._space.check(size_bytes)
 
     def _go_on_from(self, verified: VerifiedPart, state: MutableMapping[str, Any] | None) -> None:
         self._launch.go_on_from(verified.part.checkpoint, verified.attempts, verified.clocks)
         if state is not None:
-            size_bytes = len(verified.files[TENSORS])
+            is_like_saved = verified.part.world == self._launch.world
+            size_bytes = len(verified.files[TENSORS]) if is_like_saved else estimate(state, self._group)
             self._pipeline.adopt(verified.arena)
             self._pipeline.reserve(size_bytes, device_of(state))
             self._space.check(size_bytes)
@@ -195,4 +208,11 @@ class StateRestorer:
 
 def _tree(verified: VerifiedPart) -> dict[str, Any]:
     check_written_by_save(verified.part, verified.files)
-    return unflatten(verified.files[TREE], verified.files[TENSORS])
+    return unflatten(verified.files[TREE], verified.files[TENSORS], siblings=verified.files)
+
+
+def _loaded_entries(
+    state: Mapping[str, Any], names: Collection[str] | None, verified: VerifiedPart
+) -> Mapping[str, Any]:
+    into = select_entries(state, names)
+    return into if not verified.kept else {name: value for name, value in into.items() if name not in verified.kept}

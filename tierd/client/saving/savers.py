@@ -38,6 +38,7 @@ from tierd.spool.spool_access import spool_errors
 from tierd.spool.stage import describe_directory
 from tierd.state.capture import Capture
 from tierd.state.capturer import CapturerPool
+from tierd.state.replicas import ReplicaGroup
 
 
 class SaveRecords:
@@ -139,11 +140,12 @@ class StateSaver:
         space: SpaceCheck,
         stats: Stats,
         when_busy: str,
+        group: ReplicaGroup,
     ) -> None:
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
-        self._capturers = CapturerPool()
+        self._capturers = CapturerPool(group)
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
         start_s = time.perf_counter()
@@ -178,7 +180,7 @@ class StateSaver:
     def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float]) -> Snapshot:
         self._gate.report_interrupted(save.part)
         deferred = self._gate.deferred_tensors(capture)
-        manifest = functools.partial(self._launch.manifest, save.part, numbers)
+        manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division)
         return Snapshot(save, capture, manifest, deferred, self._gate.distrust, client_timings.current_timings())
 
     def _take(self, snapshot: Snapshot) -> None:

@@ -35,6 +35,7 @@ from tierd.spool.arena import Arena, available
 from tierd.spool.direct_io import PAGE
 from tierd.state import cuda
 from tierd.state.kinds.dtensors import local_of, tensors_held_by, tensors_in
+from tierd.state.replicas import ReplicaGroup
 from tierd.state.state_tree import leaves, pause_collection
 from tierd.state.tensor_file import Targets, TensorFileLayout, target_views
 
@@ -151,6 +152,7 @@ class Pinning:
 _SPARE = 1 << 20  # bytes that are worth returning to the system
 _GROWTH = 16  # an arena that was too small is made larger than needed by 1/16
 _HEADER = 1 << 20  # bytes; a tensor file's header is rarely larger
+_UNEVEN = 1.05  # by which a rank's share may exceed the mean, because tensors are not cut
 _SMALLEST, _BOUND = 16 << 20, 256 << 20  # bytes of an arena through which a state is streamed
 
 
@@ -280,11 +282,21 @@ class Slot:
             self._pinning = None
 
 
-def estimate(state: Mapping[str, object]) -> int:
-    """Estimate the bytes of a state's tensor file without asking any object for its state.
+def estimate(state: Mapping[str, object], group: ReplicaGroup | None = None) -> int:
+    """Estimate the bytes of a rank's tensor file without asking any object for its state.
 
-    An optimizer before its first step has none, and a data loader's `state_dict` may start workers.
+    An optimizer before its first step has none, and a data loader's `state_dict` may start workers. With a `group`, the
+    ranks of a node divide the replicated entries among them.
     """
+    replicated = group.entries(state) if group is not None and len(group.node) > 1 else []
+    if group is None or not replicated:
+        return _estimated_bytes(state) + _HEADER
+    own = {name: value for name, value in state.items() if name not in replicated}
+    shared_bytes = _estimated_bytes({name: state[name] for name in replicated})
+    return _estimated_bytes(own) + int(shared_bytes / len(group.node) * _UNEVEN) + _HEADER
+
+
+def _estimated_bytes(state: Mapping[str, object]) -> int:
     sizes: dict[int, int] = {}
     extra = 0
     for value in leaves(state):
@@ -301,7 +313,7 @@ def estimate(state: Mapping[str, object]) -> int:
         elif isinstance(value, torch.Tensor):
             tensors = tensors_held_by(value)
         sizes |= {tensor.data_ptr() if not tensor.is_meta else id(tensor): tensor.nbytes for tensor in tensors}
-    return sum(sizes.values()) + extra + _HEADER
+    return sum(sizes.values()) + extra
 
 
 def device_of(state: Mapping[str, object]) -> torch.device | None:

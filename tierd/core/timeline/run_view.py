@@ -319,18 +319,18 @@ def lacking_ranks(
     *,
     everything: bool,
 ) -> dict[CheckpointId, tuple[int, ...]]:
-    """By complete checkpoint, the ranks that do not observe the parts that they need."""
+    """By complete checkpoint, the ranks that do not observe the parts that they need.
+
+    Each rank needs its own part of a checkpoint that as many ranks saved. Of any other it may need every part.
+    """
     lacking: dict[CheckpointId, list[int]] = {}
     absent: dict[int, list[CheckpointId]] = {}
     for rank, (view, listed) in enumerate(zip(views, by_view, strict=True)):
         if id(listed) not in absent:
-            required = [checkpoint for checkpoint, size in complete.items() if everything or size == world]
-            absent[id(listed)] = [
-                checkpoint for checkpoint in required if listed.get(checkpoint) != complete[checkpoint]
-            ]
+            absent[id(listed)] = [checkpoint for checkpoint, size in complete.items() if listed.get(checkpoint) != size]
         for checkpoint in absent[id(listed)]:
             present = view.parts.get(checkpoint.attempt, {}).get(checkpoint.step, {}).get(complete[checkpoint], [])
-            if everything or rank not in ranks_of(present):
+            if everything or complete[checkpoint] != world or rank not in ranks_of(present):
                 lacking.setdefault(checkpoint, []).append(rank)
     return {checkpoint: tuple(ranks) for checkpoint, ranks in lacking.items()}
 

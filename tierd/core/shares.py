@@ -1,0 +1,29 @@
+"""Divide replicated tensors among the ranks of a node, so that each of them is copied and written once.
+
+Invariant: the division is a pure function of the tensors' sizes and the node's ranks. So every rank finds the same
+shares without a message, and the shares together are all tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+LEAST_DIVIDED = 4096  # bytes; a smaller tensor is stored by every rank, because naming another rank's takes as much
+
+
+def divide(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
+    """Return the rank that stores each tensor: the largest tensor first, each to the rank with the fewest bytes.
+
+    Tensors of fewer than `LEAST_DIVIDED` bytes are left out. `sizes` are in bytes, by name. The largest share exceeds
+    the mean by at most one tensor (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+    """
+    loads = [(0, rank) for rank in sorted(ranks)]
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        if sizes[name] < LEAST_DIVIDED:
+            break
+        load, rank = loads[0]
+        owners[name] = rank
+        heapq.heapreplace(loads, (load + sizes[name], rank))
+    return owners

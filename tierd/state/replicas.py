@@ -1,0 +1,146 @@
+"""Which tensors of a state are replicated, by declaration, and this rank's share of them.
+
+Declared are: a `DistributedDataParallel` module; the optimizers, schedulers and scalers of its parameters; and the
+entries that the user names. Nothing is compared, and no communication takes place.
+
+Invariant: buffers are each rank's own, because DDP lets them differ between the ranks until the next forward (with
+`broadcast_buffers`) or for good. So are arrays and numbers beside the tensors of an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tierd.core.shares import divide
+from tierd.state.state_tree import tensor_name_of
+from tierd.state.tensor_file import UNSHARED, ReplicaShare, TensorEntry
+
+_Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """The ranks that may hold the same bytes.
+
+    Attributes:
+        rank: this process's rank.
+        world: the number of ranks.
+        node: the ranks of this rank's node, which divide replicated tensors among them; this rank is one of them.
+        declared: the entries that the user named, which are the same on all ranks.
+    """
+
+    rank: int
+    world: int
+    node: _Ranks
+    declared: frozenset[str] = frozenset()
+
+    def share(self, state: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> ReplicaShare:
+        """Return this rank's share of a state's `tensors`, which a walk has named."""
+        if self.world < 2:
+            return UNSHARED
+        entries, holders = self._holders(state, tensors)
+        owners: dict[str, int] = {}
+        for ranks in sorted(set(holders.values())):
+            sizes = {name: tensors[name].nbytes for name, held_by in holders.items() if held_by == ranks}
+            owners |= divide(sizes, sorted(set(ranks) & set(self.node)))
+        if not entries and not owners:
+            return UNSHARED
+        forms = {
+            name: TensorEntry(0, tensors[name].nbytes, tensors[name].dtype, tuple(tensors[name].shape))
+            for name in sorted(owners)
+        }
+        facts = "\n".join(f"{name} {form.dtype} {form.shape} {owners[name]}" for name, form in forms.items())
+        elsewhere = {name: owners[name] for name in forms if owners[name] != self.rank}
+        return ReplicaShare(
+            homes={name: holders[name][0] for name in forms},
+            elsewhere=elsewhere,
+            entries=tuple(entries),
+            forms={name: forms[name] for name in elsewhere},
+            digest=xxhash.xxh3_128_hexdigest(facts.encode()) if elsewhere else "",
+        )
+
+    def entries(self, state: Mapping[str, object]) -> list[str]:
+        """Return the entries of a state that are the same on all ranks."""
+        return self._holders(state, ())[0] if self.world > 1 else []
+
+    def _holders(self, state: Mapping[str, object], tensors: Collection[str]) -> tuple[list[str], dict[str, _Ranks]]:
+        """Return the entries that are the same on all ranks, and the ranks that hold each replicated tensor."""
+        everybody = tuple(range(self.world))
+        modules = {name: module for name, value in state.items() if (module := _data_parallel(value))}
+        ranks_of: dict[int, _Ranks] = {}  # by the id of a parameter
+        for module in modules.values():
+            ranks_of |= dict.fromkeys(map(id, module.parameters()), self._ranks_of(module))
+        for name in self.declared:
+            ranks_of |= dict.fromkeys(map(id, _parameters_of(state.get(name))), everybody)
+        holders: dict[str, _Ranks] = {}
+        entries: list[str] = []
+        for entry, value in state.items():
+            if entry in modules and entry not in self.declared:
+                ranks, names = self._ranks_of(modules[entry]), _parameter_names(entry, value)
+            else:
+                ranks = everybody if entry in self.declared else _ranks_of_followed(value, ranks_of)
+                prefix = tensor_name_of((entry,))
+                names = {name for name in tensors if name == prefix or name.startswith(f"{prefix}/")}
+                names -= _buffer_names(entry, value)
+            if self.rank not in ranks:
+                continue
+            holders |= dict.fromkeys(names.intersection(tensors), ranks)
+            if ranks == everybody:
+                entries.append(entry)
+        return entries, holders
+
+    def _ranks_of(self, module: DistributedDataParallel) -> _Ranks:
+        """Return the ranks that hold a module's replicas; none if they are not known."""
+        group = module.process_group
+        if group.size() == self.world:
+            return tuple(range(self.world))
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world):
+            return ()  # the ranks of this run are numbered otherwise
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _data_parallel(value: object) -> DistributedDataParallel | None:
+    module = getattr(value, "_orig_mod", value)  # `torch.compile` wraps it
+    return module if isinstance(module, DistributedDataParallel) else None
+
+
+def _ranks_of_followed(value: object, ranks_of: Mapping[int, _Ranks]) -> _Ranks:
+    """Return the ranks on which an object's state is the same because the parameters that it follows are."""
+    if isinstance(value, LRScheduler):
+        value = value.optimizer
+    if isinstance(value, torch.amp.GradScaler):
+        held_by = set(ranks_of.values())
+    elif isinstance(value, Optimizer) and not _divides_itself(value):
+        held_by = {ranks_of.get(id(parameter), ()) for group in value.param_groups for parameter in group["params"]}
+    else:
+        return ()
+    return held_by.pop() if len(held_by) == 1 else ()
+
+
+def _divides_itself(optimizer: Optimizer) -> bool:
+    """Whether each rank has another part of the optimizer's state, as with ZeRO."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
+def _parameters_of(value: object) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+
+
+def _parameter_names(entry: str, value: object) -> set[str]:
+    assert isinstance(value, nn.Module)
+    return {tensor_name_of((entry, key)) for key, _ in value.named_parameters(remove_duplicate=False)}
+
+
+def _buffer_names(entry: str, value: object) -> set[str]:
+    names = value.named_buffers(remove_duplicate=False) if isinstance(value, nn.Module) else ()
+    return {tensor_name_of((entry, key)) for key, _ in names}
