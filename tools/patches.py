@@ -31,7 +31,7 @@ ALLOWED = {
     "tests/faults/s3/__init__.py: _RELIST": "a kit's life is shorter than the time until a daemon lists chunks again",
     "tests/faults/simulation/life.py: _MARGIN": "a simulated disk has less than the room that a save asks for besides",
     "tests/test_supply.py: _declared": "what is declared is remembered, and other tests ask for what is installed",
-    "tests/support/attached.py: _copy_tensors": "a save's copies of single tensors are held up, for which there is no seam",
+    "tests/support/attached.py: _copy_tensors": "a save's copies of single tensors are held up; there is no seam",
     "tests/support/preemption_fixtures.py: _detected": "tests must not ask the metadata server of a machine in a cloud",
     "tests/watching/test_import_bucket.py: _download": "the bucket changes between two requests of one checkpoint",
     "tests/watching/test_other_watches.py: _record": "a spool whose lock another node cannot see",

@@ -256,7 +256,7 @@ class Capture:
     devices: tuple[torch.device, ...]  # CUDA's that hold tensors; a copy from any other device blocks
     _skeleton: DecodableText
     _holes: Sequence[object]
-    division: str = ""  # the digest of the division, if other ranks store some of the tensors
+    division: str = ""  # the digest of the division of replicated tensors; empty if nothing is divided
 
     def tree(self, pause: Callable[[], None] | None = None) -> bytes:
         """Return everything but the tensors as typed JSON, as it was at the capture. Any thread may call this.

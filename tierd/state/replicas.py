@@ -10,7 +10,7 @@ Invariant: buffers are each rank's own, because DDP lets them differ between the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,23 @@ class ReplicaGroup:
             name: TensorEntry(0, tensors[name].nbytes, tensors[name].dtype, tuple(tensors[name].shape))
             for name in sorted(owners)
         }
-        facts = "\n".join(f"{name} {form.dtype} {form.shape} {owners[name]}" for name, form in forms.items())
+        facts = [
+            f"{name} {form.dtype} {form.shape} {owners[name]}"
+            for name, form in forms.items()
+            if len(holders[name]) == self.world
+        ]
         elsewhere = {name: owners[name] for name in forms if owners[name] != self.rank}
         return ReplicaShare(
             homes={name: holders[name][0] for name in forms},
             elsewhere=elsewhere,
             entries=tuple(entries),
             forms={name: forms[name] for name in elsewhere},
-            digest=xxhash.xxh3_128_hexdigest(facts.encode()) if elsewhere else "",
+            digest=xxhash.xxh3_128_hexdigest("\n".join(facts).encode()) if facts and len(self.node) > 1 else "",
         )
+
+    def undivided(self) -> ReplicaGroup:
+        """Return the group of a rank that stores all of its replicated tensors itself."""
+        return replace(self, node=(self.rank,))
 
     def entries(self, state: Mapping[str, object]) -> list[str]:
         """Return the entries of a state that are the same on all ranks."""

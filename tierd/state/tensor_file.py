@@ -98,8 +98,8 @@ class ReplicaShare:
         elsewhere: the replicated tensors that this file leaves out, each with the rank whose file has it.
         entries: the state's entries that were declared replicated.
         forms: dtype and shape of the tensors elsewhere, at offset 0.
-        digest: of names, dtypes, shapes and ranks, 32 hex digits; the same on all ranks that divide alike. Empty
-            without tensors elsewhere.
+        digest: of the names, dtypes, shapes and owners of what is the same on all ranks, 32 hex digits. It is the same
+            on all ranks that divide alike, and empty if nothing is divided.
     """
 
     homes: Mapping[str, int] = field(default_factory=dict)

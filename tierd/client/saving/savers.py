@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from tierd.client.saving.snapshot import Snapshot
 from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.user_messages import SpaceCheck
-from tierd.core.errors import SaveSkipped, StepRefused
+from tierd.core.errors import SaveSkipped, StepRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.storage_faults import lacks_inodes
 from tierd.ipc.messages import MAX_REASON, SaveGivenUp
@@ -51,6 +51,7 @@ class SaveRecords:
         self._failures: dict[PartId, str] = {}
         self._launch, self._schedule, self._daemon, self._handoff = launch, schedule, daemon, handoff
         self._stats = stats
+        self.on_durable: Callable[[PartId], None] = lambda part: None  # called with each part that was committed
 
     @property
     def failed(self) -> dict[int, str]:
@@ -82,6 +83,7 @@ class SaveRecords:
             self._launch.release(save.part)
         else:
             self._durable(save.part.checkpoint)
+            self.on_durable(save.part)
         self._schedule.take_result(save.step, durable=error is None)
         save.finish(error)
         if self._handoff is not None:
@@ -142,10 +144,12 @@ class StateSaver:
         when_busy: str,
         group: ReplicaGroup,
     ) -> None:
+        self._group = group
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
         self._capturers = CapturerPool(group)
+        records.on_durable = self._check_division
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
         start_s = time.perf_counter()
@@ -182,6 +186,32 @@ class StateSaver:
         deferred = self._gate.deferred_tensors(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division)
         return Snapshot(save, capture, manifest, deferred, self._gate.distrust, client_timings.current_timings())
+
+    def _check_division(self, saved: PartId) -> None:
+        """Compare how this rank and the others of its node divided a checkpoint. Runs in another thread than training.
+
+        The rank that commits last finds what all did. If they differ, some tensor may be in no part, so each rank that
+        notices it stores everything itself from the next save on.
+        """
+        if len(self._group.node) < 2:
+            return
+        parts = [PartId(saved.checkpoint, rank, saved.world) for rank in self._group.node]
+        try:
+            divisions = {part: self._spool.manifest(part).division for part in parts if self._spool.has(part)}
+        except (TierdError, OSError) as error:
+            log.debug("%s: %s", saved, error)
+            return
+        own = divisions.get(saved)
+        others = [part.rank for part, division in divisions.items() if own and division != own]
+        if others:
+            log.error(
+                "%s: rank %d and this rank divide different states, so this checkpoint may lack tensors: `replicated` "
+                "names an entry that is not the same on all ranks. From now on this rank stores everything itself",
+                saved,
+                others[0],
+            )
+            self._group = self._group.undivided()
+            self._capturers = CapturerPool(self._group)
 
     def _take(self, snapshot: Snapshot) -> None:
         if snapshot.deferred_names and self._pipeline.is_ready(snapshot.capture.layout.size):

@@ -1,0 +1,171 @@
+"""Replicated tensors: each rank of a node stores its share, all ranks together everything, and a restore gets all."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import Group
+
+import tierd
+from tierd.core.errors import ConfigError, StateMismatch
+from tierd.spool.spool import Spool
+
+_SIZES = {"a": 9000, "b": 8000, "c": 5000, "d": 4000, "tiny": 3}  # elements
+
+
+def state_of(rank: int, step: int, more: int = 0) -> dict:
+    model = {name: torch.full((size,), float(step)) + torch.arange(size) for name, size in _SIZES.items()}
+    model |= {f"more{number}": torch.full((3000,), float(step)) for number in range(more)}
+    return {"model": model, "own": torch.full((2000,), float(100 * rank + step)), "epoch": step}
+
+
+def is_state_of(state: dict, rank: int, step: int) -> bool:
+    expected = state_of(rank, step)
+    return (
+        state["epoch"] == step
+        and torch.equal(state["own"], expected["own"])
+        and state["model"].keys() == expected["model"].keys()
+        and all(torch.equal(state["model"][name], tensor) for name, tensor in expected["model"].items())
+    )
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Return a function that runs `work(checkpointer, rank)` on each rank of a launch, in a thread for each rank."""
+
+    def run(world: int, spools: list[Path], work, **options) -> list:
+        group = Group(world).install(monkeypatch)
+
+        def work_on_rank(rank: int):
+            spool = spools[rank * len(spools) // world]
+            with tierd.Checkpointer(spool, "run", to=[], replicated=("model",), **options) as checkpointer:
+                return work(checkpointer, rank)
+
+        return group.run(work_on_rank)
+
+    return run
+
+
+def saving(*steps: int, more: dict[int, int] | None = None):
+    def work(checkpointer, rank):
+        for step in steps:
+            checkpointer.save(step, state_of(rank, step, (more or {}).get(rank, 0))).wait()
+
+    return work
+
+
+def restoring(fresh: tuple[str, ...] = (), only=None):
+    def work(checkpointer, rank):
+        state = state_of(rank, 10**6)
+        restored = checkpointer.restore(state, fresh=fresh, only=only)
+        return restored.step, state
+
+    return work
+
+
+def tensor_bytes(spool: Path, step: int) -> list[int]:
+    return [path.stat().st_size for path in sorted(spool.glob(f"run/{step:012}.*/*/tensors.safetensors"))]
+
+
+def test_ranks_of_a_node_store_replicated_tensors_once(tmp_path, launch):
+    assert launch(4, [tmp_path], saving(1, 2)) == [None] * 4
+    replicated = 4 * sum(_SIZES.values())
+    for step in (1, 2):
+        sizes = tensor_bytes(tmp_path, step)
+        assert len(sizes) == 4 and sum(sizes) <= replicated + 4 * (4 * 2000 + 4096 + 64)
+    for rank, (step, state) in enumerate(launch(4, [tmp_path], restoring())):
+        assert step == 2 and is_state_of(state, rank, 2)
+
+
+def test_each_node_stores_replicated_tensors_whole(tmp_path, launch):
+    spools = [tmp_path / "a", tmp_path / "b"]
+    assert launch(4, spools, saving(1)) == [None] * 4
+    for spool in spools:
+        assert len(tensor_bytes(spool, 1)) == 2 and sum(tensor_bytes(spool, 1)) >= 4 * sum(_SIZES.values())
+    parts = Spool(spools[1]).parts("run")
+    homes = {chunk.home for part in parts for chunk in Spool(spools[1]).manifest(part).chunks()}
+    assert homes <= {None, 0}, "the lowest rank of the launch is the home, on every node"
+    for rank, (step, state) in enumerate(launch(4, spools, restoring())):
+        assert step == 1 and is_state_of(state, rank, 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+def test_replicated_entries_restore_on_any_number_of_ranks(tmp_path, launch, world):
+    launch(4, [tmp_path], saving(1, 2))
+    for rank, (step, state) in enumerate(launch(world, [tmp_path], restoring(fresh=("own",)))):
+        value = 100 * rank + (2 if rank < 4 else 10**6)  # a new rank keeps the tensor that it had
+        assert step == 2 and torch.equal(state["own"], torch.full((2000,), float(value)))
+        assert is_state_of(state | {"own": state_of(rank, 2)["own"]}, rank, 2)
+
+
+def test_other_number_of_ranks_is_refused_alike_if_entries_differ(tmp_path, launch):
+    launch(4, [tmp_path], saving(1))
+    for refusal in launch(3, [tmp_path], restoring()):
+        assert isinstance(refusal, StateMismatch) and '"own"' in str(refusal) and "fresh=['own']" in str(refusal)
+
+
+def test_checkpoint_of_one_rank_restores_replicated_entries_on_several(tmp_path, launch):
+    launch(1, [tmp_path], saving(1))
+    for rank, (step, state) in enumerate(launch(3, [tmp_path], restoring(fresh=("own",)))):
+        assert step == 1 and is_state_of(state | {"own": state_of(rank, 1)["own"]}, rank, 1)
+
+
+def test_restore_of_some_entries_follows_them_into_other_parts(tmp_path, launch):
+    launch(4, [tmp_path], saving(1))
+    for rank, (_, state) in enumerate(launch(4, [tmp_path], restoring(only=("model",)))):
+        assert is_state_of(state | {"own": state_of(rank, 1)["own"], "epoch": 1}, rank, 1)
+        assert torch.equal(state["own"], state_of(rank, 10**6)["own"])
+
+
+def test_launch_continues_on_another_number_of_ranks_and_back(tmp_path, launch):
+    launch(4, [tmp_path], saving(1))
+
+    def continuing(step):
+        def work(checkpointer, rank):
+            state = state_of(rank, 10**6)
+            restored = checkpointer.restore(state, fresh=("own",))
+            assert is_state_of(state | {"own": state_of(rank, restored.step)["own"]}, rank, restored.step)
+            checkpointer.save(step, state_of(rank, step)).wait()
+            return restored.step
+
+        return work
+
+    assert launch(2, [tmp_path], continuing(2)) == [1] * 2
+    assert launch(5, [tmp_path], continuing(3)) == [2] * 5
+    assert launch(4, [tmp_path], continuing(4)) == [3] * 4
+
+
+def test_ranks_that_divide_different_states_notice_it_and_store_everything(tmp_path, launch, caplog):
+    """The first checkpoint lacks nothing only by chance; from the next one on each rank stores all that it has."""
+    together = threading.Barrier(2, timeout=60)
+
+    def work(checkpointer, rank):
+        for step in (1, 2, 3):
+            checkpointer.save(step, state_of(rank, step, more=rank)).wait()
+            together.wait()
+
+    with caplog.at_level(logging.ERROR, "tierd"):
+        assert launch(2, [tmp_path], work) == [None] * 2
+    assert any("divide different states" in record.message for record in caplog.records)
+    whole = 4 * sum(_SIZES.values())
+    assert all(size >= whole for size in tensor_bytes(tmp_path, 3))
+
+
+def test_damaged_share_makes_all_ranks_fall_back(tmp_path, launch):
+    launch(4, [tmp_path], saving(1, 2))
+    broken = sorted(tmp_path.glob("run/000000000002.*/00002-of-00004/tensors.safetensors"))[0]
+    data = bytearray(broken.read_bytes())
+    data[-5000] ^= 1
+    broken.write_bytes(data)
+    for rank, (step, state) in enumerate(launch(4, [tmp_path], restoring())):
+        assert step == 1 and is_state_of(state, rank, 1)
+
+
+@pytest.mark.parametrize("names", ["model", [1], [None]])
+def test_replicated_has_to_be_names(tmp_path, names):
+    with pytest.raises(ConfigError, match="names of entries"):
+        tierd.Checkpointer(tmp_path, "run", to=[], replicated=names)
