@@ -30,6 +30,7 @@ CHUNK_SIZE = 32 << 20  # the largest chunk that tierd writes, in bytes
 MAX_CHUNK_SIZE = 256 << 20  # the largest chunk that tierd reads, in bytes, because a chunk is held in memory whole
 MAX_FILES = 100_000
 MAX_METRICS = 1_000
+MAX_REPLICAS = 100_000  # tensors of which a manifest has a fingerprint
 MAX_COPIES = 16  # the most runs that a manifest remembers as those from which its checkpoint was copied
 
 ChunkPlace: TypeAlias = tuple[int, int]  # a chunk's place in a manifest: the file's number, the index in the file
@@ -38,6 +39,8 @@ Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 RunName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
+TensorName = Annotated[str, Meta(max_length=4096)]
+Fingerprint = Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}:[0-9a-f]{32}\Z")]  # the function, and its result
 MetricName = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]  # they are printed
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -122,6 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `copied_from` names the runs from which `tierd copy --as` copied the checkpoint, the original one first.
     `started_from` is as the trainer told it. `division` is the digest of how the ranks of a node divide replicated
     tensors; parts that lack some tensors belong together if it is the same. It is empty for a part that has all.
+    `replicas` are fingerprints of some tensors that should be the same on all ranks, as this rank held them.
     """
 
     version: int
@@ -138,6 +142,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     copied_from: Annotated[tuple[RunName, ...], Meta(max_length=MAX_COPIES)] = ()
     started_from: Ancestor | None = None
     division: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    replicas: Annotated[dict[TensorName, Fingerprint], Meta(max_length=MAX_REPLICAS)] = {}
 
     @classmethod
     def of(
