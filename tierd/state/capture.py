@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from tierd.core.errors import StateMismatch, StateRefused
+from tierd.core.shares import round_of
 from tierd.state.kinds import stored_arrays
 from tierd.state.kinds.stored_arrays import check_view
 from tierd.state.single_values import TensorForm, encode, form_of, path_text, span_of
@@ -256,7 +257,14 @@ class Capture:
     devices: tuple[torch.device, ...]  # CUDA's that hold tensors; a copy from any other device blocks
     _skeleton: DecodableText
     _holes: Sequence[object]
+    rounds: tuple[tuple[str, ...], ...] = ()  # as in `ReplicaShare`
+    whole: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all tensors, if there are rounds
     division: str = ""  # the digest of the division of replicated tensors; empty if nothing is divided
+
+    def replicas(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the tensors that are the same on all ranks and that this step's save compares."""
+        names = self.rounds[round_of(step, len(self.rounds))] if self.rounds else ()
+        return {name: self.whole[name] for name in names}
 
     def tree(self, pause: Callable[[], None] | None = None) -> bytes:
         """Return everything but the tensors as typed JSON, as it was at the capture. Any thread may call this.

@@ -84,6 +84,8 @@ class Capturer:
             tensors={name: tensor for name, tensor in capture.tensors.items() if name not in elsewhere},
             dtensors=[(name, tensor) for name, tensor in capture.dtensors if name not in elsewhere],
             division=self._share.digest,
+            rounds=self._share.rounds,
+            whole=capture.tensors,
         )
 
     def _recapture(self, capture: Capture, optimizers: list[Optimizer]) -> Capture:

@@ -24,6 +24,8 @@ from tierd.core.shares import divide
 from tierd.state.state_tree import tensor_name_of
 from tierd.state.tensor_file import UNSHARED, ReplicaShare, TensorEntry
 
+ROUNDS = 32  # saves in which all replicated tensors are compared, if their steps have equal distances
+
 _Ranks = tuple[int, ...]
 
 
@@ -69,6 +71,7 @@ class ReplicaGroup:
             elsewhere=elsewhere,
             entries=tuple(entries),
             forms={name: forms[name] for name in elsewhere},
+            rounds=_rounds({name: form.nbytes for name, form in forms.items() if len(holders[name]) == self.world}),
             digest=xxhash.xxh3_128_hexdigest("\n".join(facts).encode()) if facts and len(self.node) > 1 else "",
         )
 
@@ -114,6 +117,11 @@ class ReplicaGroup:
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world):
             return ()  # the ranks of this run are numbered otherwise
         return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _rounds(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    numbers = divide(sizes, range(ROUNDS))
+    return tuple(tuple(name for name in sizes if numbers[name] == number) for number in range(ROUNDS))
 
 
 def _data_parallel(value: object) -> DistributedDataParallel | None:

@@ -100,6 +100,8 @@ class ReplicaShare:
         forms: dtype and shape of the tensors elsewhere, at offset 0.
         digest: of the names, dtypes, shapes and owners of what is the same on all ranks, 32 hex digits. It is the same
             on all ranks that divide alike, and empty if nothing is divided.
+        rounds: the tensors that are the same on all ranks, in rounds of about as many bytes. The ranks compare those of
+            one round at each save.
     """
 
     homes: Mapping[str, int] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class ReplicaShare:
     entries: tuple[str, ...] = ()
     forms: Mapping[str, TensorEntry] = field(default_factory=dict)
     digest: str = ""
+    rounds: tuple[tuple[str, ...], ...] = ()
 
 
 UNSHARED = ReplicaShare()

@@ -185,7 +185,9 @@ class StateSaver:
         self._gate.report_interrupted(save.part)
         deferred = self._gate.deferred_tensors(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division)
-        return Snapshot(save, capture, manifest, deferred, self._gate.distrust, client_timings.current_timings())
+        late_replicas = self._gate.deferred_replicas(capture, save.step) if deferred.names else frozenset()
+        timings = client_timings.current_timings()
+        return Snapshot(save, capture, manifest, deferred, self._gate.distrust, timings, late_replicas)
 
     def _check_division(self, saved: PartId) -> None:
         """Compare how this rank and the others of its node divided a checkpoint. Runs in another thread than training.

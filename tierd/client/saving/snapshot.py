@@ -16,12 +16,14 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+import msgspec
 import torch
 
 from tierd.client.client_timings import USUAL_TIMINGS, ClientTimings
 from tierd.client.saving.device_copies import DeviceCopies
+from tierd.client.saving.fingerprints import ReplicaFingerprints
 from tierd.client.saving.save_jobs import Latch, Save, give_way
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.write_sampling import DeferredTensors, TensorSample
@@ -40,6 +42,7 @@ class Snapshot:
 
     Args:
         deferred: the tensors that are copied behind training; none for a save that blocks until everything is copied.
+        late_replicas: names of tensors whose fingerprints may be taken behind training.
         torn: called with the names of late tensors that something other than an attached optimizer changed.
 
     Attributes:
@@ -55,11 +58,13 @@ class Snapshot:
         deferred: DeferredTensors,
         torn: Callable[[list[str]], None] = lambda names: None,
         timings: ClientTimings = USUAL_TIMINGS,
+        late_replicas: Collection[str] = (),
     ) -> None:
         self.save, self._timings = save, timings
         self._make_manifest = manifest
         self.capture = capture
         self.deferred_names, self._deferred = deferred.names, deferred
+        self._fingerprints, self._late_replicas = ReplicaFingerprints(capture.replicas(save.step)), late_replicas
         self.tree = b""
         self.asked_at_s = time.perf_counter()
         self._witness: _Witness | None = _Witness(capture, deferred)
@@ -108,6 +113,7 @@ class Snapshot:
         tensors = self.capture.tensors
         for name in names:
             tensors[name] = tensors[name].clone()
+        self._fingerprints.take(self._late_replicas)
         self._returns.open()
         return True
 
@@ -163,7 +169,8 @@ class Snapshot:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
-        return self._make_manifest()
+        self._fingerprints.take()  # of a state that is streamed; nothing changes it meanwhile
+        return msgspec.structs.replace(self._make_manifest(), replicas=self._fingerprints.result())
 
     def claim(self) -> bool:
         """Whether the snapshot is still needed. After this call it cannot be given up."""
@@ -176,11 +183,14 @@ class Snapshot:
         self.copies.enter()
         try:
             self._copy_tensors(into, [name for name in into if name not in self.deferred_names])
+            if not self._returns.is_open:
+                self._fingerprints.take(self._late_replicas)
             if self.deferred_names and not self._returns.is_open:
                 self._returns.open()
                 time.sleep(_YIELD)  # otherwise the training thread would wait for the interpreter's lock
             if self.deferred_names:  # late tensors before the encoding, because a step waits for them
                 self._copy_tensors(into, [name for name in into if name in self.deferred_names])
+                self._fingerprints.take()
                 self._is_encoded_soon = self.capture.is_encoded_soon()
                 self._copied.open()  # a device's next work waits by itself
             self.encode()
@@ -229,7 +239,7 @@ class Snapshot:
         self._into = self._arena = None  # the arena belongs to the next snapshot
         self._witness = None
         self.copies.close()
-        self.capture = dataclasses.replace(self.capture, tensors={}, dtensors=())
+        self.capture = dataclasses.replace(self.capture, tensors={}, dtensors=(), whole={}, rounds=())
         self._returns.open()
         self._copied.open()
         self._passed_on.open()

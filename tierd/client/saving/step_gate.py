@@ -85,6 +85,17 @@ class OptimizerStepGate:
             self._cached_deferred = signature, deferred
         return deferred
 
+    def deferred_replicas(self, capture: Capture, step: int) -> frozenset[str]:
+        """Return the replicated tensors that are compared at this step and that attached optimizers alone change."""
+        if not self._optimizers or self._stepping or not (replicas := capture.replicas(step)):
+            return frozenset()
+        places = {address_and_size(tensor) for optimizer in self._optimizers for tensor in optimizer_tensors(optimizer)}
+        return frozenset(
+            name
+            for name, tensor in replicas.items()
+            if name not in self._shared_names and address_and_size(tensor) in places
+        )
+
     def report_interrupted(self, part: PartId) -> None:
         """Warn, before `part` is saved, of steps of this thread that an exception has ended. Each is reported once."""
         for optimizer in self.forget_interrupted():

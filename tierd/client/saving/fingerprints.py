@@ -1,0 +1,61 @@
+"""Fingerprints of replicated tensors, by which the daemon notices that replicas have become different.
+
+Invariant: two ranks that hold the same bytes in memory of the same kind get the same fingerprint, and one flipped bit
+changes it. A tensor in host memory is digested with XXH3-128. A tensor on a device is not copied for this: the device
+adds its elements, as integers, in `_ROWS` rows, and the sums are digested. So it is not compared with one on a host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Mapping
+
+import torch
+
+from tierd.spool.file_io import digest
+from tierd.state import cuda
+
+_ROWS = 64  # sums of a device's tensor, so that equal changes at two places do not easily cancel out
+# Item size -> the dtype that shows a value's bits.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaFingerprints:
+    """The fingerprints of some live tensors, by name. Made by the thread that calls `save`, in that call.
+
+    Tensors on devices are read when their current streams reach this point, so later work there does not matter.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        on_devices = {name: tensor for name, tensor in tensors.items() if cuda.api.device_of(tensor) is not None}
+        self._sums = {name: sums_of(tensor) for name, tensor in on_devices.items()}
+        self._waiting = {name: tensor for name, tensor in tensors.items() if name not in on_devices}
+        self._taken: dict[str, str] = {}
+
+    def take(self, leave: Collection[str] = ()) -> None:
+        """Read the tensors in host memory that are not read yet, but for those in `leave`, while nothing changes
+        them.
+        """
+        for name in self._waiting.keys() - leave:
+            tensor = self._waiting.pop(name, None)  # a signal handler may take it first
+            if tensor is not None:
+                self._taken[name] = f"xxh3:{_host_digest(tensor)}"
+
+    def result(self) -> dict[str, str]:
+        """Return the fingerprints; waits for devices. Tensors that were not read are left out."""
+        sums = {name: f"sum:{_host_digest(sums.cpu())}" for name, sums in self._sums.items()}
+        return dict(sorted((self._taken | sums).items()))
+
+
+def sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a tensor's elements, as integers modulo 2^64, in `_ROWS` rows and a rest; on its device."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+        length = flat.numel() // _ROWS
+        rows = flat[: length * _ROWS].view(_ROWS, length).sum(dim=1, dtype=torch.int64)
+        return torch.cat([rows, flat[length * _ROWS :].sum(dtype=torch.int64)[None]])
+
+
+def _host_digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous()
+    return digest(memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B"))
