@@ -12,13 +12,14 @@ from collections.abc import Iterator
 import tierd
 from tierd.cli import app
 from tierd.cli.command_runtime import EXIT_CODES
+from tierd.core.store_schemes import PLACES
 from tools.reference import ROOT, commands, parameters, usage
 
 PAGE = ROOT / "docs" / "tierd.1"
 _ABOUT = (
     "The daemon tierd flushes checkpoints from the spool of a training node to tiers, verifies, retains and restores "
-    "them. Commands look at places: a tier's URL (file:///path, or a bucket: s3://, gs://, az://), the node's spool, "
-    "or all that a configuration names. With --json a command prints its answer as JSON."
+    f"them. Commands look at places: a tier's URL ({PLACES}), the node's spool, or all that a "
+    "configuration names. With --json a command prints its answer as JSON."
 )
 
 

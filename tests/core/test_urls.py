@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.core.errors import ConfigError
+from tierd.core.store_schemes import PLACES, SCHEMES
 from tierd.core.urls import StoreUrl, parse_url
 
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
@@ -79,7 +80,7 @@ def test_url_is_parsed_to_its_canonical_form(text: str, expected: StoreUrl, cano
         ("./tier", "relative"),
         ("C:\\tier", "unknown scheme 'c'"),
         ("s3a://bucket/x", "unknown scheme 's3a' (is 's3' meant?)"),
-        ("gcs://bucket", "unknown scheme 'gcs' (is 'gs' meant?): a store is file:///path, s3://bucket/prefix, gs://"),
+        ("gcs://bucket", f"unknown scheme 'gcs' (is 'gs' meant?): a store is {PLACES}"),
         ("gs://", "the bucket is missing: write gs://bucket/prefix"),
         ("gs://Bucket", "is no bucket name"),
         ("gs://bucket?region=x", "unknown parameter 'region': there are endpoint"),
@@ -150,6 +151,13 @@ def test_invalid_url_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_url(text)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_directory])
+def test_directory_url_is_refused_with_the_example_of_its_own_scheme(name: str) -> None:
+    example = SCHEMES[name].example
+    with pytest.raises(ConfigError, match=f"a {name} URL has no host, but here is 'mnt': write {example}, with"):
+        parse_url(f"{name}://mnt/tier")
 
 
 @pytest.mark.parametrize(

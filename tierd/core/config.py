@@ -49,8 +49,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         name: how commands, events and logs call the tier: lower case letters, digits and `-`; `local` is the spool.
-        url: a place: `file:///directory`, `s3://bucket/prefix`, `gs://bucket/prefix` or
-            `az://container/prefix?account=NAME`.
+        url: where its objects are: a URL of one of the [places](places.md).
         retention: which checkpoints the daemon keeps on this tier; None: the policy that the run has recorded there.
         verify: `checksum`: bytes that the server compared with a checksum count as verified, if the server was
             observed to refuse a wrong checksum, and everything else is read back; `read`: everything is read back.

@@ -1,7 +1,7 @@
 """The kinds of stores: what each one's URL holds, and what messages say of it.
 
-A new kind of store is a record here, a package in `stores/` that implements `stores.base.Store`, and a line in
-`stores/open.py`.
+A new kind of store is a record here, a module in `stores/` that implements `stores.base.Store`, and a line in
+`stores/open.py`. The order of the records is only the order in which messages and help list them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class StoreScheme:
     """One kind of store.
 
     Attributes:
-        bucket: the form of a bucket's name; None: the URL names a directory of this machine.
+        example: the form of its URL, for messages and help.
+        bucket: the form of a bucket's name; None: the URL names a directory of this machine. It has no default, because
+            a directory is compared with the spool and with other tiers by its path, and a bucket by its name.
         credentials: from where tierd takes credentials, for messages.
         parameters: the form of each parameter after '?', which is a field of `StoreUrl`.
         required: the parameters that a URL must have.
@@ -30,16 +32,21 @@ class StoreScheme:
     """
 
     example: str
-    bucket: Form | None = None
+    bucket: Form | None
     credentials: str = ""
     parameters: Mapping[str, Form] = field(default_factory=lambda: MappingProxyType({}))
     required: tuple[str, ...] = ()
     checks: tuple[str, ...] = ("operations",)
 
+    @property
+    def is_directory(self) -> bool:
+        """Whether the URL names a directory of this machine."""
+        return self.bucket is None
+
 
 SCHEMES: Mapping[str, StoreScheme] = MappingProxyType(
     {
-        "file": StoreScheme("file:///path", checks=("directory",)),
+        "file": StoreScheme("file:///path", bucket=None, checks=("directory",)),
         "s3": StoreScheme(
             "s3://bucket/prefix",
             (

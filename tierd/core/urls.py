@@ -46,7 +46,7 @@ class StoreUrl:
     @property
     def is_directory(self) -> bool:
         """Whether the place is a directory of this machine, `path`."""
-        return SCHEMES[self.scheme].bucket is None
+        return SCHEMES[self.scheme].is_directory
 
     def relation(self, peer: StoreUrl) -> Literal["is", "lies in", "contains", ""]:
         """Return the relation of this place to another one, by their texts alone; "" if no text shows one.
@@ -83,8 +83,8 @@ class StoreUrl:
 
 
 def parse_url(text: str) -> StoreUrl:
-    """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``; likewise
-    ``gs://`` and ``az://``.
+    """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``, and so on for
+    each of `SCHEMES`.
 
     Raises:
         ConfigError: a piece cannot be used; the message names the piece and a remedy.
@@ -104,18 +104,20 @@ def parse_url(text: str) -> StoreUrl:
         split = urlsplit(text)
     except ValueError:  # its text may repeat the authority
         _refuse("the part between '//' and the next '/' is not well formed")
+    is_directory = SCHEMES[scheme].is_directory
     if "@" in split.netloc:
-        _refuse(_no_secrets(scheme) if SCHEMES[scheme].bucket else f"a {scheme} URL has neither user nor password")
+        _refuse(f"a {scheme} URL has neither user nor password" if is_directory else _no_secrets(scheme))
     if split.fragment or text.endswith("#"):
         _refuse("'#' and what follows it mean nothing here; write it as %23 if it is part of a path")
-    return _directory(scheme, split) if SCHEMES[scheme].bucket is None else _bucket(scheme, split)
+    return _directory(scheme, split) if is_directory else _bucket(scheme, split)
 
 
 def _directory(scheme: str, split: SplitResult) -> StoreUrl:
     if split.netloc.lower() not in ("", "localhost"):
-        _refuse(f"a file URL has no host, but here is {_shown(split.netloc)}: write file:///path, with three slashes")
+        example = SCHEMES[scheme].example
+        _refuse(f"a {scheme} URL has no host, but here is {_shown(split.netloc)}: write {example}, with three slashes")
     if split.query:
-        _refuse("a file URL has no parameters; write '?' as %3F if it is part of the path")
+        _refuse(f"a {scheme} URL has no parameters; write '?' as %3F if it is part of the path")
     try:
         path = unquote(split.path, errors="strict")
     except UnicodeDecodeError:

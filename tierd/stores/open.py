@@ -51,7 +51,7 @@ def open_foreign(url: StoreUrl) -> RetryingForeignStore:
     """Open a bucket in which other programs put objects, for reading. Otherwise as `open_store`."""
     store = _open_bare(url, trial=False)
     if not isinstance(store, ForeignStore):
-        raise ConfigError(f"{url}: a directory, whose files are read as files")
+        raise ConfigError(f"{url}: no store in which objects of other programs can be read")
     return RetryingForeignStore(store)
 
 
