@@ -84,7 +84,7 @@ Steps = Annotated[int, Meta(ge=1)]
 class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A set of rules. A checkpoint is kept if any rule wants it.
 
-    `keep_every_steps`, `keep_every` and `keep_best` take one value or several. Policies of equal meaning compare equal,
+    A rule whose type has a tuple takes one value or several. Policies of equal meaning compare equal,
     because several values are stored sorted and without duplicates, and a single value is stored without a tuple.
 
     Attributes:
@@ -217,8 +217,8 @@ def _best(value: object) -> Best:
         ) from error
 
 
-# What a rule's values must be, and which of them two policies keep together: of a rule of one value the largest by
-# this key, of a rule of several values all that say something of their own.
+# What a rule's values must be, and which of them two policies keep together: the largest by this key if the larger of
+# two values always keeps everything that the smaller keeps, else all that say something of their own.
 _LARGEST: dict[str, Callable[[Any], Any]] = {"keep_last": _count, "keep_within": _within}
 _UNITED: dict[str, Callable[[tuple[Any, ...]], list[Any]]] = {
     "keep_every_steps": _unite_steps,
