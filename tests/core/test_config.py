@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import typing
+from typing import Literal
+
+import msgspec
 import pytest
 
-from tierd.core.config import Config, TierConfig, from_toml, from_urls
+from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig, from_toml, from_urls
+from tierd.core.enum_values import with_allowed_values
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import Best, RetentionPolicy
 
@@ -150,6 +155,39 @@ def test_a_mistake_in_a_text_is_answered_by_its_form(toml: str, form: str) -> No
     """A regular expression, as msgspec has it, says nothing to a person on call."""
     with pytest.raises(ConfigError, match=form):
         from_toml(toml, "tierd.toml")
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (text(tier='verify = "never"'), "tier[0].verify: Invalid enum value 'never': write checksum or read"),
+        (
+            text('retention = {keep_best = {metric = "loss", mode = "maximum"}}'),
+            "retention.keep_best.mode: Invalid enum value 'maximum': write min or max",
+        ),
+        (
+            text(tier='retention = {keep_best = [{metric = "a"}, {metric = "b", mode = "`$.no`"}]}'),
+            "tier[0].retention.keep_best[1].mode: Invalid enum value '`$.no`': write min or max",
+        ),
+    ],
+)
+def test_invalid_value_of_enumeration_is_answered_with_the_valid_values(toml: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_toml(toml, "tierd.toml")
+    assert str(caught.value) == f"tierd.toml: {message}"
+
+
+@pytest.mark.parametrize("table", [Config, TierConfig, NotifyConfig, HttpConfig, WatchConfig, RetentionPolicy, Best])
+def test_every_enumeration_of_the_configuration_is_answered_with_its_values(table: type) -> None:
+    for field in msgspec.structs.fields(table):
+        if typing.get_origin(field.type) is Literal:
+            told = with_allowed_values(f"Invalid enum value 'x' - at `$.{field.name}`", table)
+            assert all(value in told for value in typing.get_args(field.type)), field.name
+
+
+def test_invalid_enum_value_of_a_program_is_answered_with_the_valid_values() -> None:
+    with pytest.raises(ConfigError, match="Invalid enum value 'maximum': write min or max"):
+        RetentionPolicy(keep_best={"metric": "loss", "mode": "maximum"})  # type: ignore[arg-type]
 
 
 def test_invalid_toml_is_reported_as_such():

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tierd.core.enum_values import with_allowed_values
 from tierd.core.errors import ConfigError
 from tierd.core.event_kinds import SELECTABLE_KINDS, check_webhook, is_reference, redacted_url
 from tierd.core.ids import check_run
@@ -417,5 +418,6 @@ def _readable(message: str) -> str:
     # removed.
     for pattern, form in _FORMS.items():  # a pattern says nothing to a person
         message = message.replace(f"Expected `str` matching regex {pattern!r}", f"write {form}")
+    message = with_allowed_values(message, Config)
     match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message)
     return f"{match[2]}: {match[1]}" if match else message

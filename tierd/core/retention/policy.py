@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from tierd.core.enum_values import with_allowed_values
 from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import retention_key
 from tierd.core.manifest_codec import encrypted_with
@@ -142,7 +143,7 @@ def check_policy(policy: object) -> RetentionPolicy:
     try:
         return msgspec.convert(msgspec.to_builtins(policy), RetentionPolicy)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise ConfigError(f"retention={policy!r}: {error}") from error
+        raise ConfigError(f"retention={policy!r}: {with_allowed_values(str(error), RetentionPolicy)}") from error
 
 
 def merge_policies(policies: Iterable[RetentionPolicy]) -> RetentionPolicy | None:
@@ -212,8 +213,9 @@ def _best(value: object) -> Best:
     try:
         return msgspec.convert(msgspec.to_builtins(value), Best)
     except (msgspec.ValidationError, TypeError) as error:
+        why = with_allowed_values(str(error), Best)
         raise _Unusable(
-            f"keep_best={value!r}: {error}; give tierd.Best(metric='val_loss', mode='min', count=1), or a dict of these"
+            f"keep_best={value!r}: {why}; give tierd.Best(metric='val_loss', mode='min', count=1), or a dict of these"
         ) from error
 
 
