@@ -88,7 +88,8 @@ def test_alone(case):
 @pytest.mark.timeout(600)
 def test_cpu_of_children_counts_and_listed_tests_are_not_selected(tmp_path):
     supports = ("tests/lean/unsynced.py", "tests/support/seeds.py", "tests/support/unskipped.py")
-    for path in ("tools/slow.py", "tests/conftest.py", *supports):
+    # With `__init__.py`, because the checkout's own `tools`, if it is on the path, would otherwise run and write there.
+    for path in ("tools/__init__.py", "tools/slow.py", "tests/conftest.py", *supports):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     marks = "markers =\n  slow\n  long\n  system\n  loaders\n"
