@@ -57,6 +57,17 @@ def test_a_file_that_was_measured_again_loses_its_old_lines_and_no_other_does():
     }
 
 
+def test_line_is_kept_while_measured_cost_is_within_a_factor_of_two():
+    old = {"a::one": Cost(0.5, 5.0), "a::two": Cost(0.06, 0.1), "a::three": Cost(0.5, 0.5), "a::four": Cost(0.5, 0.5)}
+    cases = {"a::one": [0.3] * 10, "a::two": [0.04, 0.04], "a::three": [1.1], "a::four": [0.3] * 4}
+    assert slow.merged(old, cases) == {
+        "a::one": (0.5, 5.0),  # a faster machine
+        "a::two": (0.06, 0.1),  # below the limit there
+        "a::three": (1.1, 1.1),
+        "a::four": (0.3, 1.2),  # more cases
+    }
+
+
 def test_long_function_is_a_function_whose_cases_cost_much_together():
     assert Cost(0.1, slow.LONG_S).is_long and not Cost(slow.LONG_S - 1, slow.LONG_S - 1).is_long
 

@@ -3,7 +3,8 @@
 A test's cost is the CPU seconds of its process and of all descendants, because seconds of the clock would depend on
 what else the machine does. tests/conftest.py marks the listed functions `slow`, each with all its cases, and of these
 the ones that together cost `LONG_S` or more `long`, which `make test` leaves to `make long`. Most of those start whole
-programs, each of which loads torch. A new test is fast until it is measured.
+programs, each of which loads torch. A new test is fast until it is measured. A line is kept while its costs differ by
+no more than a factor of `NEAR`, because a faster machine would otherwise rewrite lines of tests that did not change.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "slow.txt"
 CASE_S = 0.05  # CPU seconds, because thousands of cases have to fit into two minutes on two cores
 FUNCTION_S = 2.0
+NEAR = 2.0
 LONG_S = 5.0  # CPU seconds of all cases; 52 of 3,400 functions, and half of the cost of all
 HEADER = f"""\
 # What `make check` leaves to `make test`: functions whose mean case costs more than {CASE_S:g} CPU seconds, or all of
@@ -43,6 +45,10 @@ class Cost(NamedTuple):
     def is_long(self) -> bool:
         return self.all_s >= LONG_S
 
+    def is_near(self, other: Cost) -> bool:
+        """Whether neither cost differs from the other's by more than a factor of `NEAR`."""
+        return all(one / NEAR <= peer <= one * NEAR for one, peer in zip(self, other, strict=True))
+
 
 def function(case: str) -> str:
     """The function of a case, by pytest's id for it."""
@@ -61,11 +67,15 @@ def written(costs: dict[str, Cost]) -> str:
 
 
 def merged(old: dict[str, Cost], cases: dict[str, list[float]]) -> dict[str, Cost]:
-    """The list after a measurement: a file that was measured has only the functions that proved slow, others stay."""
+    """The list after a measurement: a file that was measured has only the functions that proved slow, others stay.
+
+    A function keeps its line, also one below the limits, if the line is near to what was measured.
+    """
     files = {name.partition("::")[0] for name in cases}
     kept = {name: cost for name, cost in old.items() if name.partition("::")[0] not in files}
     found = {name: Cost(mean(costs), sum(costs)) for name, costs in cases.items()}
-    return kept | {name: cost for name, cost in found.items() if cost.mean_s > CASE_S or cost.all_s > FUNCTION_S}
+    measured = {name: cost for name, cost in found.items() if cost.mean_s > CASE_S or cost.all_s > FUNCTION_S}
+    return kept | measured | {name: cost for name, cost in old.items() if name in found and cost.is_near(found[name])}
 
 
 # -- a plugin of pytest, in each of its processes ---------------------------------------------------------------------
