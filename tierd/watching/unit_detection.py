@@ -103,20 +103,20 @@ def _units_in(directory: Directory) -> list[Unit]:
         if claimed is None and is_checkpoint(child):
             claimed = DirectoryLayout(DIRECTORY_LAYOUT, None)
         if claimed is not None:
-            direct.append(_unit_in(child, claimed))
+            direct.append(_unit_with_missing_reason(child, claimed))
             continue
         step = _step_beside(direct, name)
         if step is None and (counted := counted_step(name)) is not None and not holds_several_saves(child):
             step = counted
         if name in parts or (step is not None and has_weights(child)):
-            direct.append(replace(_unit_in(child, DirectoryLayout(DIRECTORY_LAYOUT, None)), step=step))
+            direct.append(replace(_unit_with_missing_reason(child, DirectoryLayout(DIRECTORY_LAYOUT, None)), step=step))
             continue
         child_units = _units_in(child)
         is_all = len(child_units) == 1 and _is_all_below(child, child_units[0]) and child_units[0].step is None
         is_unfinished = is_temporary(name) and (child.candidates or _is_named_by_step(child) or is_all)
         has_step_beside = not child_units and _is_of_step_beside(child, direct)
         if is_unfinished or has_step_beside or _is_one_checkpoint(child, child_units):
-            direct.append(_unit_in(child, DirectoryLayout(DIRECTORY_LAYOUT, None)))
+            direct.append(_unit_with_missing_reason(child, DirectoryLayout(DIRECTORY_LAYOUT, None)))
         elif is_all:
             direct += child_units
         else:
@@ -202,7 +202,7 @@ def _is_all_below(directory: Directory, unit: Unit) -> bool:
     return sorted((*unit.files, *unit.special_files)) == below
 
 
-def _unit_in(directory: Directory, claimed: DirectoryLayout) -> Unit:
+def _unit_with_missing_reason(directory: Directory, claimed: DirectoryLayout) -> Unit:
     inside = list(files_below(directory.tree, directory.path))
     files = tuple(path for path, entry in inside if entry.kind == "file")
     strange = tuple(path for path, entry in inside if entry.kind != "file")
