@@ -9,7 +9,7 @@ from support.waiting import until
 from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
-from tierd.core.planning.pruning import PruneBacklog
+from tierd.core.planning.prune_batches import PruneBacklog
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.daemon_status import make_status
 from tierd.daemon.tiers.tier_observer import TierObserver

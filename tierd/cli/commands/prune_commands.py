@@ -40,7 +40,8 @@ from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, pruni
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, known_policy, observed_runs, unknown_policy_reason
 from tierd.core.planning.place import Place
-from tierd.core.planning.pruning import MAX_BATCH_CHECKPOINTS, judge_place
+from tierd.core.planning.prune_batches import MAX_BATCH_CHECKPOINTS
+from tierd.core.planning.pruning import judge_place
 from tierd.core.run_report import reasons_of
 from tierd.daemon.tiers.intents import intent_protections
 from tierd.daemon.tiers.manifest_index import ManifestIndex

@@ -125,6 +125,11 @@ def _patient(
     )
 
 
+def is_disk_low(inventory: Inventory, config: Config) -> bool:
+    """Whether less of the spool's disk is free than the configuration demands."""
+    return inventory.free * 100 < config.min_free_percent
+
+
 def evictable_copies(inventory: Inventory, config: Config) -> tuple[CheckpointId, ...]:
     """The spool's copies that the daemon may evict when the disk is full, in the order of eviction."""
     demands = [

@@ -1,23 +1,28 @@
-"""Retention's final verdicts over a run's checkpoints when all places count, and the prunes on a tier that follow.
-
-Invariant: a batch deletes only what the plan decided, and is so small that a flush waits only seconds for it.
+"""Retention's final verdicts over a run's checkpoints when all places count, and the deletions that follow from them on
+a tier and in the spool.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tierd.core.config import Config
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.demand import Demand, retention_info
-from tierd.core.planning.eviction import info_order, judge_tier, oldest_completable, retired_copies, superseded_copies
+from tierd.core.planning.eviction import (
+    info_order,
+    is_disk_low,
+    judge_tier,
+    oldest_completable,
+    retired_copies,
+    superseded_copies,
+)
 from tierd.core.planning.flush_order import demanded_on
 from tierd.core.planning.inventory import Inventory, is_janitor, unnamed_tiers
-from tierd.core.planning.place import SPOOL, Action, Place, Prune
+from tierd.core.planning.place import SPOOL, Discard, Place, Prune
 from tierd.core.retention.policy import parse_duration
 from tierd.core.retention.retention_verdicts import AWAITS_PARTS, Ranking, Verdict
 
@@ -154,12 +159,6 @@ def _bounded(verdicts: tuple[Verdict, ...], count: int) -> tuple[Verdict, ...]:
     return tuple(Verdict(verdict.id, False, reason) if verdict.id in excess else verdict for verdict in verdicts)
 
 
-MAX_BATCH_CHECKPOINTS = 64  # of a batch
-MAX_BATCH_PARTS = 1024  # of a batch of more than one checkpoint, because the list of their chunks is held in memory
-
-_WINDOW_S, _WINDOWS = 120.0, 5  # ten minutes
-
-
 def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     """The checkpoints of a run to delete from a tier, oldest first; none if another node is the janitor."""
     inventory, run, tier = demand.inventory, demand.run, demand.inventory.tiers[name]
@@ -183,6 +182,58 @@ def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     for verdict in reversed(going):
         if verdict.id not in coming:
             yield Prune(verdict.id, name, verdict.reasons)
+
+
+def spool_prunes(demand: Demand, config: Config) -> Iterator[Prune]:
+    """The copies of a run that retention gives up in the spool, and on a nearly full disk more that a tier has."""
+    inventory = demand.inventory
+    busy = {part.checkpoint for part in inventory.busy} | inventory.being_restored
+    low = is_disk_low(inventory, config)
+    verdicts = judge_spool(demand, drops=not low)
+    retired_ids = retired_copies(demand) if low else frozenset()
+    counted = {
+        v.id
+        for v in verdicts
+        if low and (v.id in retired_ids or inventory.is_on_a_tier(inventory.spool.checkpoints[v.id]))
+    }
+    trained = demand.run not in inventory.trainerless  # without a trainer no restore is imminent, and a tier has a copy
+    spared = inventory.pins | {max(counted, default=None)} if trained else inventory.local_pins
+    for verdict in reversed(verdicts):
+        if verdict.id in busy:
+            continue
+        if not verdict.keep:
+            yield Prune(verdict.id, SPOOL, verdict.reasons)
+        elif verdict.id in counted and verdict.id not in spared:
+            yield Prune(verdict.id, SPOOL, (f"under {config.min_free_percent:g} % of the spool's disk is free",))
+
+
+def finished_run_deletions(inventory: Inventory, run: str) -> Iterator[Prune | Discard]:
+    """The deletion of a finished run from the spool: its pins, which a tier has too, then its copies, the newest last,
+    then the record that the run was saved here."""
+    for pin in sorted(inventory.spool.pins):
+        if pin.run == run:
+            yield Discard(f"pins/{run}/{pin.name}")
+    busy = {part.checkpoint for part in inventory.busy} | inventory.being_restored
+    for checkpoint in sorted(copy.id for copy in inventory.spool.copies(run)):
+        if checkpoint not in busy:
+            yield Prune(checkpoint, SPOOL, ("the run is finished, and tiers have what they want of it",))
+    if run in inventory.spool.launches and not any(inventory.spool.copies(run)):
+        yield Discard(f"saved/{run}/{inventory.spool.launches[run].attempt}")
+
+
+def aged_quarantine(demand: Demand, config: Config) -> Iterator[Discard]:
+    """The quarantined parts of a run that nobody needs any more."""
+    inventory, run = demand.inventory, demand.run
+    # Kept for a person to examine until `keep_last` newer verified checkpoints exist.
+    quarantined = [part for part in inventory.spool.quarantined if part.checkpoint.run == run]
+    if not quarantined:
+        return
+    verified = sorted(copy.id for copy in inventory.spool.copies(run) if inventory.is_on_a_tier(copy))
+    low = is_disk_low(inventory, config)
+    for part in sorted(quarantined):
+        newer = len(verified) - bisect_right(verified, part.checkpoint)
+        if newer >= demand.policy(SPOOL).keep_last or low:
+            yield Discard(f"quarantine/{part.path}")
 
 
 def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
@@ -219,57 +270,6 @@ def relied_copies(demand: Demand, name: str, checkpoint: CheckpointId) -> list[t
         and not demand.lacks_complete(tier, checkpoint, copies.get(name))
         and demand.reasons(tier, checkpoint, hoped=True)
     ]
-
-
-def prune_batch(first: Prune, actions: Iterable[Action], place: Place | None) -> list[Prune]:
-    """The batch of prunes that begins with `first`: those of the same tier and run, in the order of `actions`.
-
-    `place` is the tier's contents from which the plan was made.
-    """
-    batch, parts = [first], _parts(first, place)
-    for action in actions:
-        if not isinstance(action, Prune) or action.tier != first.tier or action == first:
-            continue
-        if action.checkpoint.run != first.checkpoint.run:
-            continue
-        parts += _parts(action, place)
-        if len(batch) == MAX_BATCH_CHECKPOINTS or parts > MAX_BATCH_PARTS:
-            break
-        batch.append(action)
-    return batch
-
-
-def _parts(prune: Prune, place: Place | None) -> int:
-    copy = place.checkpoints.get(prune.checkpoint) if place else None
-    return sum(map(len, copy.ranks.values())) if copy else 1
-
-
-@dataclass(slots=True)
-class PruneBacklog:
-    """The number of copies that wait to be deleted from one tier, and whether that number keeps growing.
-
-    The backlog grows if the minimum of each of five consecutive two-minute windows exceeds the minimum of the window
-    before. It then counts as growing until no more copies wait than at the beginning. So a large backlog that shrinks,
-    as after a change of configuration, does not count. A batch that has just ended does not hide growth.
-    """
-
-    grows: bool = False
-    _fewest: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOWS + 1))  # window, count
-    _before: int = 0
-
-    def record(self, waiting: int, now: float) -> bool:
-        """Record that `waiting` copies wait at `now` (monotonic seconds); return whether the backlog grows."""
-        window = int(now // _WINDOW_S)
-        if self._fewest and self._fewest[-1][0] == window:
-            self._fewest[-1] = window, min(self._fewest[-1][1], waiting)
-        else:
-            self._fewest.append((window, waiting))
-        counts = [fewest for _, fewest in self._fewest][:_WINDOWS]  # without the current window
-        if self.grows:
-            self.grows = waiting > self._before
-        elif len(self._fewest) > _WINDOWS and all(a < b for a, b in itertools.pairwise(counts)):
-            self.grows, self._before = True, counts[0]
-        return self.grows
 
 
 def tiers_losing(

@@ -22,7 +22,8 @@ from tierd.core.planning.demand import Demand
 from tierd.core.planning.eviction import complete_in_spool, superseded_copies
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Prune
-from tierd.core.planning.pruning import prune_batch, relied_copies, tiers_losing
+from tierd.core.planning.prune_batches import prune_batch
+from tierd.core.planning.pruning import relied_copies, tiers_losing
 from tierd.daemon.reconciling.reconciler_context import LiveInventory
 from tierd.daemon.reconciling.repairs import REFUSED_S, QuarantineReview
 from tierd.daemon.reconciling.tier_worker import TierWorker

@@ -19,7 +19,7 @@ from tierd.core.errors import StoreFull, StoreRefused, TierdError, is_exhausted
 from tierd.core.planning.background_schedule import ARRIVAL_TIMEOUT_S, is_arriving, listing_pause_s
 from tierd.core.planning.flush_order import is_contended
 from tierd.core.planning.place import SPOOL, Action, Discard, Flush, Prune, RepairCopy
-from tierd.core.planning.pruning import PruneBacklog
+from tierd.core.planning.prune_batches import PruneBacklog
 from tierd.core.retention.policy import parse_duration
 from tierd.daemon.reconciling.flusher import Backlog, Flusher, RunRecords
 from tierd.daemon.reconciling.pruner import Pruner

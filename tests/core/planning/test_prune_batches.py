@@ -10,7 +10,7 @@ from support.world import part
 
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import SPOOL, Discard, Flush, Place, Prune
-from tierd.core.planning.pruning import MAX_BATCH_CHECKPOINTS, MAX_BATCH_PARTS, PruneBacklog, prune_batch
+from tierd.core.planning.prune_batches import MAX_BATCH_CHECKPOINTS, MAX_BATCH_PARTS, PruneBacklog, prune_batch
 
 
 def prune(step: int, tier: str = "a", run: str = "r") -> Prune:
