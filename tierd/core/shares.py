@@ -12,18 +12,6 @@ from collections.abc import Mapping, Sequence
 LEAST_DIVIDED = 4096  # bytes; a smaller tensor is stored by every rank, because naming another rank's takes as much
 
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
-
-
-def round_of(step: int, rounds: int) -> int:
-    """Return which of `rounds` rounds a save belongs to, the same on every rank.
-
-    Steps of equal distances take the rounds in nearly equal turns, whatever the distance is (Knuth, "The Art of
-    Computer Programming", volume 3, 6.4: Fibonacci hashing).
-    """
-    return ((step * _GOLDEN) % (1 << 64)) * rounds >> 64
-
-
 def divide(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
     """Return the rank that stores each tensor: the largest tensor first, each to the rank with the fewest bytes.
 

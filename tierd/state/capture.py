@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 import torch
 
 from tierd.core.errors import StateMismatch, StateRefused
-from tierd.core.shares import round_of
 from tierd.state.kinds import stored_arrays
 from tierd.state.kinds.stored_arrays import check_view
 from tierd.state.single_values import TensorForm, encode, form_of, path_text, span_of
@@ -261,9 +260,9 @@ class Capture:
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all tensors, if there are rounds
     division: str = ""  # the digest of the division of replicated tensors; empty if nothing is divided
 
-    def replicas(self, step: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that are the same on all ranks and that this step's save compares."""
-        names = self.rounds[round_of(step, len(self.rounds))] if self.rounds else ()
+    def replicas(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the tensors that are the same on all ranks and that the save of this number compares."""
+        names = self.rounds[number % len(self.rounds)] if self.rounds else ()
         return {name: self.whole[name] for name in names}
 
     def tree(self, pause: Callable[[], None] | None = None) -> bytes:

@@ -24,7 +24,7 @@ from tierd.core.shares import divide
 from tierd.state.state_tree import tensor_name_of
 from tierd.state.tensor_file import UNSHARED, ReplicaShare, TensorEntry
 
-ROUNDS = 32  # saves in which all replicated tensors are compared, if their steps have equal distances
+ROUNDS = 32  # saves in which all replicated tensors are compared
 
 _Ranks = tuple[int, ...]
 

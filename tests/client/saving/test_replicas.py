@@ -169,3 +169,35 @@ def test_damaged_share_makes_all_ranks_fall_back(tmp_path, launch):
 def test_replicated_has_to_be_names(tmp_path, names):
     with pytest.raises(ConfigError, match="names of entries"):
         tierd.Checkpointer(tmp_path, "run", to=[], replicated=names)
+
+
+def test_ranks_compare_every_replicated_tensor_in_turn(tmp_path, launch):
+    steps = range(32)
+    launch(2, [tmp_path], saving(*steps))
+    spool = Spool(tmp_path)
+    taken = []
+    for step in steps:
+        first, second = (spool.manifest(part).replicas for part in spool.parts("run") if part.checkpoint.step == step)
+        assert first == second
+        taken += first
+    assert sorted(taken) == sorted(f"model/{name}" for name in _SIZES if name != "tiny")
+
+
+def test_flipped_bit_of_a_replica_shows_in_the_fingerprints_of_its_rank(tmp_path, launch):
+    """The daemon compares them: tests/daemon has that half."""
+
+    def work(checkpointer, rank):
+        for step in range(32):
+            state = state_of(rank, 7)
+            if rank == 2:
+                state["model"]["c"].view(torch.int32)[1234] ^= 1 << 30
+            checkpointer.save(step, state).wait()
+
+    launch(3, [tmp_path], work)
+    spool = Spool(tmp_path)
+    seen: dict[str, list[set[str]]] = {}
+    for part in spool.parts("run"):
+        for name, fingerprint in spool.manifest(part).replicas.items():
+            seen.setdefault(name, [set(), set(), set()])[part.rank].add(fingerprint)
+    assert [name for name, ranks in seen.items() if not ranks[0] == ranks[1] == ranks[2]] == ["model/c"]
+    assert seen["model/c"][0] == seen["model/c"][1] != seen["model/c"][2]

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import time
@@ -144,7 +145,7 @@ class StateSaver:
         when_busy: str,
         group: ReplicaGroup,
     ) -> None:
-        self._group = group
+        self._group, self._numbers = group, itertools.count()
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
@@ -185,9 +186,16 @@ class StateSaver:
         self._gate.report_interrupted(save.part)
         deferred = self._gate.deferred_tensors(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division)
-        late_replicas = self._gate.deferred_replicas(capture, save.step) if deferred.names else frozenset()
+        replicas = capture.replicas(self._replica_round(save.part))
+        late_replicas = self._gate.changed_by_steps(replicas) if deferred.names else frozenset()
         timings = client_timings.current_timings()
-        return Snapshot(save, capture, manifest, deferred, self._gate.distrust, timings, late_replicas)
+        return Snapshot(save, capture, manifest, deferred, self._gate.distrust, timings, replicas, late_replicas)
+
+    def _replica_round(self, part: PartId) -> int:
+        """Return which replicated tensors a save compares. Every rank calls `save` at the same steps, so all count
+        alike. Each launch begins elsewhere, because one that ends after few saves must not compare the same ones again.
+        """
+        return int(part.checkpoint.attempt[-8:], 16) + next(self._numbers)
 
     def _check_division(self, saved: PartId) -> None:
         """Compare how this rank and the others of its node divided a checkpoint. Runs in another thread than training.

@@ -17,6 +17,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -42,7 +43,8 @@ class Snapshot:
 
     Args:
         deferred: the tensors that are copied behind training; none for a save that blocks until everything is copied.
-        late_replicas: names of tensors whose fingerprints may be taken behind training.
+        replicas: the tensors whose fingerprints are taken.
+        late_replicas: the names of those that may be read behind training.
         torn: called with the names of late tensors that something other than an attached optimizer changed.
 
     Attributes:
@@ -58,13 +60,14 @@ class Snapshot:
         deferred: DeferredTensors,
         torn: Callable[[list[str]], None] = lambda names: None,
         timings: ClientTimings = USUAL_TIMINGS,
+        replicas: Mapping[str, torch.Tensor] = MappingProxyType({}),
         late_replicas: Collection[str] = (),
     ) -> None:
         self.save, self._timings = save, timings
         self._make_manifest = manifest
         self.capture = capture
         self.deferred_names, self._deferred = deferred.names, deferred
-        self._fingerprints, self._late_replicas = ReplicaFingerprints(capture.replicas(save.step)), late_replicas
+        self._fingerprints, self._late_replicas = ReplicaFingerprints(replicas), late_replicas
         self.tree = b""
         self.asked_at_s = time.perf_counter()
         self._witness: _Witness | None = _Witness(capture, deferred)

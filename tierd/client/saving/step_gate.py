@@ -15,11 +15,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from tierd.client.saving.device_copies import DeviceCopies
@@ -85,9 +86,9 @@ class OptimizerStepGate:
             self._cached_deferred = signature, deferred
         return deferred
 
-    def deferred_replicas(self, capture: Capture, step: int) -> frozenset[str]:
-        """Return the replicated tensors that are compared at this step and that attached optimizers alone change."""
-        if not self._optimizers or self._stepping or not (replicas := capture.replicas(step)):
+    def changed_by_steps(self, replicas: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the names of the tensors that attached optimizers alone change."""
+        if not self._optimizers or self._stepping or not replicas:
             return frozenset()
         places = {address_and_size(tensor) for optimizer in self._optimizers for tensor in optimizer_tensors(optimizer)}
         return frozenset(
