@@ -1,4 +1,4 @@
-"""Two ranks of Hugging Face's Trainer each save and resume through the callback, each with its own generators."""
+"""Ranks of Hugging Face's Trainer save and resume through the callback: one copy of the model, each its own generators."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tierd.spool.spool import Spool
 
 SCRIPT = """
 import os, sys
-rank, port, home, again = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "again"
-os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+rank, port, home, again, world, width = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "again", *sys.argv[5:7]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -29,7 +29,7 @@ class Rows(torch.utils.data.Dataset):
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 1))
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, int(width)), torch.nn.Dropout(0.5), torch.nn.Linear(int(width), 1))
     def forward(self, x):
         loss = self.net(x).square().mean()
         self.seen = loss.item()
@@ -43,7 +43,7 @@ torch.manual_seed(1)
 net = Net()
 args = TrainingArguments(home + "/out", max_steps=6, per_device_train_batch_size=2, save_strategy="no", report_to=[],
     use_cpu=True, ddp_backend="gloo", disable_tqdm=True, logging_strategy="no", remove_unused_columns=False, seed=3)
-assert args.world_size == 2
+assert args.world_size == int(world)
 with tierd.Checkpointer(home + "/spool", "run", to=[]) as ckpt:
     saving = TierdCallback(ckpt, every_steps=4)
     trainer = Trainer(model=net, args=args, train_dataset=Rows(), callbacks=[Tell(), saving])
@@ -66,7 +66,7 @@ def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) 
     outputs = []
     for word in ("first", "again"):
         here = port()
-        said = processes(SCRIPT, [[rank, here, str(tmp_path), word] for rank in ("0", "1")], timeout=400)
+        said = processes(SCRIPT, [[rank, here, str(tmp_path), word, "2", "32"] for rank in ("0", "1")], timeout=400)
         outputs.append([[line for line in one.splitlines() if line[0].isdigit()] for one in said])
         spool = Spool(tmp_path / "spool")
         parts = list(spool.parts("run"))
@@ -76,3 +76,20 @@ def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) 
                 shutil.rmtree(spool.path(part).parent, ignore_errors=True)
     assert outputs[0] == outputs[1] and all(len(one) == 2 for one in outputs[0])
     assert outputs[0][0] != outputs[0][1], "each rank has its own samples and generators"
+
+
+@pytest.mark.loaders
+@pytest.mark.timeout(900)
+def test_four_ranks_of_trainer_store_one_copy_that_two_resume_from(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for word, world in (("first", 4), ("again", 2)):
+        here = port()
+        arguments = [[str(rank), here, str(tmp_path), word, str(world), "100000"] for rank in range(world)]
+        processes(SCRIPT, arguments, timeout=400)
+        sizes = [path.stat().st_size for path in tmp_path.glob(f"spool/run/*/*-of-{world:05}/tensors.safetensors")]
+        steps = {part.checkpoint for part in Spool(tmp_path / "spool").parts("run") if part.world == world}
+        whole = 3 * 4 * (4 + 1 + 1) * 100000  # the parameters and AdamW's two moments
+        assert len(sizes) == world * len(steps) and sum(sizes) <= 1.1 * whole * len(steps)
+        for part in Spool(tmp_path / "spool").parts("run"):
+            if part.checkpoint.step == 6:
+                shutil.rmtree(Spool(tmp_path / "spool").path(part).parent, ignore_errors=True)

@@ -24,20 +24,19 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from tierd.adapters import framework
 from tierd.adapters.step_metrics import LastSave, StepMetrics, as_plain_numbers
 from tierd.adapters.trainable import TrainableState
+from tierd.client.checkpointer import Checkpointer, internals
 from tierd.core.errors import ConfigError
 from tierd.state.kinds.random_generators import RngState
 
-if TYPE_CHECKING:
-    from tierd.client.checkpointer import Checkpointer
-
 log = logging.getLogger("tierd")
+_REPLICATED = ("model", "optimizer", "scheduler", "scaler", "trainer_state")
 _callbacks = framework("transformers.trainer_callback", "transformers accelerate")
 
 
@@ -93,7 +92,9 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         names = ("optimizer", "scheduler", "scaler", "rng", "trainer_state")
         self._trainable = TrainableState(trainer.model) if self._trainable_only else None
         state: dict[str, Any] = {"model": self._trainable or trainer.model, **dict.fromkeys(names)}
-        restored = self._checkpointer.restore(state)
+        if _is_data_parallel(trainer):
+            internals(self._checkpointer).state_saver.declare(_REPLICATED)
+        restored = self._checkpointer.restore(state, fresh="rng")
         if restored is None:
             return None
         self._last = LastSave(restored.step)
@@ -216,6 +217,12 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             self._directory = None
 
 
+def _is_data_parallel(trainer: Any) -> bool:
+    """Whether every rank holds the same model and optimizer."""
+    accelerator = trainer.accelerator
+    return bool(accelerator.distributed_type.value in ("MULTI_CPU", "MULTI_GPU") and accelerator.num_processes > 1)
+
+
 def _best(args: Any) -> str | None:
     """Return the metric that decides which model is the best, with the name that an evaluation gives it."""
     name: str | None = args.metric_for_best_model
@@ -269,11 +276,12 @@ def _write(directory: Path, trainer: Any, state: dict[str, Any]) -> None:
     torch.save(state["scheduler"], directory / "scheduler.pt")
     if state["scaler"] is not None:
         torch.save(state["scaler"], directory / "scaler.pt")
-    rng = state["rng"]
+    (directory / "trainer_state.json").write_text(state["trainer_state"])
+    if not isinstance(rng := state["rng"], dict):  # another number of ranks saved, and this one begins its own
+        return
     states = {"python": rng["python"], "numpy": rng["numpy"], "cpu": rng["torch"]}
     if "cuda" in rng:  # all devices if ranks share a node, else the current one
         distributed = trainer.args.world_size > 1
         states["cuda"] = rng["cuda"] if distributed else rng["cuda"][torch.cuda.current_device()]
     name = f"rng_state_{trainer.args.process_index}.pth" if trainer.args.world_size > 1 else "rng_state.pth"
     torch.save(states, directory / name)
-    (directory / "trainer_state.json").write_text(state["trainer_state"])

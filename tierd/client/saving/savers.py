@@ -13,8 +13,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -181,6 +182,13 @@ class StateSaver:
         save.blocked_s = blocked
         self._stats.first_blocked_s = self._stats.first_blocked_s or blocked
         return save
+
+    def declare(self, replicated: Collection[str]) -> None:
+        """Declare entries of the state that are the same on all ranks, as an adapter knows it of its framework. Every
+        rank declares the same, before its first save.
+        """
+        self._group = replace(self._group, declared=self._group.declared.union(replicated))
+        self._capturers = CapturerPool(self._group)
 
     def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float]) -> Snapshot:
         self._gate.report_interrupted(save.part)
