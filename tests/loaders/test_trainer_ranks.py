@@ -1,4 +1,4 @@
-"""Ranks of Hugging Face's Trainer save and resume through the callback: one copy of the model, each its own generators."""
+"""Ranks of Hugging Face's Trainer save one copy of the model through the callback; each resumes its own generators."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tierd.spool.spool import Spool
 SCRIPT = """
 import os, sys
 rank, port, home, again, world, width = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "again", *sys.argv[5:7]
-os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 import tierd
@@ -29,7 +29,8 @@ class Rows(torch.utils.data.Dataset):
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, int(width)), torch.nn.Dropout(0.5), torch.nn.Linear(int(width), 1))
+        wide = int(width)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, wide), torch.nn.Dropout(0.5), torch.nn.Linear(wide, 1))
     def forward(self, x):
         loss = self.net(x).square().mean()
         self.seen = loss.item()

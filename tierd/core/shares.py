@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
+from tierd.core.manifest import File, Manifest
+
 LEAST_DIVIDED = 4096  # bytes; a smaller tensor is stored by every rank, because naming another rank's takes as much
 
 
@@ -27,3 +29,20 @@ def divide(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
         owners[name] = rank
         heapq.heapreplace(loads, (load + sizes[name], rank))
     return owners
+
+
+def stored_by_all(file: File, others: Sequence[Manifest]) -> list[tuple[int, int]]:
+    """Return the ranges of a file, in bytes, whose chunks every other manifest has as well, without being declared
+    replicated.
+    """
+    common = (
+        set.intersection(*({chunk.content for chunk in manifest.chunks()} for manifest in others)) if others else set()
+    )
+    ranges: list[tuple[int, int]] = []
+    at = 0
+    for chunk in file.chunks:
+        if chunk.home is None and chunk.content in common:
+            begin = ranges.pop()[0] if ranges and ranges[-1][1] == at else at
+            ranges.append((begin, at + chunk.size))
+        at += chunk.size
+    return ranges

@@ -201,3 +201,24 @@ def test_flipped_bit_of_a_replica_shows_in_the_fingerprints_of_its_rank(tmp_path
             seen.setdefault(name, [set(), set(), set()])[part.rank].add(fingerprint)
     assert [name for name, ranks in seen.items() if not ranks[0] == ranks[1] == ranks[2]] == ["model/c"]
     assert seen["model/c"][0] == seen["model/c"][1] != seen["model/c"][2]
+
+
+def test_log_names_what_each_rank_stores_again_without_declaration(tmp_path, monkeypatch, caplog):
+    def state(rank: int) -> dict:
+        return {
+            "model": {"a": torch.ones(1 << 19), "b": torch.ones(5)},
+            "ema": torch.zeros(1 << 19),
+            "own": torch.full((1 << 19,), rank),
+        }
+
+    def work(rank: int) -> None:
+        with tierd.Checkpointer(tmp_path, "run", to=[]) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, state(rank)).wait()
+
+    with caplog.at_level(logging.WARNING, "tierd"):
+        assert Group(3).install(monkeypatch).run(work) == [None] * 3
+    (advice,) = {record.message for record in caplog.records if "stored them" in record.message}
+    assert (
+        "Checkpointer(replicated=('ema', 'model'))" in advice or "Checkpointer(replicated=('model', 'ema'))" in advice
+    )

@@ -24,13 +24,14 @@ from tierd.client import client_timings
 from tierd.client.daemon_attachment import Attachment
 from tierd.client.ranks.launch import Launch
 from tierd.client.save_schedule import SaveSchedule
+from tierd.client.saving.node_parts import NodeParts
 from tierd.client.saving.save_jobs import Save, Stats, checked_metrics, short_switches
 from tierd.client.saving.save_pipeline import SavePipeline
 from tierd.client.saving.snapshot import Snapshot
 from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.user_messages import SpaceCheck
-from tierd.core.errors import SaveSkipped, StepRefused, TierdError
+from tierd.core.errors import SaveSkipped, StepRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.storage_faults import lacks_inodes
 from tierd.ipc.messages import MAX_REASON, SaveGivenUp
@@ -41,6 +42,7 @@ from tierd.spool.stage import describe_directory
 from tierd.state.capture import Capture
 from tierd.state.capturer import CapturerPool
 from tierd.state.replicas import ReplicaGroup
+from tierd.state.tensor_file import TensorFileLayout
 
 
 class SaveRecords:
@@ -151,7 +153,9 @@ class StateSaver:
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
         self._capturers = CapturerPool(group)
-        records.on_durable = self._check_division
+        self._node_parts = NodeParts(spool, group.node)
+        self._layout: TensorFileLayout | None = None  # of the last save
+        records.on_durable = self._look_at_node
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
         start_s = time.perf_counter()
@@ -192,6 +196,7 @@ class StateSaver:
 
     def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float]) -> Snapshot:
         self._gate.report_interrupted(save.part)
+        self._layout = capture.layout
         deferred = self._gate.deferred_tensors(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division)
         replicas = capture.replicas(self._replica_round(save.part))
@@ -205,29 +210,9 @@ class StateSaver:
         """
         return int(part.checkpoint.attempt[-8:], 16) + next(self._numbers)
 
-    def _check_division(self, saved: PartId) -> None:
-        """Compare how this rank and the others of its node divided a checkpoint. Runs in another thread than training.
-
-        The rank that commits last finds what all did. If they differ, some tensor may be in no part, so each rank that
-        notices it stores everything itself from the next save on.
-        """
-        if len(self._group.node) < 2:
-            return
-        parts = [PartId(saved.checkpoint, rank, saved.world) for rank in self._group.node]
-        try:
-            divisions = {part: self._spool.manifest(part).division for part in parts if self._spool.has(part)}
-        except (TierdError, OSError) as error:
-            log.debug("%s: %s", saved, error)
-            return
-        own = divisions.get(saved)
-        others = [part.rank for part, division in divisions.items() if own and division != own]
-        if others:
-            log.error(
-                "%s: rank %d and this rank divide different states, so this checkpoint may lack tensors: `replicated` "
-                "names an entry that is not the same on all ranks. From now on this rank stores everything itself",
-                saved,
-                others[0],
-            )
+    def _look_at_node(self, saved: PartId) -> None:
+        """Runs in another thread than training, after a part was committed."""
+        if self._layout is not None and not self._node_parts.divide_alike(saved, self._layout):
             self._group = self._group.undivided()
             self._capturers = CapturerPool(self._group)
 

@@ -1,0 +1,85 @@
+"""What the ranks of a node have committed together: whether they divided alike, and what each of them stores again.
+
+Invariant: no rank waits for another one. A rank looks at what the others have committed when it has committed itself,
+so of each checkpoint the last one sees all parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tierd.core.errors import TierdError
+from tierd.core.ids import PartId
+from tierd.core.manifest import TENSORS, Manifest
+from tierd.core.shares import stored_by_all
+from tierd.spool.spool import Spool
+from tierd.state.tensor_file import TensorFileLayout
+
+log = logging.getLogger("tierd")
+
+
+class NodeParts:
+    """The parts of this node's ranks.
+
+    Attributes:
+        ranks: the ranks of the node, this one included.
+    """
+
+    def __init__(self, spool: Spool, ranks: Sequence[int]) -> None:
+        self._spool, self.ranks = spool, ranks
+        self._is_advised = False  # whether the log has said what each rank stores again
+
+    def divide_alike(self, committed: PartId, layout: TensorFileLayout) -> bool:
+        """Compare a part that was committed now with those of the node's other ranks, and log what is wrong.
+
+        Returns:
+            Whether the ranks divided the same tensors. If not, some tensor may be in no part.
+        """
+        if len(self.ranks) < 2:
+            return True
+        parts = [PartId(committed.checkpoint, rank, committed.world) for rank in self.ranks]
+        try:
+            manifests = {part: self._spool.manifest(part) for part in parts if self._spool.has(part)}
+        except (TierdError, OSError) as error:
+            log.debug("%s: %s", committed, error)
+            return True
+        if (own := manifests.pop(committed, None)) is None:
+            return True
+        if not self._is_advised and len(manifests) == len(parts) - 1:
+            self._advise(own, list(manifests.values()), layout)
+        others = [
+            part.rank for part, manifest in manifests.items() if own.division and manifest.division != own.division
+        ]
+        if others:
+            log.error(
+                "%s: rank %d and this rank divide different states, so this checkpoint may lack tensors: `replicated` "
+                "names an entry that is not the same on all ranks. From now on this rank stores everything itself",
+                committed,
+                others[0],
+            )
+        return not others
+
+    def _advise(self, own: Manifest, others: Sequence[Manifest], layout: TensorFileLayout) -> None:
+        """Name, once, the entries that every rank stores and that are equal on all."""
+        self._is_advised = True
+        file = next((file for file in own.files if file.path == TENSORS), None)
+        ranges = stored_by_all(file, others) if file is not None else []
+        entries: dict[str, bool] = {}
+        for name, entry in layout.entries.items():
+            if any(begin <= entry.offset and entry.offset + entry.nbytes <= end for begin, end in ranges):
+                entries.setdefault(name.partition("/")[0], True)
+            elif entry.nbytes >= _LARGE:
+                entries[name.partition("/")[0]] = False
+        if names := [name for name, is_equal in entries.items() if is_equal]:
+            log.warning(
+                "run %s: %s of the state were the same on all %d ranks of this node, and each rank stored them: if "
+                "they always are, Checkpointer(replicated=%r) stores them once",
+                own.run,
+                ", ".join(names),
+                len(self.ranks),
+                tuple(names),
+            )
+
+
+_LARGE = 1 << 20  # bytes; smaller tensors share their chunks with others, so nothing is known of them
