@@ -29,6 +29,7 @@ class NodeParts:
     def __init__(self, spool: Spool, ranks: Sequence[int]) -> None:
         self._spool, self.ranks = spool, ranks
         self._is_advised = False  # whether the log has said what each rank stores again
+        self._previous: PartId | None = None  # the part that this rank committed before
 
     def divide_alike(self, committed: PartId, layout: TensorFileLayout) -> bool:
         """Compare a part that was committed now with those of the node's other ranks, and log what is wrong.
@@ -38,33 +39,46 @@ class NodeParts:
         """
         if len(self.ranks) < 2:
             return True
-        parts = [PartId(committed.checkpoint, rank, committed.world) for rank in self.ranks]
-        try:
-            manifests = {part: self._spool.manifest(part) for part in parts if self._spool.has(part)}
-        except (TierdError, OSError) as error:
-            log.debug("%s: %s", committed, error)
+        previous, self._previous = self._previous, committed
+        # Of the previous checkpoint the other ranks have committed their parts by now.
+        alike = [self._is_divided_alike(part) for part in (previous, committed) if part is not None]
+        if previous is not None and not self._is_advised and committed.rank == self.ranks[0]:
+            self._advise(previous, layout)
+        return all(alike)
+
+    def _is_divided_alike(self, part: PartId) -> bool:
+        manifests = self._manifests(part)
+        own = manifests.pop(part, None)
+        if own is None or not own.division:
             return True
-        if (own := manifests.pop(committed, None)) is None:
-            return True
-        if not self._is_advised and len(manifests) == len(parts) - 1:
-            self._advise(own, list(manifests.values()), layout)
-        others = [
-            part.rank for part, manifest in manifests.items() if own.division and manifest.division != own.division
-        ]
+        others = [sibling.rank for sibling, manifest in manifests.items() if manifest.division != own.division]
         if others:
             log.error(
                 "%s: rank %d and this rank divide different states, so this checkpoint may lack tensors: `replicated` "
                 "names an entry that is not the same on all ranks. From now on this rank stores everything itself",
-                committed,
+                part,
                 others[0],
             )
         return not others
 
-    def _advise(self, own: Manifest, others: Sequence[Manifest], layout: TensorFileLayout) -> None:
+    def _manifests(self, part: PartId) -> dict[PartId, Manifest]:
+        """Return those that are there of a part and of its siblings on this node."""
+        parts = [PartId(part.checkpoint, rank, part.world) for rank in self.ranks]
+        try:
+            return {sibling: self._spool.manifest(sibling) for sibling in parts if self._spool.has(sibling)}
+        except (TierdError, OSError) as error:
+            log.debug("%s: %s", part, error)
+            return {}
+
+    def _advise(self, part: PartId, layout: TensorFileLayout) -> None:
         """Name, once, the entries that every rank stores and that are equal on all."""
+        manifests = self._manifests(part)
+        if len(manifests) < len(self.ranks):
+            return
         self._is_advised = True
+        own = manifests.pop(part)
         file = next((file for file in own.files if file.path == TENSORS), None)
-        ranges = stored_by_all(file, others) if file is not None else []
+        ranges = stored_by_all(file, list(manifests.values())) if file is not None else []
         entries: dict[str, bool] = {}
         for name, entry in layout.entries.items():
             if any(begin <= entry.offset and entry.offset + entry.nbytes <= end for begin, end in ranges):
