@@ -203,7 +203,7 @@ def test_flipped_bit_of_a_replica_shows_in_the_fingerprints_of_its_rank(tmp_path
     assert seen["model/c"][0] == seen["model/c"][1] != seen["model/c"][2]
 
 
-def test_log_names_what_each_rank_stores_again_without_declaration(tmp_path, monkeypatch, caplog):
+def test_log_names_undeclared_entries_that_each_rank_stores(tmp_path, monkeypatch, caplog):
     def state(rank: int) -> dict:
         return {
             "model": {"a": torch.ones(1 << 19), "b": torch.ones(5)},
