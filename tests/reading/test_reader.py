@@ -248,7 +248,7 @@ def test_a_trainers_mismatch_names_the_reader(spool):
         commit(spool, part(1, rank=rank, world=2), files_of(state_of(1)))
     with (
         tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer,
-        pytest.raises(StateMismatch, match=r"2 ranks.*has 1:.*tierd\.open\(url, 'run'\)\.restore\(state, rank=0\)"),
+        pytest.raises(StateMismatch, match=r"2 ranks.*has 1;.*tierd\.open\(url, 'run'\)\.restore\(state, rank=0\)"),
     ):
         checkpointer.restore(into())
 

@@ -1,7 +1,8 @@
 """What `dcp.load` reads: entries of DCP's own checkpoints, and a checkpoint of `Checkpointer.save` in DCP's form.
 
 Each part of the latter records the positions of its rank's local shards in the whole tensors. Combined, these records
-are DCP's metadata. DCP's planner finds from them which bytes of which part a rank needs.
+are DCP's metadata. DCP's planner finds from them which bytes of which part a rank needs. A tensor that the ranks of a
+node divided among them lies in one rank's part, and is read from there for whichever rank named it.
 
 Invariants:
 
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from tierd.client.restoring.ranged_reader import PartFiles, Span
-from tierd.client.restoring.saved_entries import read_tensor
+from tierd.client.restoring.tensor_locations import TensorLocation, TensorLocator, read_tensor
 from tierd.core.errors import ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
@@ -45,7 +46,6 @@ from tierd.dcp.rank_contents import NativeLeaf, RankClaims, SavedArray, read_lea
 from tierd.spool.file_io import flat_bytes
 from tierd.state.single_values import fill_tensor
 from tierd.state.state_tree import instances, replace_values
-from tierd.state.tensor_file import TensorEntry
 
 
 def position_of(
@@ -142,9 +142,8 @@ class _View(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of a tensor, and the rank whose part it is read from."""
+    """A block of a tensor, and the tensor that it is read from."""
 
-    rank: int
     leaf: NativeLeaf
     box: Box
 
@@ -168,8 +167,9 @@ class SavedState:
         self._blocks: dict[MetadataIndex, _Block] = {}
         self._by_name: dict[str, list[_Block]] = defaultdict(list)
         paths: dict[str, Any] = {}
+        locator = TensorLocator(files)
         for saved_rank in range(files.world):
-            leaves = read_leaves(files, files.part(saved_rank))
+            leaves = read_leaves(locator, files.part(saved_rank))
             paths |= leaves.paths
             if not saved_rank:
                 self.tree = leaves.tree, leaves.stand_ins
@@ -182,26 +182,23 @@ class SavedState:
         self.metadata = Metadata(state_dict_metadata=described, planner_data=paths, storage_data=dict(self._blocks))
 
     def _described(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        rank, value = self.claims.own_claim(name)
+        _, value = self.claims.own_claim(name)
         if not isinstance(value, NativeLeaf):
             return BytesStorageMetadata()
         chunks = []
-        for rank, leaf in self.claims.read_from(name):
+        for _, leaf in self.claims.read_from(name):
             for box in leaf.boxes:
                 offset = torch.Size(box.offset)
                 index = MetadataIndex(name, offset)
                 if index not in self._blocks:
-                    self._blocks[index] = _Block(rank, leaf, box)
+                    self._blocks[index] = _Block(leaf, box)
                     self._by_name[name].append(self._blocks[index])
                     chunks.append(ChunkStorageMetadata(offset, torch.Size(box.size)))
         return TensorStorageMetadata(TensorProperties(dtype=value.dtype), torch.Size(value.global_shape), chunks)
 
-    def part(self, rank: int) -> PartId:
-        return self._files.part(rank)
-
-    def blocks(self, name: str) -> list[tuple[PartId, NativeLeaf, Box]]:
-        """Return the blocks of a tensor, each with the part that it is read from."""
-        return [(self._files.part(block.rank), block.leaf, block.box) for block in self._by_name[name]]
+    def blocks(self, name: str) -> list[tuple[NativeLeaf, Box]]:
+        """Return the blocks of a tensor, each with the tensor that it is read from."""
+        return [(block.leaf, block.box) for block in self._by_name[name]]
 
     def prepare(self, plan: LoadPlan) -> None:
         """Fetch everything that the plan needs, and check that it can be loaded.
@@ -215,9 +212,8 @@ class SavedState:
                 raise StateMismatch(f"{self._files.checkpoint}: {name!r}: {reason}")
         self._files.prefetch(self._spans(plan))
         for name in names:
-            rank, value = self.claims.own_claim(name)
-            for _, array in instances(value, SavedArray):
-                self._stored(rank, array.entry)
+            for _, array in instances(self.claims.value(name), SavedArray):
+                self._stored(array.location)
 
     def load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Load the plan's items, each byte of them verified. Raises as `PartFiles.read`."""
@@ -227,9 +223,8 @@ class SavedState:
                 self._load_tensor(item, data, planner)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                rank, value = self.claims.own_claim(item.storage_index.fqn)
                 file = io.BytesIO()
-                torch.save(self._with_arrays(rank, value), file)
+                torch.save(self._with_arrays(self.claims.value(item.storage_index.fqn)), file)
                 file.seek(0)
                 planner.load_bytes(item, file)
 
@@ -239,13 +234,13 @@ class SavedState:
             if item.type != LoadItemType.BYTE_IO:
                 block = self._blocks[item.storage_index]
                 first, last, row = _rows(block, item)
-                part, begin = self._files.part(block.rank), block.leaf.entry.offset
-                by_span[self._files.span(part, TENSORS, begin + first * row, (last - first) * row)].append(item)
+                part, entry = block.leaf.location
+                by_span[self._files.span(part, TENSORS, entry.offset + first * row, (last - first) * row)].append(item)
         return by_span
 
     def _load_tensor(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
         block = self._blocks[item.storage_index]
-        leaf, entry = block.leaf, block.leaf.entry
+        leaf, entry = block.leaf, block.leaf.location.entry
         first, last, _ = _rows(block, item)
         stored = torch.frombuffer(data, dtype=entry.dtype)
         stored = stored.view(last - first, *entry.shape[1:]) if entry.shape else stored.view(())
@@ -264,21 +259,21 @@ class SavedState:
             target.copy_(stored)
         planner.commit_tensor(item, target)
 
-    def _with_arrays(self, rank: int, value: Any) -> Any:
+    def _with_arrays(self, value: Any) -> Any:
         """Return a copy of a value with its arrays, which are read now; `value` keeps their stand-ins."""
 
         def array(saved: SavedArray) -> Any:
-            return saved.rebuild(self._stored(rank, saved.entry))
+            return saved.rebuild(self._stored(saved.location))
 
         return replace_values(copy.deepcopy(value), SavedArray, array)
 
-    def _stored(self, rank: int, entry: TensorEntry) -> torch.Tensor:
-        return read_tensor(self._files, self._files.part(rank), entry)
+    def _stored(self, location: TensorLocation) -> torch.Tensor:
+        return read_tensor(self._files, location)
 
 
 def _rows(block: _Block, item: ReadItem) -> tuple[int, int, int]:
     """Return the only rows of the stored tensor that an item needs: the first, the end, and the bytes of a row."""
-    entry = block.leaf.entry
+    entry = block.leaf.location.entry
     if not entry.shape:
         return 0, 1, entry.nbytes
     if not item.lengths:  # a complex number without dimensions, which is stored as two numbers

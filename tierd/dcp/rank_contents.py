@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from tierd.client.restoring.ranged_reader import PartFiles, PartRanges
-from tierd.client.restoring.saved_entries import ComparedPart, are_equal, read_header, read_tensor, read_tree
+from tierd.client.restoring.ranged_reader import PartFiles
+from tierd.client.restoring.saved_entries import read_tree
+from tierd.client.restoring.tensor_locations import TensorComparison, TensorLocation, TensorLocator
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.shard_placement import REPLICATE, Box, Placement
@@ -28,7 +29,6 @@ from tierd.state.kinds.random_generators import SavedRng
 from tierd.state.kinds.stored_arrays import BYTES, check_run_form, check_view, logical, unpack
 from tierd.state.kinds.wrapper_tensors import SavedWrapper
 from tierd.state.state_tree import instances, members, replace_values
-from tierd.state.tensor_file import TensorEntry
 from tierd.state.tree_parser import DECODE_ERRORS, StoredCopies, check_depth, decoder, tree_text
 
 Name = str
@@ -37,9 +37,9 @@ Path = tuple[str | int, ...]  # of a value in the state, as DCP writes it: a map
 
 @dataclass(frozen=True, slots=True)
 class NativeLeaf:
-    """A tensor in a part, or a DTensor's local shard, which has a `placement`."""
+    """A tensor that a part names, or a DTensor's local shard, which has a `placement`."""
 
-    entry: TensorEntry
+    location: TensorLocation
     dtype: torch.dtype
     shape: tuple[int, ...]
     placement: Placement | None = None
@@ -58,9 +58,9 @@ class NativeLeaf:
 
 @dataclass(frozen=True, slots=True)
 class SavedArray:
-    """A NumPy array in a part. It equals any array of the same dtype and shape, because its values are not compared."""
+    """A NumPy array of a state. It equals any of the same dtype and shape, because its values are not compared."""
 
-    entry: TensorEntry = field(compare=False, repr=False)
+    location: TensorLocation = field(compare=False, repr=False)
     dtype: str
     shape: tuple[int, ...]
 
@@ -70,7 +70,7 @@ class SavedArray:
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes(SavedArray):
-    """`bytes` or a `bytearray` in a part; `dtype` says which. Read only on demand, because they may be of any size."""
+    """`bytes` or a `bytearray` of a state; `dtype` says which. Read only on demand, because they may be of any size."""
 
     def rebuild(self, stored: torch.Tensor) -> Any:
         return unpack(stored, self.dtype, self.shape[0])
@@ -89,7 +89,7 @@ class SavedTensor(SavedArray):
 
 @dataclass(frozen=True, slots=True)
 class PartLeaves:
-    """The state in one part."""
+    """The state that one part's tree describes."""
 
     # By DCP's name: a `NativeLeaf`, or a value with a `SavedArray` for each tensor, array and long bytes in it
     values: dict[Name, Any]
@@ -99,13 +99,14 @@ class PartLeaves:
     stand_ins: dict[Name, Any]
 
 
-def read_leaves(files: PartRanges, part: PartId) -> PartLeaves:
+def read_leaves(locator: TensorLocator, part: PartId) -> PartLeaves:
     """Read a part's tree and header, and its packed values.
 
-    Raises `StateMismatch` if tierd did not write them, or two values have one name; also as `PartRanges.fill`.
+    Raises `StateMismatch` if tierd did not write them, or two values have one name; also as `PartTensors.locate` and
+    `PartRanges.fill`.
     """
-    tree = read_tree(files, part)
-    _, layout = read_header(files, part)
+    tree = read_tree(locator.files, part)
+    tensors = locator.tensors_of(part)
     leaf_by_id: dict[int, NativeLeaf] = {}
     copies = StoredCopies()
     stand_ins: list[torch.Tensor] = []  # kept alive, because `leaf_by_id` distinguishes them by address
@@ -118,27 +119,28 @@ def read_leaves(files: PartRanges, part: PartId) -> PartLeaves:
         return tensor
 
     def stored(name: str) -> torch.Tensor:
-        entry = layout.entries[name]
-        return stand_in(NativeLeaf(entry, entry.dtype, entry.shape))
+        location = tensors.locate(name)
+        return stand_in(NativeLeaf(location, location.entry.dtype, location.entry.shape))
 
     def viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        entry = leaf_by_id[id(tensor)].entry
-        check_view(entry.dtype, entry.shape, dtype)
-        return stand_in(NativeLeaf(entry, dtype, entry.shape[:-1] if dtype.is_complex else entry.shape))
+        location = leaf_by_id[id(tensor)].location
+        stored_shape = location.entry.shape
+        check_view(location.entry.dtype, stored_shape, dtype)
+        return stand_in(NativeLeaf(location, dtype, stored_shape[:-1] if dtype.is_complex else stored_shape))
 
     def array(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> SavedArray:
-        entry = leaf_by_id[id(tensor)].entry
-        copies.claim(entry)
-        return SavedArray(entry, dtype, shape)
+        location = leaf_by_id[id(tensor)].location
+        copies.claim(location)
+        return SavedArray(location, dtype, shape)
 
     def values(tensor: torch.Tensor, kind: str, size: int) -> Any:
         # Read now, as JSON values are, because a mapping's keys become DCP's names.
-        entry = leaf_by_id[id(tensor)].entry
-        copies.claim(entry)
-        check_run_form(entry.dtype, entry.shape, kind, size)
+        location = leaf_by_id[id(tensor)].location
+        copies.claim(location)
+        check_run_form(location.entry.dtype, location.entry.shape, kind, size)
         if kind in BYTES:
-            return SavedBytes(entry, kind, (size,))
-        return copies.values(read_tensor(files, part, entry), kind, size)
+            return SavedBytes(location, kind, (size,))
+        return copies.values(locator.read(part, location), kind, size)
 
     def sharded(saved: SavedDTensor) -> Any:
         if isinstance(saved.local, SavedWrapper):
@@ -146,12 +148,12 @@ def read_leaves(files: PartRanges, part: PartId) -> PartLeaves:
         local = leaf_by_id[id(saved.local)]
         if saved.placement.coordinate is not None and saved.placement.local_shape != local.shape:
             raise ValueError(f"{saved}, whose local shard is {local.shape}")
-        return stand_in(NativeLeaf(local.entry, local.dtype, local.shape, saved.placement))
+        return stand_in(NativeLeaf(local.location, local.dtype, local.shape, saved.placement))
 
     def nameless(tensor: torch.Tensor) -> SavedTensor:
         leaf = leaf_by_id[id(tensor)]
         dtype = str(leaf.dtype).removeprefix("torch.")
-        return SavedTensor(leaf.entry, dtype, leaf.shape, leaf.placement is not None)
+        return SavedTensor(leaf.location, dtype, leaf.shape, leaf.placement is not None)
 
     try:
         state = decoder(stored, viewed, array, values).decode(tree_text(tree))
@@ -188,7 +190,7 @@ class RankClaims:
     def __init__(self, files: PartFiles, rank: int, world: int) -> None:
         self._files, self._rank, self._world = files, rank, world
         self._claims: dict[str, list[RankClaim]] = defaultdict(list)
-        self._sides = {saved_rank: ComparedPart(files, files.part(saved_rank)) for saved_rank in range(files.world)}
+        self._comparison = TensorComparison(files)
 
     def add(self, rank: int, name: str, value: Any) -> None:
         """Add what a rank saved under a name. Ranks are added in order."""
@@ -287,17 +289,16 @@ class RankClaims:
 
     def _is_same(self, first_claim: RankClaim, second_claim: RankClaim) -> bool:
         """Whether two ranks' tensors are the same, or the arrays in two values that are otherwise equal."""
-        first_part, second_part = self._sides[first_claim[0]], self._sides[second_claim[0]]
         if isinstance(first_claim[1], NativeLeaf) != isinstance(second_claim[1], NativeLeaf):
             return False
         if isinstance(first_claim[1], NativeLeaf):
             if (first_claim[1].dtype, first_claim[1].shape) != (second_claim[1].dtype, second_claim[1].shape):
                 return False
-            pairs = [(first_claim[1].entry, second_claim[1].entry)]
+            pairs = [(first_claim[1].location, second_claim[1].location)]
         else:
             arrays = zip(instances(first_claim[1], SavedArray), instances(second_claim[1], SavedArray), strict=True)
-            pairs = [(first.entry, second.entry) for (_, first), (_, second) in arrays]
-        return all(are_equal(first_part, first, second_part, second) for first, second in pairs)
+            pairs = [(first.location, second.location) for (_, first), (_, second) in arrays]
+        return all(self._comparison.are_equal(first, second) for first, second in pairs)
 
 
 def _misplaced(leaves: list[NativeLeaf]) -> str | None:

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from tierd.client.restoring.ranged_reader import PartFiles, PartRanges
-from tierd.client.restoring.saved_entries import check_written_by_save, read_tensor
+from tierd.client.restoring.saved_entries import check_written_by_save
+from tierd.client.restoring.tensor_locations import read_tensor
 from tierd.core.errors import ManifestError, StateMismatch, StateRefused, printable
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
@@ -153,10 +154,10 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     paths = dict(saved.metadata.planner_data)
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, other_values = {}, {}
-    generators = {name for name in names if any(instances(saved.claims.own_claim(name)[1], SavedGenerator))}
+    generators = {name for name in names if any(instances(saved.claims.value(name), SavedGenerator))}
     readable = {name: exported for name, exported in names.items() if name not in generators}
     for name, exported in readable.items():
-        rank, value = saved.claims.own_claim(name)
+        value = saved.claims.value(name)
         is_tensor = isinstance(value, NativeLeaf)
         if (is_tensor or values) and (reason := saved.claims.contradiction(name)):
             advice = "export less (only=…, --only)" if only is None else "`tierd restore` copies the files"
@@ -164,14 +165,14 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
         if is_tensor:
             tensors[exported] = _native_tensor(saved, name, exported, value)
         else:
-            load = partial(_native_value, files, saved.part(rank), value)
+            load = partial(_native_value, files, value)
             other_values[exported] = NonTensorValue(load, partial(archive_bytes, load))
 
     def tree() -> tuple[Any, dict[int, str]]:
         full_state, stand_ins = saved.tree
         if not stand_ins.keys() >= names.keys():  # other ranks have more names, as pipeline stages do
             return nested_state(readable, tensors, other_values, paths, only)
-        state = _native_value(files, saved.part(0), full_state)
+        state = _native_value(files, full_state)
         if only is not None:
             state = next(entry for key, entry in state.items() if str(key) == only)
         return state, {id(stand_ins[name]): names[name] for name in names}
@@ -187,8 +188,9 @@ def path_below(path: EntryPath, only: str | None) -> EntryPath:
 
 def _native_tensor(saved: SavedState, name: str, exported: str, value: NativeLeaf) -> StreamedTensor:
     pieces, order = [], []
-    for part, leaf, box in saved.blocks(name):
-        place = part, TENSORS, leaf.entry.offset
+    for leaf, box in saved.blocks(name):
+        part, entry = leaf.location
+        place = part, TENSORS, entry.offset
         order.append(place)
         pieces.append(TensorPiece(partial(fixed_place, place), leaf.shape, box.local, box.offset, box.size))
     return StreamedTensor(exported, value.dtype, tuple(value.global_shape), tuple(pieces), min(order, default=()))
@@ -198,8 +200,8 @@ def fixed_place(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[Pa
     return place
 
 
-def _native_value(files: PartRanges, part: PartId, value: Any) -> Any:
-    return replace_values(value, SavedArray, lambda array: array.rebuild(read_tensor(files, part, array.entry)))
+def _native_value(files: PartRanges, value: Any) -> Any:
+    return replace_values(value, SavedArray, lambda array: array.rebuild(read_tensor(files, array.location)))
 
 
 def archive_bytes(load: Callable[[], Any]) -> bytes:

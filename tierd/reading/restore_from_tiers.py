@@ -16,16 +16,15 @@ from typing import Any
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
 from tierd.client.restoring.saved_entries import (
-    ComparedPart,
-    are_equal,
     check_names,
     check_written_by_save,
     parse_entries,
+    read_elsewhere,
     read_entries,
-    read_header,
     read_tree,
     referenced_tensors,
 )
+from tierd.client.restoring.tensor_locations import PartTensors, TensorComparison, TensorLocator
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
@@ -36,20 +35,19 @@ from tierd.state.kinds.live_parameters import rename_like
 from tierd.state.load_check import LoadFit, check_fit, select_entries
 from tierd.state.single_values import path_part_text
 from tierd.state.state_loading import load_restored, unflatten
-from tierd.state.tensor_file import TensorEntry
+from tierd.state.tensor_file import parse_layout
 
 _READERS = 8  # ranks compared at once
 
 
 @dataclass(slots=True)
 class _Part:
-    """One rank's part: each entry's JSON and tensor names, and the tensors' places in the tensor file."""
+    """One rank's part: each entry's JSON and tensor names, and where the tensors lie."""
 
     id: PartId
     entries: dict[str, str]
-    tensors: dict[str, set[str]]
-    places: dict[str, TensorEntry]
-    side: ComparedPart
+    names: dict[str, set[str]]
+    tensors: PartTensors
 
 
 def differing_entries(files: TierFiles, names: Collection[str] | None) -> list[str]:
@@ -61,7 +59,8 @@ def differing_entries(files: TierFiles, names: Collection[str] | None) -> list[s
     check_written_by_save(manifest.part, [file.path for file in manifest.files])
     if files.world == 1:
         return []
-    first = _describe(files, files.part(0))
+    locator, comparison = TensorLocator(files), TensorComparison(files)
+    first = _describe(locator, files.part(0))
     if names is not None:
         check_names(first.entries, names, str(first.id))
 
@@ -69,9 +68,9 @@ def differing_entries(files: TierFiles, names: Collection[str] | None) -> list[s
         part = files.part(rank)
         if _content(files.manifest(part)) == _content(manifest):
             return set()
-        described = _describe(files, part)
+        described = _describe(locator, part)
         entry_names = dict.fromkeys((*first.entries, *described.entries)) if names is None else names
-        return {name for name in entry_names if not _is_same(first, described, name)}
+        return {name for name in entry_names if not _is_same(comparison, first, described, name)}
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tierd-compare") as pool:
         differences = set[str]().union(*pool.map(compare, range(1, files.world)))
@@ -82,27 +81,27 @@ def _content(manifest: Manifest) -> list[tuple[str, list[str]]]:
     return [(file.path, [chunk.xxh3_128 for chunk in file.chunks]) for file in manifest.files]
 
 
-def _describe(files: TierFiles, part: PartId) -> _Part:
-    paths = [file.path for file in files.manifest(part).files]
-    check_written_by_save(part, paths)
+def _describe(locator: TensorLocator, part: PartId) -> _Part:
+    files = locator.files
+    check_written_by_save(part, [file.path for file in files.manifest(part).files])
     parsed = parse_entries(read_tree(files, part), str(part))
     # Compared as text, because 1, 1.0 and true are different values.
     entries = {name: json.dumps(value) for name, value in parsed.items()}
-    tensors = {name: referenced_tensors(text) for name, text in entries.items()}
-    return _Part(part, entries, tensors, read_header(files, part)[1].entries, ComparedPart(files, part))
+    names = {name: referenced_tensors(text) for name, text in entries.items()}
+    return _Part(part, entries, names, locator.tensors_of(part))
 
 
-def _is_same(first: _Part, second: _Part, name: str) -> bool:
+def _is_same(comparison: TensorComparison, first: _Part, second: _Part, name: str) -> bool:
     if name not in first.entries or first.entries[name] != second.entries.get(name):
         return False
-    return all(_are_equal(first, second, tensor) for tensor in sorted(first.tensors[name]))
+    return all(_are_equal(comparison, first, second, tensor) for tensor in sorted(first.names[name]))
 
 
-def _are_equal(first: _Part, second: _Part, tensor: str) -> bool:
-    first_place, second_place = first.places.get(tensor), second.places.get(tensor)
-    if first_place is None or second_place is None:
-        return first_place is second_place is None
-    return are_equal(first.side, first_place, second.side, second_place)
+def _are_equal(comparison: TensorComparison, first: _Part, second: _Part, tensor: str) -> bool:
+    ours, theirs = first.tensors.locate_if_known(tensor), second.tensors.locate_if_known(tensor)
+    if ours is None or theirs is None:
+        return ours is theirs is None
+    return comparison.are_equal(ours, theirs)
 
 
 def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> PartId:
@@ -125,13 +124,13 @@ def _read(files: TierFiles, part: PartId, names: Collection[str] | None) -> tupl
     check_written_by_save(part, [file.path for file in manifest.files])
     if names is not None:
         return read_entries(files, part, names)
-    contents = {}
+    contents: dict[str, memoryview] = {}
     for file in manifest.files:
         memory = memory_for(file.size)
         if file.size:
             files.fill(memory, [files.span(part, file.path)])
         contents[file.path] = finish_read(memory, file.size)
-    return manifest, contents
+    return manifest, contents | read_elsewhere(files, part, parse_layout(contents[TENSORS]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +177,9 @@ def restore(
         unfit = isinstance(error, StateMismatch | ConfigError)
         if search.settle(candidate, error, unfit=unfit).should_load:
             assert loaded is not None
-            manifest, tree, tensors, fitting = loaded
+            manifest, tree, memories, fitting = loaded
             into = select_entries(state, names)
-            load_restored(into, tree, handed_over=False, files=[tensors], fitting=fitting)
+            load_restored(into, tree, handed_over=False, files=memories, fitting=fitting)
             if into is not state and isinstance(state, MutableMapping):
                 state.update(into)
             return Loaded(
@@ -201,9 +200,13 @@ def restore(
 
 def _read_fitting(
     files: TierFiles, into: Mapping[str, Any], names: Collection[str] | None, rank: int | None, ignore_prefixes: bool
-) -> tuple[Manifest, dict[str, Any], memoryview, LoadFit]:
-    """Read and verify the rank's part, or the part that all ranks share, and check that it fits `into`."""
+) -> tuple[Manifest, dict[str, Any], list[memoryview], LoadFit]:
+    """Read and verify the rank's part, or the part that all ranks share, and check that it fits `into`.
+
+    The third value is the memory of the tensor files, of which tensors of the tree are views.
+    """
     manifest, contents = _read(files, _part(files, names, rank), names)
-    tree = unflatten(contents[TREE], contents[TENSORS])
+    tree = unflatten(contents[TREE], contents[TENSORS], siblings=contents)
     tree = rename_like(into, tree) if ignore_prefixes else tree
-    return manifest, tree, contents[TENSORS], check_fit(into, tree)
+    memories = [memory for path, memory in contents.items() if path != TREE]
+    return manifest, tree, memories, check_fit(into, tree)

@@ -297,11 +297,19 @@ def parse_layout(file: Buffer, name: str = "tensors.safetensors") -> TensorFileL
     """
     with memoryview(file).cast("B") as raw:
         size = raw.nbytes
-        length = int.from_bytes(raw[:8], "little") if size >= 8 else -1
-        if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise StateMismatch(f"{name}: a header of {length} bytes in a file of {size}")
-        header = bytes(raw[: 8 + length])
+        header = bytes(raw[: header_length(raw[:8], size, name)])
     return parse_header(header, size, name)
+
+
+def header_length(prefix: bytes | memoryview, size: int, name: str = "tensors.safetensors") -> int:
+    """Return the length in bytes of a header, with its own prefix of 8 bytes. `size` is that of the whole file.
+
+    Raises `StateMismatch` if the file has no room for it, or it is longer than any that tierd writes.
+    """
+    length = int.from_bytes(prefix, "little") if len(prefix) >= 8 else -1
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise StateMismatch(f"{name}: a header of {length} bytes in a file of {size}")
+    return 8 + length
 
 
 def parse_header(header: bytes, size: int, name: str = "tensors.safetensors") -> TensorFileLayout:

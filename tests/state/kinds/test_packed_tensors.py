@@ -318,7 +318,7 @@ def test_more_values_than_a_reader_makes_are_refused_by_both(kind, monkeypatch):
 
 def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, spool, monkeypatch):
     from tierd.client.restoring.ranged_reader import PartFiles
-    from tierd.client.restoring.saved_entries import read_tensor
+    from tierd.client.restoring.tensor_locations import TensorLocator, read_tensor
     from tierd.dcp import rank_contents
 
     state = {
@@ -330,14 +330,14 @@ def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, 
     local.save(1, state | {"w": torch.ones(3)}).wait()
     (part,) = spool.parts()
     files = PartFiles(spool, part.checkpoint, 1, None, "")
-    found = rank_contents.read_leaves(files, part).values
+    found = rank_contents.read_leaves(TensorLocator(files), part).values
     assert described([found["losses"], found["order"]]) == described([state["losses"], state["order"]])
     raw = found["raw"]  # not read yet
-    assert raw.rebuild(read_tensor(files, part, raw.entry)) == state["raw"]
+    assert raw.rebuild(read_tensor(files, raw.location)) == state["raw"]
     assert {name: found[f"table.{name}"] for name in state["table"]} == state["table"]
     monkeypatch.setattr(state_tree, "MAX_VALUES", 4 * N)
     with pytest.raises(StateMismatch, match="values in packed runs"):
-        rank_contents.read_leaves(files, part)
+        rank_contents.read_leaves(TensorLocator(files), part)
     monkeypatch.undo()
     for one, why in (
         ('{"$values":["raw","bytes",65536]}', "named by two"),
@@ -346,7 +346,7 @@ def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, 
     ):
         monkeypatch.setattr(rank_contents, "read_tree", lambda *_, one=one: f'{{"a":{one},"b":{one}}}'.encode())
         with pytest.raises(StateMismatch, match=why):
-            rank_contents.read_leaves(files, part)
+            rank_contents.read_leaves(TensorLocator(files), part)
 
 
 def test_until_a_file_is_read_runs_are_empty():

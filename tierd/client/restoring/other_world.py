@@ -11,7 +11,8 @@ import json
 from collections.abc import Collection
 
 from tierd.client.restoring.ranged_reader import PartFiles
-from tierd.client.restoring.saved_entries import parse_entries, read_header, read_tree, referenced_tensors
+from tierd.client.restoring.saved_entries import parse_entries, read_tree, referenced_tensors
+from tierd.client.restoring.tensor_locations import read_layout
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.state.single_values import path_part_text
@@ -36,7 +37,7 @@ def choose_part(
     """
     part = files.part(rank if rank < files.world else 0)
     saved = parse_entries(read_tree(files, files.part(0)), str(files.part(0)))
-    alike = set(read_header(files, files.part(0))[1].replicated)
+    alike = set(read_layout(files, files.part(0)).replicated)
     if files.world == 1:
         alike.update(replicated)
     own = [name for name in saved if name not in alike]

@@ -1,27 +1,23 @@
-"""Read some entries of a saved state, and no more bytes than they take; compare a tensor between two parts.
+"""Read some entries of a saved state, and no more bytes than they take.
 
-Invariant: every returned byte was verified on this read. Other bytes are not verified. Two tensors count as equal only
-if their bytes are the same: the digests in the manifests decide it if they can, else the verified bytes do.
+Invariant: every returned byte was verified on this read. Other bytes are not verified.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any
 
 from tierd.client.restoring.ranged_reader import PartRanges, Span
-from tierd.core.errors import ManifestError, StateMismatch
+from tierd.client.restoring.tensor_locations import check_division, check_held, read_layout, sibling_of
+from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.spool.direct_io import finish_read, memory_for
-from tierd.spool.file_io import digest
 from tierd.state.single_values import path_part_text
 from tierd.state.state_tree import NAMING
-from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_layout, sibling_path
+from tierd.state.tensor_file import TensorFileLayout, sibling_path
 from tierd.state.tree_parser import parse_key, tree_text
 
 
@@ -55,7 +51,7 @@ def read_elsewhere(
     Of each file only these tensors are read, or those in `names`.
 
     Raises:
-        ManifestError: a file lacks such a tensor, because the ranks divided their state differently.
+        ManifestError: a file does not have such a tensor, or its rank divided another state.
         CorruptChunk, …: as `PartRanges.fill`.
     """
     by_rank: dict[int, list[str]] = {}
@@ -65,23 +61,13 @@ def read_elsewhere(
 
     def read(rank: int) -> tuple[str, memoryview]:
         sibling = sibling_of(part, rank)
+        check_division(files, part, sibling)
         memory, theirs = read_header(files, sibling)
-        if missing := [name for name in by_rank[rank] if name not in theirs.entries]:
-            raise ManifestError(
-                f"{part}: {missing[0]!r} and {len(missing) - 1} more tensors are not in the part of rank {rank}: the "
-                "ranks divided different states"
-            )
+        check_held(part, rank, theirs, *by_rank[rank])
         files.fill(memory, list(_spans(files, sibling, theirs, by_rank[rank])))
         return sibling_path(rank), finish_read(memory, files.span(sibling, TENSORS).length)
 
     return dict(map(read, sorted(by_rank)))
-
-
-def sibling_of(part: PartId, rank: int) -> PartId:
-    """Return another rank's part of the same checkpoint. Raises `ManifestError` if it has no such rank."""
-    if not 0 <= rank < part.world or rank == part.rank:
-        raise ManifestError(f"{part}: its tensors are said to lie in the part of rank {rank}")
-    return PartId(part.checkpoint, rank, part.world)
 
 
 def check_written_by_save(part: PartId, paths: Collection[str]) -> None:
@@ -105,25 +91,12 @@ def read_tree(files: PartRanges, part: PartId) -> bytes:
 def read_header(files: PartRanges, part: PartId) -> tuple[memoryview, TensorFileLayout]:
     """Return memory for the part's tensor file, filled only with its header, and the offsets of its tensors.
 
-    Raises `StateMismatch` if tierd cannot have written this file; and as `PartRanges.fill`.
+    Raises as `read_layout`.
     """
-    size = files.span(part, TENSORS).length
-    first = _bytes(files, files.span(part, TENSORS, 0, files.span(part, TENSORS, 0, 1).stop))  # a chunk is read whole
-    length = min(8 + int.from_bytes(first[:8], "little"), size)
-    memory = memory_for(size)
-    memory[: min(len(first), length)] = first[:length]
-    if length > len(first):
-        files.fill(memory, [files.span(part, TENSORS, len(first), length - len(first))])
-    return memory, parse_layout(memory[:size])
-
-
-def read_tensor(files: PartRanges, part: PartId, entry: TensorEntry) -> torch.Tensor:
-    """Return a copy of a tensor in the tensor file, in memory of its own. Raises as `PartRanges.fill`."""
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    memory = memory_for(entry.nbytes)
-    files.fill(memory, [files.span(part, TENSORS, entry.offset, entry.nbytes)], base=entry.offset)
-    return torch.frombuffer(memory[: entry.nbytes], dtype=entry.dtype).view(entry.shape)
+    layout = read_layout(files, part)
+    memory = memory_for(layout.size)
+    memory[: len(layout.header)] = layout.header
+    return memory, layout
 
 
 def parse_entries(tree: bytes, where: str) -> dict[str, Any]:
@@ -176,60 +149,3 @@ def _spans(files: PartRanges, part: PartId, layout: TensorFileLayout, names: Col
         entry = layout.entries[name]
         if entry.nbytes:
             yield files.span(part, TENSORS, entry.offset, entry.nbytes)
-
-
-_PIECE = 64 << 20  # bytes compared at once
-
-_Piece: TypeAlias = tuple[int, int, str]  # first and last byte of a chunk, relative to a tensor, and its digest
-
-
-@dataclass(slots=True)
-class ComparedPart:
-    """A part whose tensors are compared with other parts' tensors."""
-
-    files: PartRanges
-    part: PartId
-    digests: dict[tuple[int, int], str] = field(default_factory=dict)  # of ranges that were already read
-
-    def pieces(self, entry: TensorEntry) -> list[_Piece]:
-        """Return the chunks that hold a tensor."""
-        span = self.files.span(self.part, TENSORS, entry.offset, entry.nbytes)
-        pieces, offset = list[_Piece](), span.start - entry.offset
-        for chunk in span.file.chunks[span.first : span.end]:
-            pieces.append((offset, offset + chunk.size, chunk.xxh3_128))
-            offset += chunk.size
-        return pieces
-
-    def digest(self, offset: int, size: int) -> str:
-        """Return the digest of a verified range. Cached, because rank 0's is compared with all others."""
-        key = offset, size
-        if key not in self.digests:
-            memory = memory_for(size)
-            self.files.fill(memory, [self.files.span(self.part, TENSORS, offset, size)], base=offset)
-            self.digests[key] = digest(memory[:size])
-        return self.digests[key]
-
-
-def are_equal(first: ComparedPart, first_entry: TensorEntry, second: ComparedPart, second_entry: TensorEntry) -> bool:
-    """Whether a tensor of one part equals one of another part: dtype, shape and bytes. Raises as `PartRanges.fill`."""
-
-    def same_bytes(begin: int, end: int) -> bool:
-        ranges = ((at, min(_PIECE, end - at)) for at in range(begin, end, _PIECE))
-        return all(
-            first.digest(first_entry.offset + at, size) == second.digest(second_entry.offset + at, size)
-            for at, size in ranges
-        )
-
-    nbytes = first_entry.nbytes
-    if (first_entry.dtype, first_entry.shape) != (second_entry.dtype, second_entry.shape):
-        return False
-    if not nbytes:
-        return True
-    first_pieces, second_pieces = first.pieces(first_entry), second.pieces(second_entry)
-    if [piece[:2] for piece in first_pieces] != [piece[:2] for piece in second_pieces]:
-        return same_bytes(0, nbytes)
-    unlike = [a for a, b in zip(first_pieces, second_pieces, strict=True) if a[2] != b[2]]
-    if any(begin >= 0 and end <= nbytes for begin, end, _ in unlike):
-        return False  # this chunk holds only this tensor
-    # The other unequal chunks also hold neighbouring tensors, which may be the cause.
-    return all(same_bytes(max(begin, 0), min(end, nbytes)) for begin, end, _ in unlike)
