@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from support.state_files import copy_into
 from support.world import described, part
@@ -114,3 +115,93 @@ def with_elsewhere(content: DividedPart, by_rank: Mapping[Any, Sequence[str]] | 
     text += b" " * (-(8 + len(text)) % 4096)
     changed = len(text).to_bytes(8, "little") + text + file[begin:]
     return DividedPart({**content.files, TENSORS: changed}, content.division)
+
+
+# -- what ranks do, in processes of `support.dcp_ranks.run` -----------------------------------------------------------
+
+
+def sharded_state(seed: int, *, filled: bool = True) -> dict[str, Any]:
+    """DTensors over all ranks, and an entry of tensors and DTensors that every rank has whole."""
+    from support.dcp_ranks import spread
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    generator = torch.Generator().manual_seed(seed)
+    line = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+    def tensor(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator)
+        return values if filled else torch.zeros_like(values)
+
+    weights = {f"layer{number}": tensor(2000 + number) for number in range(5)}
+    copied = {f"copied{number}": distribute_tensor(tensor(1500), line, [Replicate()]) for number in range(4)}
+    runs = {"list": [seed * number for number in range(1500)] if filled else []}
+    return {**spread(seed, filled=filled), "weights": {**weights, **copied}, "runs": runs}
+
+
+def save_sharded(rank: int, spool: str, step: int) -> tuple[dict[str, Any], list[str]]:
+    """Save as one of the ranks of a node; the state gathered, and the names that lie in other ranks' files."""
+    from support.dcp_ranks import checkpointer, gathered
+
+    from tierd.spool.spool import Spool
+
+    state = sharded_state(step)
+    with checkpointer(spool, to=[], replicated=("weights", "runs")) as ckpt:
+        ckpt.save(step, state).wait()
+    torch.distributed.barrier()
+    which = part(step, rank=rank, world=torch.distributed.get_world_size())
+    found = next(one for one in Spool(spool).parts() if (one.checkpoint.step, one.rank) == (step, which.rank))
+    by_rank = elsewhere_of((Spool(spool).path(found) / TENSORS).read_bytes())
+    return gathered(state), [name for names in by_rank.values() for name in names]
+
+
+def load_sharded(rank: int, spools: list[str], **more: Any) -> tuple[int, str, dict[str, Any]]:
+    """Load through DCP: the step, the place, and the state gathered."""
+    from support.dcp_ranks import checkpointer, gathered
+
+    import tierd.dcp
+
+    state = sharded_state(0, filled=False)
+    with checkpointer(spools[rank], **more) as ckpt:
+        loaded = tierd.dcp.load(state, ckpt)
+        assert loaded is not None
+        return loaded.step, loaded.tier, gathered(state)
+
+
+def load_entries(rank: int, spools: list[str], names: Sequence[str], **more: Any) -> dict[str, Any]:
+    """Load entries of a `divided_state` through DCP, as `comparable`."""
+    from support.dcp_ranks import checkpointer
+
+    import tierd.dcp
+
+    state = emptied({name: divided_state(rank)[name] for name in names})
+    with checkpointer(spools[rank], **more) as ckpt:
+        assert tierd.dcp.load(state, ckpt) is not None
+    return {name: comparable(value) for name, value in state.items()}
+
+
+def comparable(value: Any) -> Any:
+    """A state with dtype, shape and bytes of each tensor and array, which any process compares with `==`."""
+    match value:
+        case torch.Tensor():
+            data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return str(value.dtype), tuple(value.shape), data
+        case np.ndarray():
+            return str(value.dtype), value.shape, value.tobytes()
+        case dict():
+            return {key: comparable(inner) for key, inner in value.items()}
+        case list():
+            return [comparable(inner) for inner in value]
+    return value
+
+
+def emptied(value: Any) -> Any:
+    """A state of the same form, with other values."""
+    match value:
+        case torch.Tensor():
+            return torch.zeros_like(value)
+        case dict():
+            return {key: emptied(inner) for key, inner in value.items()}
+        case list() if any(isinstance(inner, torch.Tensor) for inner in value):
+            return [emptied(inner) for inner in value]
+    return None
