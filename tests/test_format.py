@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support import by_hand as hand
 
 from tierd.codec import chunk_codec
 from tierd.core import manifest as manifest_module
@@ -28,6 +29,7 @@ from tierd.core.timeline.launch_chain import encode_head as encode_head
 from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool import file_io
 from tierd.spool.spool import Spool
+from tierd.state.tensor_file import parse_layout
 from tierd.stores.encrypted_store import EncryptedStore
 from tierd.stores.encryption_keys import EncryptionKey
 from tierd.stores.file_store import FileStore
@@ -286,7 +288,7 @@ def _without_packing(data: bytes) -> bytes:
 @pytest.fixture
 def by_hand(tmp_path):
     """Runs FORMAT.md's own program, isolated from this checkout; returns its exit status, output and what it wrote."""
-    program, _ = PROGRAMS
+    program, *_ = PROGRAMS
     assert "tierd" not in program
     assert set(re.findall(r"^(?:import|from) (\w+)", program, re.M)) == {
         "json",
@@ -314,6 +316,52 @@ def test_the_documented_program_restores_the_newest_checkpoint(by_hand):
     status, output, wrote = by_hand(TIER)
     assert (status, output) == (0, f"restored {B.name}\n")
     assert wrote == {f"00000-of-00001/{name}": data for name, data in restored(PARTS[1]).items()}
+
+
+def test_documented_program_gathers_tensors_from_other_ranks_files(tmp_path):
+    from support.divided import divided, divided_state, write_divided
+    from support.state_files import files_of
+
+    states = [divided_state(rank) for rank in range(4)]
+    spool = Spool(tmp_path / "spool")
+    parts = write_divided(spool, 1, divided(states, nodes=[(0, 2, 3), (1,)]))
+    (tmp_path / "gather.py").write_text(PROGRAMS[2])
+    for rank, state in enumerate(states):
+        command = [sys.executable, "-I", "gather.py", spool.path(parts[0]).parent, str(rank), f"rank{rank}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+        files = files_of(state)
+        gathered = (tmp_path / f"rank{rank}").read_bytes()
+        assert hand.tensors(gathered) == hand.tensors(files["tensors.safetensors"])
+        parse_layout(gathered)  # aligned, and without holes
+        stored = {number: (spool.path(part) / "tensors.safetensors").read_bytes() for number, part in enumerate(parts)}
+        assert hand.tensors_named(stored, rank) == hand.tensors(gathered)
+        others = {number: file for number, file in stored.items() if number != rank}
+        assert hand.values(b'{"$values":["list","int",2000]}', stored[rank], others) == state["list"]
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "why"),
+    [
+        ({"3": ["model/large"]}, "lie in the part of rank 3"),
+        ({"4": ["model/large"]}, "lie in the part of rank 4"),
+        ({"0": ["model/large", "own"]}, "own is not in"),
+        ({"1": ["model/large"]}, "model/large is not in"),
+    ],
+)
+def test_documented_program_gathers_no_tensor_that_is_not_there(tmp_path, by_rank, why):
+    from support.divided import divided, divided_state, with_elsewhere, write_divided
+
+    divided_parts = divided([divided_state(rank) for rank in range(4)])
+    spool = Spool(tmp_path / "spool")
+    parts = write_divided(spool, 1, [*divided_parts[:3], with_elsewhere(divided_parts[3], by_rank)])
+    (tmp_path / "gather.py").write_text(PROGRAMS[2])
+    command = [sys.executable, "-I", "gather.py", spool.path(parts[0]).parent, "3", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and why in done.stderr and not (tmp_path / "out").exists()
+    stored = {number: (spool.path(part) / "tensors.safetensors").read_bytes() for number, part in enumerate(parts)}
+    with pytest.raises(hand.Damaged):
+        hand.tensors_named(stored, 3)
 
 
 def test_the_documented_program_reads_the_codec_planes(by_hand):
@@ -417,7 +465,7 @@ def test_the_documented_program_is_not_misled_by_a_planted_name(by_hand, tmp_pat
 
 def decrypted(tier: Path, work: Path, secret: str) -> tuple[int, str, Path]:
     """Runs FORMAT.md's second program, isolated from this checkout."""
-    _, program = PROGRAMS
+    _, program, _ = PROGRAMS
     assert set(re.findall(r"^(?:import|from) (\w+)", program, re.M)) == {
         *("base64", "cryptography", "hmac", "json", "pathlib", "sys"),
     }

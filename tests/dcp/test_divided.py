@@ -54,7 +54,7 @@ def fetching(tmp_path, quick):
 
 
 @pytest.mark.parametrize("nodes", [[(0, 1, 2, 3)], [(0, 2), (1, 3)], [(0,), (1, 2, 3)]])
-def test_one_process_loads_what_four_ranks_divided(spool, nodes):
+def test_process_loads_tensors_that_four_ranks_divided(spool, nodes):
     write_divided(spool, 1, divided(STATES, nodes=nodes))
     state = emptied(SHARED)
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:

@@ -17,12 +17,12 @@ _MANIFEST = re.compile(r"([^/]+)/manifests/(\d{12})\.([0-9a-f-]{21})/(\d{5})-of-
 _FORMAT = Path(__file__).parents[2] / "tierd" / "FORMAT.md"
 
 
-def values(tree: bytes, file: bytes) -> Any:
-    """A state of plain values alone, by FORMAT.md's tables. Lists stand for deques, too; dicts for `OrderedDict`."""
+def values(tree: bytes, file: bytes, others: Mapping[int, bytes] | None = None) -> Any:
+    """A state of plain values alone, by FORMAT.md's tables. Lists stand for deques, too; dicts for `OrderedDict`.
+    `others` are the tensor files of other ranks, in which some of the values lie."""
     import numpy as np
 
-    begin = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:begin])
+    places = _places(file, others or {})
     dtypes = {"F64": "<f8", "I64": "<i8", "BOOL": "?", "U8": "u1"}
 
     def build(node: Any) -> Any:
@@ -40,14 +40,14 @@ def values(tree: bytes, file: bytes) -> Any:
             inner = build(held)
             return {"$tuple": lambda: tuple(inner), "$deque": lambda: inner[1], "$odict": lambda: inner[0]}[tag]()
         name, kind, size = held
-        first, last = header[name]["data_offsets"]
-        whole = np.frombuffer(file[begin + first : begin + last], dtypes[header[name]["dtype"]])
-        assert header[name]["shape"] == [len(whole)] and not whole[size:].any()
+        tensor, data = places[name]
+        whole = np.frombuffer(data, dtypes[tensor["dtype"]])
+        assert tensor["shape"] == [len(whole)] and not whole[size:].any()
         found = whole[:size]
         if kind in ("float", "int", "bool"):
-            assert header[name]["dtype"] == {"float": "F64", "int": "I64", "bool": "BOOL"}[kind]
+            assert tensor["dtype"] == {"float": "F64", "int": "I64", "bool": "BOOL"}[kind]
             return found.tolist()
-        assert header[name]["dtype"] == "U8"
+        assert tensor["dtype"] == "U8"
         data = found.tobytes()
         return {"str": lambda: data.decode().split("\0"), "bytes": lambda: data, "bytearray": lambda: bytearray(data)}[
             kind
@@ -183,6 +183,32 @@ def tensors(file: bytes) -> Files:
     header.pop("__metadata__", None)
     ranges = {name: entry["data_offsets"] for name, entry in header.items()}
     return {name: file[begin + first : begin + last] for name, (first, last) in ranges.items()}
+
+
+def tensors_named(files: Mapping[int, bytes], rank: int) -> Files:
+    """The bytes of each tensor that a rank's tree may name; `files` are the ranks' tensor files of one checkpoint."""
+    others = {other: file for other, file in files.items() if other != rank}
+    return {name: data for name, (_, data) in _places(files[rank], others).items()}
+
+
+def _places(file: bytes, others: Mapping[int, bytes]) -> dict[str, tuple[dict[str, Any], bytes]]:
+    """What is said of each tensor that is in the file or, by its header, in another rank's; and its bytes."""
+
+    def entries(file: bytes) -> tuple[dict[str, Any], Files]:
+        header = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+        return header, tensors(file)
+
+    header, data = entries(file)
+    places = {name: (header[name], data[name]) for name in data}
+    for rank, names in json.loads(header.get("__metadata__", {}).get("tierd.elsewhere", "{}")).items():
+        if int(rank) not in others:
+            raise Damaged(f"tensors are said to lie in the part of rank {rank}")
+        theirs, their_data = entries(others[int(rank)])
+        for name in names:
+            if name in places or name not in their_data:
+                raise Damaged(f"{name!r} is not in the part of rank {rank}, or in two places")
+            places[name] = theirs[name], their_data[name]
+    return places
 
 
 def unfinished(spool: Path, run: str, *more: str) -> list[str]:

@@ -264,7 +264,8 @@ def load(
 
     It loads checkpoints saved through DCP and checkpoints of `Checkpointer.save`. DTensors of the latter are loaded
     onto this launch's meshes, of any shape and number of ranks. Values other than DTensors must then be the same on all
-    ranks that saved them. If as many ranks load as saved, they may differ, and each rank receives its own.
+    ranks that saved them; those that a node's ranks divided among them are. If as many ranks load as saved, they may
+    differ, and each rank receives its own.
 
     Args:
         state: as for `dcp.load`; it is loaded in place. Its names must be those of the saved state, as DCP forms them.

@@ -180,7 +180,7 @@ class Reader:
         Args:
             directory: empty or absent.
             step, attempt, best, mode: as for `restore`.
-            rank: copy this rank's files alone.
+            rank: copy this rank's files alone. Tensors that the rank left to another one of its node are not in them.
             on_progress: called with the bytes that are verified in place, and with those in all, after each chunk.
 
         Raises:
