@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, TypeVar
 
 import msgspec
@@ -176,6 +176,7 @@ class TierFiles(PartRanges):
     ) -> None:
         super().__init__(origins)
         self._tiers, self.checkpoint, self.world = tiers, checkpoint, world
+        self._locks: dict[PartId, Lock] = {}  # held while a part's manifests are read, so once
         self._copies: dict[PartId, Replicas] = {}
         # The contents that tiers claim for the part; the first one counts.
         self._contents: dict[PartId, list[Manifest]] = {}
@@ -191,19 +192,23 @@ class TierFiles(PartRanges):
         return tuple(name for name in self._tiers.stores if name in used)
 
     def manifest(self, part: PartId) -> Manifest:
-        if part not in self._contents:
-            copies = Replicas(part, self._tiers.stores)
-            self._tiers.loop.run(copies.read_manifests())
-            contents = copies.contents()
-            if not contents:
-                if not copies.defects and not copies.unavailable:
-                    raise ObjectNotFound(f"{part}: no tier has a copy")
-                raise copies.lost_error("its manifest", copies.unavailable)
-            copies.trust(contents[0])
-            self._copies[part], self._contents[part] = copies, contents
+        with self._locks.setdefault(part, Lock()):
+            if part not in self._contents:
+                self._read_manifests(part)
         manifest = self._contents[part][0]
         check_origin(manifest, self._origins)  # each time, because `try_next` may have switched to another history
         return manifest
+
+    def _read_manifests(self, part: PartId) -> None:
+        copies = Replicas(part, self._tiers.stores)
+        self._tiers.loop.run(copies.read_manifests())
+        contents = copies.contents()
+        if not contents:
+            if not copies.defects and not copies.unavailable:
+                raise ObjectNotFound(f"{part}: no tier has a copy")
+            raise copies.lost_error("its manifest", copies.unavailable)
+        copies.trust(contents[0])
+        self._copies[part], self._contents[part] = copies, contents
 
     def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
         for file, file_spans in _group_by_file(spans).items():

@@ -337,10 +337,15 @@ TENSORS = {
 }
 LAYOUT = plan_layout(TENSORS)
 HEADER = json.loads(LAYOUT.header[8:])
+ELSEWHERE = {"0": ["x", "optimizer/y"], "7": ["z"]}  # tensors in other ranks' files
 
 
 def header(noise: random.Random) -> None:
-    body = dumped(mutated(HEADER, noise, noise.randrange(1, 4)), noise)
+    described = HEADER
+    if noise.random() < 0.5:
+        text = dumped(mutated(ELSEWHERE, noise, noise.randrange(3)), noise).decode("utf-8", "replace")
+        described = {**HEADER, "__metadata__": {**HEADER["__metadata__"], "tierd.elsewhere": text}}
+    body = dumped(mutated(described, noise, noise.randrange(1, 4)), noise)
     if noise.random() < 0.5:
         body = body.ljust(-(-(8 + len(body)) // 64) * 64 - 8)
     size = len(body) if noise.random() < 0.9 else noise.choice([0, 1, 2**63, 2**64 - 1, 10**8, len(body) + 1])
@@ -351,6 +356,8 @@ def header(noise: random.Random) -> None:
     found = only(lambda: parse_layout(buffer), StateMismatch)
     if found is None:
         return
+    if found.elsewhere.keys() & found.entries.keys() or not all(0 <= rank < 10**5 for rank in found.elsewhere.values()):
+        raise Lost(f"tensors lie elsewhere and here, or on no rank: {found.elsewhere}")
     end = len(found.header)
     for name, entry in found.entries.items():
         if entry.offset != end or entry.offset + entry.nbytes > len(data):
