@@ -69,7 +69,7 @@ class Capturer:
         self._plan = None
         walk = Encoder(answers)
         root = walk.begin(state)
-        layout = self._laid_out(state, walk.tensors, optimizers)
+        layout = self._laid_out(state, walk, optimizers)
         plan = CapturePlan(walk, root, layout, self._share.forms)
         self._plan, self._training_modes = plan if walk.nodes <= self._kept_nodes else None, trains
         return self._shared(plan.capture(walk.tensors, walk.dtensors, walk.holes))
@@ -105,13 +105,12 @@ class Capturer:
         self._plan.lay_out(self._layout)
         return self._plan.capture(capture.tensors, capture.dtensors, capture._holes)
 
-    def _laid_out(
-        self, state: Mapping[str, object], tensors: Mapping[str, torch.Tensor], optimizers: list[Optimizer]
-    ) -> TensorFileLayout:
+    def _laid_out(self, state: Mapping[str, object], walk: Encoder, optimizers: list[Optimizer]) -> TensorFileLayout:
+        tensors = walk.tensors
         moved: frozenset[str] = frozenset()
         with suppress(Exception):  # for the reason given in `_optimizers_of`
             moved = names_changed_by_step(optimizers, tensors)
-        share = self._group.share(state, tensors) if self._group is not None else UNSHARED
+        share = self._group.share(state, tensors, walk.dtensors) if self._group is not None else UNSHARED
         forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if self._layout is None or forms != self._forms or moved != self._moving or share != self._share:
             own = {name: tensor for name, tensor in tensors.items() if name not in share.elsewhere}

@@ -1,7 +1,8 @@
 """Which tensors of a state are replicated, by declaration, and this rank's share of them.
 
-Declared are: a `DistributedDataParallel` module; the optimizers, schedulers and scalers of its parameters; and the
-entries that the user names. Nothing is compared, and no communication takes place.
+Declared are: a `DistributedDataParallel` module; the optimizers, schedulers and scalers of its parameters; DTensors
+along the mesh dimensions that replicate them; and the entries that the user names. Nothing is compared, and no
+communication takes place.
 
 Invariant: buffers are each rank's own, because DDP lets them differ between the ranks until the next forward (with
 `broadcast_buffers`) or for good. So are arrays and numbers beside the tensors of an entry.
@@ -9,8 +10,9 @@ Invariant: buffers are each rank's own, because DDP lets them differ between the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tierd.core.shares import divide
+from tierd.state.kinds.dtensors import ranks_with_shard
 from tierd.state.state_tree import tensor_name_of
 from tierd.state.tensor_file import UNSHARED, ReplicaShare, TensorEntry
 
@@ -45,11 +48,22 @@ class ReplicaGroup:
     node: _Ranks
     declared: frozenset[str] = frozenset()
 
-    def share(self, state: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> ReplicaShare:
-        """Return this rank's share of a state's `tensors`, which a walk has named."""
+    def share(
+        self,
+        state: Mapping[str, object],
+        tensors: Mapping[str, torch.Tensor],
+        dtensors: Sequence[tuple[str, Any]] = (),
+    ) -> ReplicaShare:
+        """Return this rank's share of a state's `tensors`, which a walk has named. Among them are the local shards of
+        `dtensors`.
+        """
         if self.world < 2:
             return UNSHARED
         entries, holders = self._holders(state, tensors)
+        for name, dtensor in dtensors if self._is_numbered_alike() else ():
+            ranks = ranks_with_shard(dtensor)
+            if len(ranks) > 1 and self.rank in ranks:
+                holders.setdefault(name, ranks)
         owners: dict[str, int] = {}
         for ranks in sorted(set(holders.values())):
             sizes = {name: tensors[name].nbytes for name, held_by in holders.items() if held_by == ranks}
@@ -114,9 +128,11 @@ class ReplicaGroup:
         group = module.process_group
         if group.size() == self.world:
             return tuple(range(self.world))
-        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world):
-            return ()  # the ranks of this run are numbered otherwise
-        return tuple(sorted(dist.get_process_group_ranks(group)))
+        return tuple(sorted(dist.get_process_group_ranks(group))) if self._is_numbered_alike() else ()
+
+    def _is_numbered_alike(self) -> bool:
+        """Whether the ranks of this run are those of `torch.distributed`."""
+        return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (self.rank, self.world)
 
 
 def _rounds(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

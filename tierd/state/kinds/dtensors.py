@@ -87,6 +87,20 @@ def placement_of(dtensor: Any) -> Placement:
     return placement
 
 
+def ranks_with_shard(dtensor: Any) -> tuple[int, ...]:
+    """Return the global ranks whose local shard of a live DTensor is the same as this rank's, in ascending order; none
+    for a rank outside the mesh.
+    """
+    mesh, placements = dtensor._spec.mesh, dtensor._spec.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    along = [
+        slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
+    ]
+    return tuple(sorted(mesh.mesh[tuple(along)].flatten().tolist()))
+
+
 def _rule(placement: Any) -> Rule:
     from torch.distributed.tensor import placement_types as kinds
 
