@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tierd.client.restoring.ranged_reader import PartRanges, Span
@@ -17,7 +18,7 @@ from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.spool.direct_io import finish_read, memory_for
 from tierd.state.single_values import path_part_text
 from tierd.state.state_tree import NAMING
-from tierd.state.tensor_file import TensorFileLayout, sibling_path
+from tierd.state.tensor_file import TensorFileLayout, parse_layout, sibling_path
 from tierd.state.tree_parser import parse_key, tree_text
 
 
@@ -59,15 +60,36 @@ def read_elsewhere(
         if names is None or name in names:
             by_rank.setdefault(rank, []).append(name)
 
-    def read(rank: int) -> tuple[str, memoryview]:
+    def whole(rank: int) -> memoryview | None:
         sibling = sibling_of(part, rank)
         check_division(files, part, sibling)
-        memory, theirs = read_header(files, sibling)
-        check_held(part, rank, theirs, *by_rank[rank])
-        files.fill(memory, list(_spans(files, sibling, theirs, by_rank[rank])))
-        return sibling_path(rank), finish_read(memory, files.span(sibling, TENSORS).length)
+        is_worth = names is None and _homed_share(files.manifest(sibling)) >= _MOSTLY
+        return files.whole_file(sibling, TENSORS) if is_worth else None
 
-    return dict(map(read, sorted(by_rank)))
+    def read(rank: int, memory: memoryview | None) -> memoryview:
+        sibling = sibling_of(part, rank)
+        if memory is not None:
+            check_held(part, rank, parse_layout(memory, sibling_path(rank)), *by_rank[rank])
+            return memory
+        image, theirs = read_header(files, sibling)
+        check_held(part, rank, theirs, *by_rank[rank])
+        files.fill(image, list(_spans(files, sibling, theirs, by_rank[rank])))
+        return finish_read(image, files.span(sibling, TENSORS).length)
+
+    ranks = sorted(by_rank)
+    with ThreadPoolExecutor(_READERS, "tierd-siblings") as pool:
+        at_hand = list(pool.map(whole, ranks))
+    return {sibling_path(rank): read(rank, memory) for rank, memory in zip(ranks, at_hand, strict=True)}
+
+
+_READERS = 2  # threads that read other ranks' files
+_MOSTLY = 0.8  # of a file's bytes; if so much of it is replicated, all of it is read, at the speed of one read
+
+
+def _homed_share(manifest: Manifest) -> float:
+    """Return how much of a tensor file's bytes other ranks hold as well."""
+    chunks = [chunk for file in manifest.files if file.path == TENSORS for chunk in file.chunks]
+    return sum(chunk.size for chunk in chunks if chunk.home is not None) / max(sum(chunk.size for chunk in chunks), 1)
 
 
 def check_written_by_save(part: PartId, paths: Collection[str]) -> None:
