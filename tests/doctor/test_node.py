@@ -42,11 +42,33 @@ def test_a_spool_with_checkpoints_is_tried_and_left_as_it_was(tmp_path: Path) ->
     assert state is not None and (state.run, state.size) == ("run", size)
     assert state.used == 2 * size
     checks = found(spool.root)
-    assert set(checks) == {"file system", "owner and mode", "spool", "O_DIRECT", "rename", "fsync", "space"}
+    assert set(checks) == {
+        "file system",
+        "owner and mode",
+        "spool",
+        "O_DIRECT",
+        "rename",
+        "fsync",
+        "space",
+        "stored once",
+    }
     assert (checks["spool"], checks["rename"]) == ("spool found", "renames")
     assert checks["space"] == "room" and checks["owner and mode"] == "private"
     assert names(tmp_path) == before
     assert spool.root.stat().st_mtime_ns == changed  # nothing was made where a daemon lists runs
+
+
+def test_doctor_notes_bytes_that_every_rank_stores(tmp_path: Path) -> None:
+    spool, alike = Spool(tmp_path / "spool"), bytes(65 << 20)
+    for rank in (0, 1):
+        commit(spool, part(1, rank=rank, world=2), {"tensors.safetensors": alike, "state.json": b"%d" % rank})
+    assert found(spool.root)["stored once"] == "stored by each"
+    spool.remove(spool.parts())
+    for rank in (0, 1):
+        commit(
+            spool, part(2, rank=rank, world=2), {"tensors.safetensors": bytes([rank]) * len(alike), "state.json": b"{}"}
+        )
+    assert found(spool.root)["stored once"] == "stored once"
 
 
 def test_a_spool_that_is_not_there_is_not_made(tmp_path: Path) -> None:

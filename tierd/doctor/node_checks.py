@@ -26,7 +26,9 @@ from tierd.core.diagnosis.findings import NODE, Finding, finding
 from tierd.core.diagnosis.machine_findings import Ownership, Space
 from tierd.core.errors import DaemonAbsent, TierdError, VersionMismatch
 from tierd.core.ids import CheckpointId
+from tierd.core.manifest import TENSORS
 from tierd.core.retention.policy import parse_duration
+from tierd.core.shares import stored_by_all
 from tierd.ipc import message_codec, messages
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.arena import Arena, limited_groups
@@ -37,6 +39,7 @@ from tierd.threads import command_output
 
 _WRITE_BYTES = 16 << 20  # bytes
 _LEFT_S = 3600.0  # a doctor that was killed has left its directory
+_MUCH = 64 << 20  # bytes that are worth storing once
 _MAX_CHECKPOINTS = 100  # checkpoints of a run whose sizes are added up
 
 
@@ -44,12 +47,14 @@ _MAX_CHECKPOINTS = 100  # checkpoints of a run whose sizes are added up
 class StateSize:
     """The largest state that the spool knows: of all of this node's ranks together, in bytes.
 
-    `size` is that of its newest checkpoint, `used` that of all checkpoints of its run.
+    `size` is that of its newest checkpoint, `used` that of all checkpoints of its run. `repeated` are the bytes of the
+    newest one that each of several ranks stores, the same and undeclared; None if only one rank saves here.
     """
 
     run: str
     size: int
     used: int
+    repeated: int | None = None
 
 
 def examine_spool(root: Path, keep_last: int, state: StateSize | None) -> Iterator[Finding]:
@@ -83,6 +88,10 @@ def examine_spool(root: Path, keep_last: int, state: StateSize | None) -> Iterat
             keep_last=keep_last,
         )
     )
+    if state is not None and state.repeated is not None:
+        name = "stored by each" if state.repeated >= _MUCH else "stored once"
+        megabytes = f"{state.repeated / 1e6:.0f} MB of the newest checkpoint of {state.run}"
+        yield finding(NODE, name, f"{megabytes} are the same on all ranks of this node, and stored by each")
 
 
 def nearest_existing(root: Path) -> Path:
@@ -180,9 +189,10 @@ def largest_state(root: Path) -> StateSize | None:
     with suppress(OSError, TierdError):
         spool = Spool(root, write=False)
         for run in spool.runs():
-            sizes = [_size(spool, checkpoint) for checkpoint in spool.newest(run, _MAX_CHECKPOINTS)]
+            newest = spool.newest(run, _MAX_CHECKPOINTS)
+            sizes = [_size(spool, checkpoint) for checkpoint in newest]
             if sizes and sizes[0]:
-                states.append(StateSize(run, sizes[0], sum(sizes)))
+                states.append(StateSize(run, sizes[0], sum(sizes), _repeated_bytes(spool, newest[0])))
     return max(states, key=lambda state: state.size, default=None)
 
 
@@ -192,6 +202,14 @@ def _size(spool: Spool, checkpoint: CheckpointId) -> int:
         with suppress(TierdError):  # a manifest that is damaged, or of a newer version
             total += spool.manifest(part).size
     return total
+
+
+def _repeated_bytes(spool: Spool, checkpoint: CheckpointId) -> int | None:
+    manifests = [spool.manifest(part) for part in sorted(spool.parts_of(checkpoint))]
+    if len(manifests) < 2:
+        return None
+    files = [file for file in manifests[0].files if file.path == TENSORS]
+    return sum(end - begin for file in files for begin, end in stored_by_all(file, manifests[1:]))
 
 
 _LIMITS = {

@@ -21,6 +21,7 @@ CHECKS: dict[str, str] = {
     "fsync": "A checkpoint counts as durable when the disk has confirmed it.",
     "owner and mode": "A spool holds model weights. A daemon serves only its owner, and trusts nobody else's files.",
     "space": "The spool holds keep_last checkpoints and the one that is being written.",
+    "stored once": "What is the same on all ranks of a node is stored once if it is declared.",
     "memfd": "A trainer hands its snapshot to the daemon as shared memory.",
     "memory": "A snapshot takes one state's size of memory, and the daemon up to 0.5 GiB.",
     "limits": "The daemon uses a thread for each connection of a trainer, and up to 64 for each tier.",
@@ -107,6 +108,13 @@ FINDINGS: dict[str, FindingKind] = {
     "room too small": FindingKind("space", "error", "Use a larger disk, or a lower keep_last for the spool."),
     "state unknown": FindingKind(
         "space", "unknown", "Run doctor again after the first save, which tells the state's size."
+    ),
+    "stored once": FindingKind("stored once", "ok"),
+    "stored by each": FindingKind(
+        "stored once",
+        "note",
+        "If it always is the same, name the entries: tierd.Checkpointer(…, replicated=('model', 'optimizer')); the log "
+        "of rank 0 has their names.",
     ),
     "shared memory": FindingKind("memfd", "ok"),
     "no shared memory": FindingKind(
