@@ -24,7 +24,7 @@ import zstandard
 
 from tierd.bench.report_page import markdown_table, write_result
 from tierd.core.config import Config, TierConfig
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import CHUNK_SIZE, TENSORS, Chunk, File, Manifest, StoredChunk
 from tierd.core.manifest_codec import encode
 from tierd.core.planning.copies import ManifestFacts
@@ -55,7 +55,7 @@ def manifest(part: PartId, size: int) -> Manifest:
     chunks = []
     for number, left in enumerate(range(size, 0, -CHUNK_SIZE)):
         raw, stored = noise[64 * number :][:32], noise[64 * number + 32 :][:32]
-        key = f"chunks/{part.checkpoint.name}/{part.rank:05}/{raw}.zst"
+        key = chunk_key(part, raw, "zst")
         held = min(left, CHUNK_SIZE)
         lies = StoredChunk(codec="zst", size=int(held * 0.84), xxh3_128=stored, key=key, checked="crc64nvme")
         chunks.append(Chunk(size=held, xxh3_128=raw, stored=lies))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -38,6 +39,7 @@ HERE = Path(__file__).parent / "format"
 V1 = HERE / "v1"
 PLANES = HERE / "v1-planes"  # a tier whose one checkpoint shows the codec `planes`; see make_v1_planes.py
 PATCHES = HERE / "v3-patches"  # a tier whose one checkpoint is stored as patches; see make_v3_patches.py
+V4 = HERE / "v4"  # a tier and a spool of two ranks that hold the same tensors; see make_v4.py
 TIER = V1 / "tier"
 FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
@@ -155,6 +157,37 @@ async def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path
     assert {name: bytes(data) for name, data in spool.read(part, spool.manifest(part)).items()} == maker.contents(300)
 
 
+async def test_a_tier_and_a_spool_of_version_4_are_read_and_verified(tmp_path):
+    maker, store = _maker("make_v4"), FileStore(V4 / "tier")
+    for step, rank in itertools.product(maker.STEPS, range(maker.WORLD)):
+        part, spool = maker.part(step, rank), Spool(tmp_path / f"{step} {rank}")
+        await fetch(spool, part, {"tier": store})
+        assert {name: bytes(data) for name, data in spool.read(part, spool.manifest(part)).items()} == maker.contents(
+            step, rank
+        )
+    await store.aclose()
+    shutil.copytree(V4 / "spool", tmp_path / "spool")
+    part, spool = maker.part(300, 1), Spool(tmp_path / "spool")
+    manifest = spool.manifest(part)
+    assert {name: bytes(data) for name, data in spool.read(part, manifest).items()} == maker.contents(300, 1)
+    assert [chunk.home for chunk in manifest.chunks()].count(0) == 4
+
+
+def test_fixture_of_version_4_has_every_form_of_a_key():
+    """Of the own rank and of a home, of an older checkpoint, in the old form, and of a patch and its base."""
+    maker = _maker("make_v4")
+    part = maker.part(300, 1)
+    manifest = decode((V4 / "tier" / part.manifest_key).read_bytes(), part)
+    keys = [(stored.key, chunk.home) for chunk in manifest.chunks() for stored in chunk.objects()]
+    assert {(key.split("/")[1][-1], key.split("/")[-3][:12], key.split("/")[-2], home) for key, home in keys} == {
+        ("d", "000000000100", "00001", None),
+        ("0", "000000000200", "00000", 0),
+        ("0", "000000000300", "00000", 0),
+        ("1", "000000000300", "00001", None),
+    }
+    assert sum(chunk.stored.base is not None for chunk in manifest.chunks()) == 1
+
+
 def test_packed_runs_are_read():
     pytest.importorskip("torch")
     from support.exact import described
@@ -251,6 +284,11 @@ def test_the_same_input_is_still_written_as_the_same_bytes(tmp_path, monkeypatch
             assert _without_packing(new[name]) == _without_packing(old[name])
         else:
             assert new[name] == old[name], name
+
+
+def test_same_replicated_bytes_are_still_written_as_the_same_objects(tmp_path):
+    _maker("make_v4").build(tmp_path)
+    assert tree(tmp_path) == tree(V4)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -375,6 +413,32 @@ def test_the_documented_program_reads_patches(by_hand):
     status, output, wrote = by_hand(PATCHES)
     assert (status, output) == (0, f"restored {maker.PARTS[-1].checkpoint.name}\n")
     assert wrote == {f"00000-of-00001/{name}": data for name, data in maker.contents(300).items()}
+
+
+def test_documented_program_reads_chunks_of_several_ranks(by_hand):
+    maker = _maker("make_v4")
+    status, output, wrote = by_hand(V4 / "tier")
+    assert (status, output) == (0, f"restored {maker.part(300, 0).checkpoint.name}\n")
+    assert wrote == {
+        f"{rank:05}-of-00002/{name}": data for rank in range(2) for name, data in maker.contents(300, rank).items()
+    }
+
+
+def test_documented_program_decrypts_chunks_of_several_ranks(tmp_path):
+    (tmp_path / "tier").mkdir()
+    plain, secret = tree(V4 / "tier"), bytes(range(32))
+
+    async def encrypt() -> None:
+        store = EncryptedStore(FileStore(tmp_path / "tier"), EncryptionKey(secret))
+        for key, data in plain.items():
+            await store.put(key, data)
+        assert {info.key async for info in store.scan("demo/chunks/")} == {key for key in plain if "/chunks/" in key}
+        await store.aclose()
+
+    asyncio.run(encrypt())
+    assert not {name for name in tree(tmp_path / "tier") if "/chunks/" in name} & plain.keys()
+    status, output, decrypted_tier = decrypted(tmp_path / "tier", tmp_path, secret.hex())
+    assert (status, output) == (0, "") and tree(decrypted_tier) == plain
 
 
 @pytest.mark.parametrize(

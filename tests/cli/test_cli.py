@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.chunk_keys import chunk_files
 
 import tierd
 from tierd.cli import run
 from tierd.cli.command_runtime import Meter
 from tierd.core.config import from_urls
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import PATCHED
+from tierd.core.manifest import VERSION
 from tierd.core.manifest_codec import decode, seal
 from tierd.core.planning.inventory import Inventory
 from tierd.daemon.daemon_service import open_tiers
@@ -64,7 +65,7 @@ def flip(path: Path, where: int = -10) -> None:
 
 
 def a_chunk(tier: Path, step: int) -> Path:
-    return next(path for path in sorted(tier.glob(f"r/chunks/{step:012}.*/*/*")) if path.stat().st_size > 500)
+    return next(path for path in chunk_files(tier, "r", step) if path.stat().st_size > 500)
 
 
 def test_ls_shows_every_copy(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +244,7 @@ def test_prune(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert run(["pin", "r", "10", str(tier)]) == 0
     assert run(["prune", str(tier), "--keep-last", "1"]) == 0
     assert sorted(path.name[:12] for path in tier.glob("r/manifests/*")) == ["000000000010", "000000000030"]
-    assert sorted(path.name[:12] for path in tier.glob("r/chunks/*")) == ["000000000010", "000000000030"]
+    assert sorted({path.parents[1].name[:12] for path in chunk_files(tier, "r")}) == ["000000000010", "000000000030"]
     assert run(["unpin", "r", "10", str(tier)]) == 0
     assert run(["prune", str(tier), "--keep-last", "1"]) == 0
     assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
@@ -418,10 +419,10 @@ def test_command_line_without_the_daemons_packages_names_the_package_to_install(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {PATCHED}\n"
+    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {VERSION}\n"
     assert run(["--version", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": PATCHED}
+    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": VERSION}
 
 
 @pytest.mark.parametrize("line", [[], ["--json"], ["--json", "advise"]])

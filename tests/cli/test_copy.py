@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.chunk_keys import chunk_files
 from support.doubles import damage
 from support.waiting import wait_until
 from support.world import RUN, commit, content, part
@@ -83,7 +84,7 @@ def test_a_copied_tier_has_an_identity_of_its_own_and_is_not_copied_to_itself(ti
 
 def test_copy_names_corrupt_checkpoint_and_copies_the_others(tiers, capsys) -> None:  # type: ignore[no-untyped-def]
     source, target = tiers
-    damage(next(Path(source).glob(f"{RUN}/chunks/{3:012}.*/*/*")), "flip")
+    damage(chunk_files(Path(source), RUN, 3)[0], "flip")
     assert run(["copy", source, target, "--run", RUN]) == 5
     said = capsys.readouterr()
     assert "corrupt: step 3 " in said.err and "4 checkpoints" in said.out
@@ -118,10 +119,10 @@ def test_a_process_that_is_killed_costs_nothing(tiers, tmp_path: Path, capsys) -
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     chance = random.Random(7)
     for _ in range(KILLS):
-        wanted = len(list(Path(target).rglob("*/chunks/*/*/*"))) + chance.randrange(1, 90)
+        wanted = len(list(Path(target).rglob("*/chunks/*/*/*/*"))) + chance.randrange(1, 90)
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(
-            lambda: len(list(Path(target).rglob("*/chunks/*/*/*"))) >= wanted or process.poll() is not None,  # noqa: B023
+            lambda: len(list(Path(target).rglob("*/chunks/*/*/*/*"))) >= wanted or process.poll() is not None,  # noqa: B023
             pause_s=0.001,
         )
         process.send_signal(signal.SIGKILL)

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from support.chunk_keys import chunk_files
 from support.doubles import damage
 from support.world import RUN, commit, content, part
 
@@ -82,7 +83,7 @@ def test_with_the_key_everything_works(tier, key, tmp_path, capsys) -> None:
 
 
 def test_verify_detects_a_damaged_encrypted_checkpoint_and_restore_passes_over_it(tier, key, tmp_path, capsys) -> None:
-    for path in Path(tier).glob(f"{RUN}/chunks/000000000002.*/*/*"):
+    for path in chunk_files(Path(tier), RUN, 2):
         damage(path, "flip")
     assert run(["verify", tier, "--key-file", key]) == 5
     assert f"not what key {ID} encrypted" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chunk_keys import old_chunk_key
 
 from tierd.core import ids
 from tierd.core.errors import ConfigError, StepRefused
@@ -85,7 +86,22 @@ def test_names_and_keys_are_each_others_inverse(part):
     assert ids.pin_key(own) == ids.pins_prefix(own.run) + own.name
     key = ids.chunk_key(part, "0" * 32, "zst")
     assert f"{own.run}/{key}".startswith(ids.chunks_prefix(own.run))
-    assert key == f"chunks/{own.name}/{part.rank:05}/{'0' * 32}.zst"
+    assert key == f"chunks/{part.rank % 16:x}/{own.name}/{part.rank:05}/{'0' * 32}.zst"
+    for form in (key, ids.chunk_key(part, "0" * 32, "zst", 17), old_chunk_key(part, "0" * 32, "zst")):
+        name = ids.ChunkName.parse(form)
+        assert (name.checkpoint, name.digest, name.codec) == (own.name, "0" * 32, "zst")
+        assert ids.chunk_owner(own.run, form) == own
+        group = ids.chunk_group(own.run, f"{own.run}/{form}")
+        assert group in ids.chunk_groups(own) and ids.group_owner(own.run, group) == own
+    assert ids.chunk_groups(own) == sorted(ids.chunk_groups(own))
+    assert ids.ChunkName.parse(key).rank == part.rank and not ids.ChunkName.parse(key).is_old
+
+
+@pytest.mark.parametrize(
+    "key", ["chunks", f"chunks/00/000000000001.{A}/00000/x", f"chunks/g/000000000001.{A}/0/x", "x"]
+)
+def test_a_key_that_is_no_chunks_has_no_owner(key):
+    assert ids.chunk_owner("r", key) is None and ids.ChunkName.parse(key) is None
 
 
 @given(st.lists(st.builds(CheckpointId, st.just("r"), attempts, st.integers(0, MAX_STEP)), max_size=8))

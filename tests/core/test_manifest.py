@@ -12,12 +12,14 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chunk_keys import old_chunk_key
 from support.seeds import examples
 
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import (
     CHUNK_SIZE,
+    FIRST,
     MAX_CHUNK_SIZE,
     MAX_FILES,
     MAX_METRICS,
@@ -45,7 +47,7 @@ KEY = chunk_key(PART, DIGEST, "zst")
 def manifest(**changes) -> Manifest:
     chunk = Chunk(size=5, xxh3_128=DIGEST, stored=StoredChunk(codec="zst", size=4, xxh3_128=DIGEST, key=KEY))
     plain = Manifest(
-        version=1,
+        version=VERSION,
         run="run",
         step=200,
         attempt=ATTEMPT,
@@ -130,7 +132,7 @@ def test_every_metric_survives_encoding_nan_and_infinities_included(metrics):
         assert found[name] == value or (math.isnan(found[name]) and math.isnan(value))
 
 
-def test_members_that_a_later_version_1_adds_are_ignored():
+def test_members_that_a_later_release_adds_are_ignored():
     future = with_chunk(later=[{"x": None}]) | {"added": {"deep": [1, 2.5, "x"]}, "resumed_from": None}
     future["files"][0]["mode"] = 0o644
     assert decode(seal(future), PART) == manifest(resumed_from=None)
@@ -305,10 +307,50 @@ def test_intact_manifest_under_another_name_is_refused(other):
         decode(encode(manifest()), other)
 
 
-def test_a_borrowed_chunk_of_an_older_checkpoint_of_the_same_rank_is_fine():
-    older = PartId(CheckpointId("run", EARLIER, 100), 1, 2)
-    key = chunk_key(older, DIGEST, "zst")
-    assert decode(seal(with_stored(key=key))).files[0].chunks[0].stored.key == key
+OLDER = PartId(CheckpointId("run", EARLIER, 100), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("version", "key", "home"),
+    [
+        (VERSION, chunk_key(OLDER, DIGEST, "zst"), None),
+        (VERSION, chunk_key(OLDER, DIGEST, "zst", 99), None),  # of a launch of more ranks
+        (VERSION, chunk_key(OLDER, DIGEST, "zst", 99), 0),
+        (VERSION, old_chunk_key(OLDER, DIGEST, "zst"), None),
+        (VERSION, old_chunk_key(OLDER, DIGEST, "zst"), 0),
+        (VERSION, old_chunk_key(PART, DIGEST, "zst"), None),  # a repair has moved another chunk of an old manifest
+        (VERSION, chunk_key(PART, DIGEST, "zst", 0), 0),
+        (VERSION, chunk_key(PART, DIGEST, "zst"), 1),
+        (FIRST, old_chunk_key(PART, DIGEST, "zst"), None),
+        (PATCHED, old_chunk_key(OLDER, DIGEST, "zst"), None),
+    ],
+)
+def test_keys_of_the_part_of_its_homes_and_of_older_checkpoints_are_taken(version, key, home):
+    form = with_chunk(home=home) if home is not None else members()
+    form["files"][0]["chunks"][0]["stored"]["key"] = key
+    chunk = decode(seal(form | {"version": version})).files[0].chunks[0]
+    assert (chunk.stored.key, chunk.home) == (key, home)
+
+
+@pytest.mark.parametrize(
+    ("version", "key", "home", "why"),
+    [
+        (VERSION, chunk_key(PART, DIGEST, "zst", 0), None, "no key of a chunk of rank 1"),
+        (VERSION, KEY, 0, "no key of a chunk of rank 0"),
+        (VERSION, chunk_key(PART, DIGEST, "zst", 2), 2, "home 2"),
+        (VERSION, old_chunk_key(PART, DIGEST, "zst").replace("/00001/", "/00000/"), 0, "no key"),
+        (VERSION, KEY.replace("chunks/1/", "chunks/2/"), None, "no key"),
+        (VERSION, chunk_key(OLDER, DIGEST, "zst").replace("chunks/1/", "chunks/01/"), None, "no key"),
+        (FIRST, KEY, None, "no key"),
+        (PATCHED, chunk_key(OLDER, DIGEST, "zst"), None, "no key"),
+        (FIRST, old_chunk_key(PART, DIGEST, "zst"), 1, "home 1, in version 1"),
+    ],
+)
+def test_keys_that_no_writer_of_the_version_makes_are_refused(version, key, home, why):
+    form = with_chunk(home=home) if home is not None else members()
+    form["files"][0]["chunks"][0]["stored"]["key"] = key
+    with pytest.raises(ManifestError, match=why):
+        decode(seal(form | {"version": version}))
 
 
 @pytest.mark.parametrize(
@@ -321,24 +363,24 @@ def test_ordinary_paths_are_taken(path):
 # -- patches ----------------------------------------------------------------------------------------------------------
 
 
-def _stored(number: int, codec: str = "raw", **more: object) -> dict[str, object]:
+def _stored(number: int, codec: str = "raw", *, old: bool = False, **more: object) -> dict[str, object]:
     name = f"{number:032x}"
-    key = f"chunks/{PART.checkpoint.name}/{PART.rank:05}/{name}.{codec}"
+    key = (old_chunk_key if old else chunk_key)(PART, name, codec)
     return {"size": 10, "xxh3_128": name, "stored": {"codec": codec, "size": 9, "xxh3_128": name, "key": key, **more}}
 
 
-def _patch(number: int, base: object) -> dict[str, object]:
-    return _stored(number, f"patch{number:011x}", base=base)
+def _patch(number: int, base: object, *, old: bool = False) -> dict[str, object]:
+    return _stored(number, f"patch{number:011x}", old=old, base=base)
 
 
-def _long(patches: int) -> dict[str, object]:
-    entry = _stored(0)
+def _long(patches: int, *, old: bool = False) -> dict[str, object]:
+    entry = _stored(0, old=old)
     for number in range(patches):
-        entry = _patch(number + 1, entry)
+        entry = _patch(number + 1, entry, old=old)
     return entry
 
 
-def _of_patches(chunk: dict[str, object], version: int = PATCHED) -> bytes:
+def _of_patches(chunk: dict[str, object], version: int = VERSION) -> bytes:
     return seal(members(version=version, files=[{"path": "table", "size": 10, "chunks": [chunk]}]))
 
 
@@ -346,18 +388,20 @@ def test_a_patch_names_its_bases_down_to_a_whole_chunk():
     found = decode(_of_patches(_long(MAX_PATCHES)), PART)
     assert len(list(found.objects())) == MAX_PATCHES + 1
     assert decode(encode(found), PART) == found
+    old = decode(_of_patches(_long(MAX_PATCHES, old=True), PATCHED), PART)
+    assert old.directories == {f"chunks/{PART.checkpoint.name}/00001/"}
 
 
 @pytest.mark.parametrize(
     ("chunk", "version", "why"),
     [
-        (_stored(1, "patch00000000000"), PATCHED, "no stored base"),
-        (_patch(1, {"size": 10, "xxh3_128": f"{2:032x}"}), PATCHED, "no stored base"),
-        (_stored(1, "raw", base=_stored(2)), PATCHED, "is no patch, and has a base"),
-        (_patch(1, {**_stored(2), "size": 11}), PATCHED, "has 11 bytes, not 10"),
-        (_patch(1, _stored(2, "raw", key="chunks/elsewhere")), PATCHED, "is no key"),
-        (_long(MAX_PATCHES + 1), PATCHED, f"more than {MAX_PATCHES} patches"),
-        (_long(1), VERSION, "is a patch, in a manifest of version 1"),
+        (_stored(1, "patch00000000000"), VERSION, "no stored base"),
+        (_patch(1, {"size": 10, "xxh3_128": f"{2:032x}"}), VERSION, "no stored base"),
+        (_stored(1, "raw", base=_stored(2)), VERSION, "is no patch, and has a base"),
+        (_patch(1, {**_stored(2), "size": 11}), VERSION, "has 11 bytes, not 10"),
+        (_patch(1, _stored(2, "raw", key="chunks/elsewhere")), VERSION, "is no key"),
+        (_long(MAX_PATCHES + 1), VERSION, f"more than {MAX_PATCHES} patches"),
+        (_long(1, old=True), FIRST, "is a patch, in a manifest of version 1"),
     ],
     ids=["without", "unstored", "of a whole chunk", "of another size", "elsewhere", "too many", "version 1"],
 )
@@ -369,7 +413,7 @@ def test_a_patch_that_nobody_could_read_is_refused(chunk, version, why):
 # -- other versions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [2, 4, 10**6])
+@pytest.mark.parametrize("version", [2, 5, 10**6])
 def test_a_newer_format_is_too_new_and_not_corrupt(version):
     """Whatever else it holds: only `version` and the seal are promised."""
     for found in (members(version=version), {"version": version}, {"version": version, "files": "elsewhere"}):
@@ -386,7 +430,7 @@ def test_a_damaged_newer_format_is_corrupt():
         decode(bytes(data))
 
 
-FIRST = """
+MANY_THREADS = """
 import os, sys, threading
 from tierd.core.manifest import VERSION, Manifest
 from tierd.core.manifest_codec import encode
@@ -411,5 +455,5 @@ print(died)
 
 def test_first_manifests_of_a_process_may_be_encoded_by_several_threads():
     """A daemon that takes over two ranks' first snapshots at once: some of these died of SIGSEGV."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "0\n"

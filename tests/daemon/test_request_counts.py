@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 from daemon.transfer.test_relay import daemon as of_tiers
+from support.chunk_keys import owner_name
 from support.doubles import Counting, Double, contents, is_chunk
 from support.waiting import until
 from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, steps_on
 
 from tierd.core.errors import ManifestError
-from tierd.core.ids import IDENTITY_KEY, chunks_prefix, retention_key
+from tierd.core.ids import IDENTITY_KEY, chunk_directory, retention_key
 from tierd.core.retention.policy import RetentionPolicy, StoredRetention, encode_policy
 from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.reconciler import Reconciler
@@ -111,7 +112,7 @@ async def test_prune_reads_each_survivor_once_and_the_next_prune_reads_none_of_t
         assert (await prune(store, [part(step).checkpoint], manifest_index=known)).deleted
         pages = store.pages
         listed, found = pages((left + 1) * ranks), store.taken()
-        chunks = pages(ranks * C + 1)  # the first of the next checkpoint ends the listing
+        chunks = pages((left + 1) * ranks * C)  # under each prefix, up to a page of other checkpoints is passed
         assert found.pop("GET", 0) == (checkpoints * ranks if step == 0 else 0)
         assert found.pop("LIST") == 3 + listed * (2 if step == 0 else 1) + chunks
         assert found == {"PUT": 1, "DELETE": 3}
@@ -186,7 +187,7 @@ async def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and
     await converge(spool, {"tier": store}, **options)
     async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
         await settle(daemon)
-        names = {key.split("/")[2] for key in await contents(store) if is_chunk(key)}
+        names = {owner_name(key) for key in await contents(store) if is_chunk(key)}
         assert names == {part(step).checkpoint.name for step in range(2)}  # one is kept, and what it borrows
         pruned = daemon.journal.counters["pruned"]
         daemon.tiers._observers["tier"]._listed.clear()  # as after ten minutes
@@ -297,7 +298,7 @@ def test_another_tier_that_wants_a_checkpoint_is_asked_for_each_part_once(spool)
 
     asked = asyncio.run(work())
     manifests = [("get", part(1, rank=rank, world=2).manifest_key) for rank in (0, 1)]
-    chunks = [("scan", f"{chunks_prefix(RUN)}{part(1).checkpoint.name}/{rank:05}/") for rank in (0, 1)]
+    chunks = [("scan", f"{RUN}/{chunk_directory(part(1).checkpoint, rank)}") for rank in (0, 1)]
     assert sorted(asked) == sorted([*manifests, *chunks])
 
 

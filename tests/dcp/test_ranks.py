@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from support import dcp_ranks
+from support.chunk_keys import chunk_files
 from support.world import Daemon, corrupt
 from torch.distributed import checkpoint as dcp
 
@@ -109,7 +110,7 @@ def test_ranks_that_read_their_own_step_back_together(cluster, name):
     cluster.run(2, dcp_ranks.save_each_alone, nodes, [4, 5])
     cluster.settle()
     [bad] = [one for one in cluster.parts() if (one.checkpoint.step, one.rank) == (5, 1)]
-    for chunk in (cluster.tier / f"run/chunks/{bad.checkpoint.name}/00001").iterdir():
+    for chunk in chunk_files(cluster.tier, "run", bad.checkpoint.step, rank=1):
         corrupt(chunk)
     corrupt(cluster.daemons[0].spool.path(bad) / name)
     loaded = cluster.run(2, dcp_ranks.load_each_alone, nodes)
@@ -131,7 +132,7 @@ def test_where_one_ranks_part_is_corrupt_all_step_back_and_say_whose(cluster, ho
     cluster.run(2, dcp_ranks.save_spread, cluster.nodes(2), [1, 2], how)
     cluster.settle()
     [bad] = [one for one in cluster.parts() if (one.checkpoint.step, one.rank) == (2, 1)]
-    chunks = (cluster.tier / f"run/chunks/{bad.checkpoint.name}/00001").iterdir()
+    chunks = chunk_files(cluster.tier, "run", bad.checkpoint.step, rank=1)
     chunk = max(chunks, key=lambda one: one.stat().st_size)
     corrupt(chunk)
     reasons = set()
@@ -183,7 +184,7 @@ def test_ranks_without_a_process_group_step_back_together(cluster):
     cluster.run(2, dcp_ranks.save_two, nodes)
     cluster.settle()
     [bad] = [one for one in cluster.parts() if (one.checkpoint.step, one.rank) == (2, 1)]
-    for chunk in (cluster.tier / f"run/chunks/{bad.checkpoint.name}/00001").iterdir():
+    for chunk in chunk_files(cluster.tier, "run", bad.checkpoint.step, rank=1):
         corrupt(chunk)
     corrupt(cluster.daemons[0].spool.path(bad) / "__1_0.distcp")
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

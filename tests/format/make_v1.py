@@ -10,6 +10,7 @@ bytes written today are still the same.
 Every file is cut at 4,096 bytes instead of 64 MiB, so that small files have several chunks. The tensor file's header
 compresses (codec `zst`), its data is noise (codec `raw`). Nothing here depends on a clock, a seed of the system or a
 generator that a library could change: the numbers are SHAKE-256 of a name.
+Keys of chunks are in the form of this version; later ones have another.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
+from support.chunk_keys import old_chunk_key
 from support.state_files import copy_into, flatten, plan_layout
 
 from tierd.codec import chunk_codec
-from tierd.core.ids import CheckpointId, PartId, chunk_key, pin_key
+from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.manifest import Chunk, File, Manifest, Origin, StoredChunk, metrics_to_json
 from tierd.core.manifest_codec import encode
 from tierd.spool import file_io
@@ -105,9 +108,9 @@ def _put(home: Path, part: PartId, file: File, data: bytes, there: dict[str, Sto
         offset += chunk.size
         if chunk.xxh3_128 not in there:
             encoded = chunk_codec.encode(part, chunk, raw)
-            assert encoded.stored.key == chunk_key(part, chunk.xxh3_128, encoded.stored.codec)
-            _write(home / encoded.stored.key, bytes(encoded.data))
-            there[chunk.xxh3_128] = encoded.stored
+            key = old_chunk_key(part, chunk.xxh3_128, encoded.stored.codec)
+            _write(home / key, bytes(encoded.data))
+            there[chunk.xxh3_128] = msgspec.structs.replace(encoded.stored, key=key)
         chunks.append(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=there[chunk.xxh3_128]))
     return File(path=file.path, size=file.size, chunks=tuple(chunks))
 

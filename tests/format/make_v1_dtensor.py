@@ -20,6 +20,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from support.chunk_keys import old_chunk_key
+
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest
@@ -128,8 +131,10 @@ def _put(home: Path, part: PartId, file: File, data: bytes) -> File:
     chunks: list[Chunk] = []
     for chunk, begin in zip(file.chunks, ends, strict=False):
         encoded = chunk_codec.encode(part, chunk, data[begin : begin + chunk.size])
-        _write(home / encoded.stored.key, bytes(encoded.data))
-        chunks.append(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=encoded.stored))
+        key = old_chunk_key(part, chunk.xxh3_128, encoded.stored.codec)
+        _write(home / key, bytes(encoded.data))
+        stored = msgspec.structs.replace(encoded.stored, key=key)
+        chunks.append(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored))
     return File(path=file.path, size=file.size, chunks=tuple(chunks))
 
 

@@ -13,7 +13,9 @@ import hashlib
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from support.chunk_keys import old_chunk_key
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
@@ -56,8 +58,11 @@ def build(root: Path) -> None:
     files = []
     for name, data in contents().items():
         found = chunk_codec.encode(PART, Chunk(size=len(data), xxh3_128=digest(data)), data)
-        files.append(File(path=name, size=len(data), chunks=(found.chunk,)))
-        _write(root / "demo" / found.stored.key, bytes(found.data))
+        stored = msgspec.structs.replace(
+            found.stored, key=old_chunk_key(PART, found.chunk.xxh3_128, found.stored.codec)
+        )
+        files.append(File(path=name, size=len(data), chunks=(msgspec.structs.replace(found.chunk, stored=stored),)))
+        _write(root / "demo" / stored.key, bytes(found.data))
     manifest = Manifest(
         version=1,
         run="demo",

@@ -5,7 +5,7 @@ tier whose run `demo` had three checkpoints of a table of rows. Each save change
 as patches of patches of the first one's chunks. The first two checkpoints were deleted since: of them only the objects
 are left that the third one needs. `tests/test_format.py` reads it.
 
-The numbers are SHAKE-256 of a name.
+The numbers are SHAKE-256 of a name. Keys of chunks and the names of patches are in the form of this version.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+from support.chunk_keys import old_chunk_key
+
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest
+from tierd.core.manifest import PATCHED, Chunk, File, Manifest
 from tierd.core.manifest_codec import encode
 from tierd.spool.file_io import digest
 
@@ -49,17 +52,18 @@ def build(root: Path) -> None:
             if before and before[number][1] == raw:
                 chunks.append(before[number])
                 continue
-            found = (
-                chunk_codec.encode_patch(part, chunk, raw, *before[number], f"{part.checkpoint.step:011x}")
-                if before
-                else None
-            )
+            found = chunk_codec.encode_patch(part, chunk, raw, *before[number]) if before else None
+            codec = f"patch{part.checkpoint.step:011x}" if found else None
             found = found or chunk_codec.encode(part, chunk, raw)
-            _write(root / "demo" / found.stored.key, bytes(found.data))
-            chunks.append((found.chunk, raw))
+            codec = codec or found.stored.codec
+            key = old_chunk_key(part, chunk.xxh3_128, codec)
+            stored = msgspec.structs.replace(found.stored, codec=codec, key=key)
+            _write(root / "demo" / key, bytes(found.data))
+            chunks.append((msgspec.structs.replace(found.chunk, stored=stored), raw))
         before = chunks
     files = (File(path=name, size=SIZE, chunks=tuple(chunk for chunk, _ in before)),)
-    manifest = Manifest.of(part, None, {}, datetime(2026, 11, 26, tzinfo=UTC), "0.2.0").with_files(files)
+    manifest = Manifest.of(part, None, {}, datetime(2026, 11, 26, tzinfo=UTC), "0.2.0", files)
+    manifest = msgspec.structs.replace(manifest, version=PATCHED)
     _write(root / part.manifest_key, encode(manifest))
     named = {root / "demo" / stored.key for stored in manifest.objects()}
     for path in (root / "demo" / "chunks").rglob("*"):

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from support.timed import QUICK
 
 from tierd.core.config import Config, TierConfig
@@ -64,8 +65,10 @@ def commit(
     origin: CheckpointId | None = None,
     metrics: Mapping[str, float] | None = None,
     created: str | None = None,
+    homes: Mapping[str, int] | None = None,
 ) -> dict[str, bytes]:
-    """Commit a part as a trainer would; what its files hold. `created`: what its node's clock says, RFC 3339."""
+    """Commit a part as a trainer would; what its files hold. `created`: what its node's clock says, RFC 3339. `homes`:
+    by a file that several ranks hold, the lowest of these."""
     if files is None:
         files = content(which.checkpoint.step, int(which.checkpoint.attempt[-8:]), which.rank)
     step = which.checkpoint.step
@@ -74,7 +77,11 @@ def commit(
         written = []
         for name, data in sorted(files.items()):
             (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
-            written.append(write_file(stage.path / name, name, data, CHUNK))
+            file = write_file(stage.path / name, name, data, CHUNK)
+            if homes and name in homes:
+                chunks = tuple(msgspec.structs.replace(chunk, home=homes[name]) for chunk in file.chunks)
+                file = msgspec.structs.replace(file, chunks=chunks)
+            written.append(file)
         resumed = Origin(step=origin.step, attempt=origin.attempt) if origin else None
         more = {"resumed_from": resumed, "created": created, "metrics": dict(metrics or {})}
         stage.commit(described(which, files=tuple(written), **more))

@@ -61,9 +61,9 @@ def _main(
 ) -> None:
     if version:
         if json:
-            print_json({"version": __version__, "protocol": str(PROTOCOL), "format": manifest.PATCHED})
+            print_json({"version": __version__, "protocol": str(PROTOCOL), "format": manifest.VERSION})
         else:
-            print(f"tierd {__version__}, protocol {PROTOCOL}, format {manifest.PATCHED}")
+            print(f"tierd {__version__}, protocol {PROTOCOL}, format {manifest.VERSION}")
         raise typer.Exit()
     if json:
         raise typer.BadParameter("before a command, it is for --version alone; give it after the command", context)

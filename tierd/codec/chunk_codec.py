@@ -29,6 +29,7 @@ RAW = "raw"
 ZSTD = "zst"
 PLANES = "planes"
 CODECS = (RAW, ZSTD, PLANES)  # what `encode` chooses from; `encode_patch` makes patches
+_BASE_DIGITS = 11  # of a base's digest, in the codec of its patches; a codec has 16 characters
 _LEVEL = 1  # because data other than numbers is mostly small: headers and JSON
 _SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a small sample is unreliable
 _PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
@@ -66,32 +67,33 @@ def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> Encode
     Without `pack` it is stored raw, for a link that is faster than the compressor (`core/chunk_boundaries.py`).
     """
     codec, data = _pack(chunk, raw) if pack else (RAW, raw)
-    key = chunk_key(part, chunk.xxh3_128, codec)
+    key = chunk_key(part, chunk.xxh3_128, codec, chunk.home)
     # The raw bytes were already compared with this digest.
     stored_digest = chunk.xxh3_128 if codec == RAW else digest(data)
     stored = StoredChunk(codec=codec, size=len(data), xxh3_128=stored_digest, key=key)
-    return EncodedChunk(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+    return EncodedChunk(_with_stored(chunk, stored), data)
 
 
-def encode_patch(
-    part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer, token: str
-) -> EncodedChunk | None:
+def _with_stored(chunk: Chunk, stored: StoredChunk) -> Chunk:
+    return Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored, home=chunk.home)
+
+
+def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer) -> EncodedChunk | None:
     """Encode one chunk of `part` as a patch of `base`, which is stored on the same tier.
 
-    Returns None if too much differs, or the patch does not give the chunk back.
+    Returns None if too much differs, or the patch does not give the chunk back. The key contains the base's digest, so
+    that two flushes with the same base put the same object, and two with different bases do not overwrite each other's.
 
     Args:
         raw, base_raw: the bytes of both, already verified.
-        token: 11 hex digits of this flush alone. The key contains them, because another flush of the part may have
-            another base, and must not overwrite the patch.
     """
     data = make_patch(raw, base_raw)
     if data is None or not _decodes_to(chunk, lambda: apply_patch(data, base_raw)):
         return None
-    codec = PATCH + token
-    key = chunk_key(part, chunk.xxh3_128, codec)
+    codec = PATCH + base.xxh3_128[:_BASE_DIGITS]
+    key = chunk_key(part, chunk.xxh3_128, codec, chunk.home)
     stored = StoredChunk(codec=codec, size=len(data), xxh3_128=digest(data), key=key, base=base)
-    return EncodedChunk(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+    return EncodedChunk(_with_stored(chunk, stored), data)
 
 
 def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:
@@ -191,7 +193,7 @@ def identify_object(chunk: Chunk, codec: str, key: str, data: Buffer, where: str
     Returns its entry for a manifest, with its `key` relative to the run, and the raw bytes. Raises as `decode`.
     """
     stored = StoredChunk(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
-    entry = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
+    entry = _with_stored(chunk, stored)
     try:
         return entry, decode(entry, data, where)
     except CorruptChunk as error:

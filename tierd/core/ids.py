@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tierd.core.errors import ConfigError, StepRefused
 
@@ -300,12 +301,77 @@ def _node_of(key: str, prefix: str) -> str | None:
     return match[1] if match else None
 
 
+# A chunk's key relative to the run is written as ``chunks/<h>/<checkpoint>/<home:05>/<digest>.<codec>``, where `h` is
+# `home` mod 16 in hex. S3 divides a bucket's requests by prefixes, and these stay from checkpoint to checkpoint.
+# Formats before version 4 have no ``<h>/``, and the rank of the part in place of the home.
+_CHUNK_KEY = re.compile(
+    r"chunks/(?:([0-9a-f])/)?([0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8})/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})"
+)
+_GROUP = re.compile(r"(?:[0-9a-f]/)?([^/]+)/")
+_FANS = "0123456789abcdef"
+
+
+class ChunkName(NamedTuple):
+    """A chunk's key, taken apart. `rank` is its home, or in an old key the rank of the part that it was written for."""
+
+    checkpoint: str
+    rank: int
+    digest: str
+    codec: str
+    is_old: bool  # of a format before version 4
+
+    @staticmethod
+    def parse(key: str) -> ChunkName | None:
+        """Take apart a chunk's key relative to its run; None if the key has neither form."""
+        match = _CHUNK_KEY.fullmatch(key)
+        if match is None or (match[1] and match[1] != _FANS[int(match[3]) % 16]):
+            return None
+        return ChunkName(match[2], int(match[3]), match[4], match[5], match[1] is None)
+
+
+def chunk_directory(checkpoint: CheckpointId, home: int) -> str:
+    """The prefix of a home's chunks, relative to the run, with its slash."""
+    return f"chunks/{_FANS[home % 16]}/{checkpoint.name}/{home:05}/"
+
+
+def chunk_directories(checkpoint: CheckpointId, homes: Iterable[int], rank: int) -> list[str]:
+    """The prefixes of the chunks of these homes, and of those that `rank` put in formats before version 4."""
+    return [*(chunk_directory(checkpoint, home) for home in sorted(homes)), f"chunks/{checkpoint.name}/{rank:05}/"]
+
+
+def chunk_key(part: PartId, digest: str, codec: str, home: int | None = None) -> str:
+    """The key under which a chunk of `part` is put, relative to the run.
+
+    Args:
+        home: the lowest rank that holds the same bytes; None if only this part's rank does.
+    """
+    return f"{chunk_directory(part.checkpoint, part.rank if home is None else home)}{digest}.{codec}"
+
+
 def chunk_owner(run: str, key: str) -> CheckpointId | None:
     """The checkpoint under whose name a chunk is stored, by the chunk's key relative to the run; None if no chunk's."""
     pieces = key.split("/")
-    return CheckpointId.parse(run, pieces[1]) if len(pieces) == 4 and pieces[0] == "chunks" else None
+    if pieces[0] != "chunks" or not (len(pieces) == 4 or (len(pieces) == 5 and pieces[1] in _FANS and pieces[1])):
+        return None
+    return CheckpointId.parse(run, pieces[-3])
 
 
-def chunk_key(part: PartId, digest: str, codec: str) -> str:
-    """A chunk's key, relative to the run: ``chunks/<checkpoint>/<rank:05>/<digest>.<codec>``."""
-    return f"chunks/{part.checkpoint.name}/{part.rank:05}/{digest}.{codec}"
+def chunk_group(run: str, key: str) -> str:
+    """The longest prefix of a listed key below ``<run>/chunks/`` that all chunks of its checkpoint at one place share.
+
+    That is ``<run>/chunks/<h>/<checkpoint>/`` or, of formats before version 4, ``<run>/chunks/<checkpoint>/``.
+    """
+    prefix = chunks_prefix(run)
+    match = _GROUP.match(key, len(prefix))
+    return match[0] and key[: match.end()] if match else key
+
+
+def group_owner(run: str, group: str) -> CheckpointId | None:
+    """The checkpoint of a prefix that `chunk_group` returned; None if it is no checkpoint's."""
+    return CheckpointId.parse(run, group.removesuffix("/").rpartition("/")[2])
+
+
+def chunk_groups(checkpoint: CheckpointId) -> list[str]:
+    """Every prefix at which chunks of a checkpoint can lie, in the order of a listing of the run's chunks."""
+    prefix = chunks_prefix(checkpoint.run)
+    return sorted([f"{prefix}{checkpoint.name}/", *(f"{prefix}{fan}/{checkpoint.name}/" for fan in _FANS)])

@@ -16,8 +16,8 @@ from msgspec import Meta
 from tierd.core.errors import ManifestError
 from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId, chunk_owner
 
-VERSION = 1
-PATCHED = 3  # a manifest's version if it names patches, because a deleter that knew nothing of bases would delete them
+VERSION = 4  # of every manifest that is written
+FIRST, PATCHED = 1, 3  # older versions, which are read; one of the first names no patches
 PATCH = "patch"  # how the codec of a chunk begins that is stored as its difference from another one, its base
 MAX_PATCHES = 16  # the most patches in a row that are read, from a chunk to the whole chunk at which its bases end
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
@@ -55,7 +55,7 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     codec: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}\Z")]
     size: Annotated[int, Meta(ge=0, le=MAX_CHUNK_SIZE + (MAX_CHUNK_SIZE >> 4))]
     xxh3_128: Digest
-    key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under another checkpoint of the same rank
+    key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under another checkpoint
     checked: Annotated[str, Meta(pattern=r"^[a-z0-9-]{0,16}\Z")] = ""
     base: Chunk | None = None
 
@@ -206,12 +206,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sum(chunk.stored.size for chunk in self.chunks() if chunk.stored)
 
     @property
+    def homed_sizes(self) -> dict[int, int]:
+        """By home, the part of `stored_size` in chunks that several ranks hold, and that lie on the tier once."""
+        sizes: dict[int, int] = {}
+        for chunk in self.chunks():
+            if chunk.stored and chunk.home is not None:
+                sizes[chunk.home] = sizes.get(chunk.home, 0) + chunk.stored.size
+        return sizes
+
+    @property
     def owners(self) -> frozenset[CheckpointId]:
         """The checkpoints under whose names the objects are stored on a tier: its own, and those of shared chunks and
         of bases."""
-        keys = {stored.key.rpartition("/")[0]: stored.key for stored in self.objects()}
-        owners = {chunk_owner(self.run, key) for key in keys.values()}
+        owners = {chunk_owner(self.run, directory) for directory in self.directories}
         return frozenset(owner for owner in owners if owner)
+
+    @property
+    def directories(self) -> frozenset[str]:
+        """The prefixes of the keys of all objects on a tier, relative to the run, each with its slash."""
+        return frozenset(stored.key[: stored.key.rindex("/") + 1] for stored in self.objects())
 
     def chunks(self) -> Iterator[Chunk]:
         for file in self.files:
@@ -233,9 +246,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             yield from chunk.objects()
 
     def with_files(self, files: tuple[File, ...]) -> Manifest:
-        """The same part with other entries for its chunks, of the version that these need."""
-        patched = any(chunk.stored and chunk.stored.base for file in files for chunk in file.chunks)
-        return msgspec.structs.replace(self, files=files, version=PATCHED if patched else VERSION)
+        """The same part with other entries for its chunks, in the version that is written."""
+        return msgspec.structs.replace(self, files=files, version=VERSION)
 
     def with_chunks(self, chunks: Mapping[ChunkPlace, Chunk]) -> Manifest:
         """The same part with other entries for these chunks."""

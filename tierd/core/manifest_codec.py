@@ -8,7 +8,6 @@ newer object is never mistaken for a corrupt one.
 
 from __future__ import annotations
 
-import re
 from datetime import UTC
 from typing import Annotated, Literal
 
@@ -17,8 +16,8 @@ import xxhash
 from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
-from tierd.core.ids import PartId
-from tierd.core.manifest import MAX_PATCHES, PATCHED, VERSION, Chunk, Manifest, check_path, is_patch
+from tierd.core.ids import ChunkName, PartId
+from tierd.core.manifest import FIRST, MAX_PATCHES, PATCHED, VERSION, Chunk, Manifest, check_path, is_patch
 
 MAX_MANIFEST_SIZE = 32 << 20
 _SEAL = b',"digest":"'
@@ -65,7 +64,7 @@ def version_of(body: bytes) -> int:
 
 
 ENCRYPTED = 2  # the version of the object that an encrypted tier has in place of a manifest
-_CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
+_KNOWN = (FIRST, PATCHED, VERSION)
 
 
 class EncryptedManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +92,11 @@ def wrap(key_id: str, encrypted: bytes) -> bytes:
 
 
 def unwrap(data: bytes, where: str) -> EncryptedManifest | None:
-    """Decode a result of `wrap`; None for an unencrypted object, which has version 1. Raises like `decode`."""
+    """Decode a result of `wrap`; None for an unencrypted object. Raises like `decode`."""
     body = unseal(data, where)
     try:
         version = version_of(body)
-        if version in (VERSION, PATCHED):
+        if version in _KNOWN:
             return None
         if version != ENCRYPTED:
             raise FormatTooNew(f"{where}: format version {version}; use a newer tierd")
@@ -120,8 +119,8 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         version = version_of(body)
         if version == ENCRYPTED and (key_id := _key_id(body)):
             raise key_missing(where, key_id)
-        if version not in (VERSION, PATCHED):
-            raise FormatTooNew(f"{where}: format version {version}; this tierd reads up to {PATCHED}: use a newer one")
+        if version not in _KNOWN:
+            raise FormatTooNew(f"{where}: format version {version}; this tierd reads up to {VERSION}: use a newer one")
         manifest = _decoder.decode(body)
         manifest.numbers  # noqa: B018  # raises if a metric is neither a number nor a string that float() parses
         created = manifest.created_at
@@ -178,6 +177,9 @@ def _check_files(manifest: Manifest, where: str) -> None:
         if sum(chunk.size for chunk in file.chunks) != file.size:
             raise ManifestError(f"{where}: the chunks of {file.path!r} do not add up to its {file.size} bytes")
         for chunk in file.chunks:
+            if chunk.home is not None and (chunk.home >= manifest.world_size or manifest.version < VERSION):
+                subject = f"home {chunk.home}, in version {manifest.version} and with {manifest.world_size} ranks"
+                raise ManifestError(f"{where}: {file.path!r}: chunk {chunk.xxh3_128} has {subject}")
             _check_stored(chunk, manifest, f"{where}: {file.path!r}")
     for path in paths:
         pieces = path.split("/")
@@ -193,20 +195,28 @@ def _check_stored(chunk: Chunk, manifest: Manifest, where: str) -> None:
             return
         if patches > MAX_PATCHES:
             raise ManifestError(f"{where}: chunk {chunk.xxh3_128} needs more than {MAX_PATCHES} patches")
-        _check_key(link, manifest.rank, where)
+        _check_key(link, manifest, where, is_base=patches > 0)
         if link.size != chunk.size:
             raise ManifestError(f"{where}: a base of chunk {chunk.xxh3_128} has {link.size} bytes, not {chunk.size}")
         if is_patch(link.stored.codec) != (link.stored.base is not None):
             problem = "has no stored base" if link.stored.base is None else "is no patch, and has a base"
             raise ManifestError(f"{where}: {link.stored.key!r} {problem}")
-        if link.stored.base is not None and manifest.version != PATCHED:
+        if link.stored.base is not None and manifest.version == FIRST:
             raise ManifestError(f"{where}: {link.stored.key!r} is a patch, in a manifest of version {manifest.version}")
 
 
-def _check_key(chunk: Chunk, rank: int, where: str) -> None:
+def _check_key(chunk: Chunk, manifest: Manifest, where: str, *, is_base: bool) -> None:
     assert chunk.stored is not None
-    match = _CHUNK_KEY.fullmatch(chunk.stored.key)
-    if match is None or int(match[1]) != rank:
+    name = ChunkName.parse(chunk.stored.key)
+    rank = manifest.rank
+    if name and not name.is_old:
+        if manifest.version < VERSION:
+            name = None  # a reader of that version would not find it
+        elif is_base or name.checkpoint != manifest.part.checkpoint.name:
+            rank = name.rank  # another checkpoint's ranks may hold other bytes alike
+        elif chunk.home is not None:
+            rank = chunk.home
+    if name is None or name.rank != rank:
         raise ManifestError(f"{where}: {chunk.stored.key!r} is no key of a chunk of rank {rank}")
-    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):  # a repair would overwrite another chunk
+    if (name.digest, name.codec) != (chunk.xxh3_128, chunk.stored.codec):  # a repair would overwrite another chunk
         raise ManifestError(f"{where}: {chunk.stored.key!r} is another chunk's key than {chunk.xxh3_128}'s")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId, checkpoint_order
-from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete, union_ranks
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete, total_stored_size, union_ranks
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, known_policy, observed_runs
 from tierd.core.planning.place import SPOOL, Place
@@ -197,7 +197,7 @@ def _copy(name: str, copy: CheckpointCopy | None, quarantined: list[PartId], ver
         ranks=tuple(ranks),
         read=len(facts),
         size=sum(part_facts.size for part_facts in facts),
-        stored_size=sum(part_facts.stored_size for part_facts in facts),
+        stored_size=total_stored_size(copy.facts) if copy else 0,
         keep=verdict.keep if verdict else True,
         reasons=reasons_of(copy, verdict) if verdict else (),
         defects=tuple(str(copy.defects[part]) for part in sorted(copy.defects)) if copy else (),

@@ -44,6 +44,8 @@ class DaemonTimings:
     refused_s: float = 600.0  # how long a refused deletion counts before the store is asked again
     # How old a checkpoint is when another node should have sent it to a tier with `backfill`.
     left_undone_s: float = 3600.0
+    # How old a listing of chunks may be by which a flush sends a chunk that other nodes have, too, and may have sent.
+    chunks_listed_s: float = 1.0
     list_again_s: float = 60.0  # until a tier whose runs could not be listed is tried again
     # Until this node's own intents and marks expire; short, because it trusts its own clock.
     own_stale_ms: int = 900_000

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tierd.core.event_kinds import metrics_of
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.copies import CheckpointCopy, changed_checkpoints
+from tierd.core.planning.copies import CheckpointCopy, changed_checkpoints, total_stored_size
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.timeline.concurrent_launches import (
@@ -248,7 +248,7 @@ class SaveEvents:
             copy = place.checkpoints[checkpoint]
             facts = copy.facts.values()
             raw = sum(part_facts.size for part_facts in facts)
-            stored = sum(part_facts.stored_size for part_facts in facts)
+            stored = total_stored_size(copy.facts)
             ranks = max((world for world, ranks in copy.ranks.items() if len(ranks) == world), default=0)
             why = f"every part of {ranks} ranks is there, verified; {len(facts)} of them read, {raw} bytes as {stored}"
             sizes = {"raw_bytes": raw, "stored_bytes": stored} if len(facts) == ranks else {}

@@ -288,20 +288,39 @@ async def list_children(store: Store, prefix: str) -> AsyncIterator[str]:
 async def list_names(store: Store, prefix: str, on_answer: Callable[[], None] = lambda: None) -> set[str]:
     """Return the names directly under `prefix` (which is empty or ends in ``/``).
 
-    A name with few objects is passed by reading on in the listing; after `_SKIP_AT` objects of one name a new listing
-    skips the rest. `on_answer` is called after each answer of the store.
+    `on_answer` is called after each answer of the store.
     """
-    names, after = set[str](), ""
+
+    def group_of(key: str) -> str:
+        name, slash, _ = key[len(prefix) :].partition("/")
+        return f"{prefix}{name}{slash}"
+
+    groups = await list_groups(store, prefix, group_of, on_answer)
+    return {group[len(prefix) :].removesuffix("/") for group in groups}
+
+
+async def list_groups(
+    store: Store, prefix: str, group_of: Callable[[str], str], on_answer: Callable[[], None] = lambda: None
+) -> set[str]:
+    """Return the groups of the keys under `prefix`.
+
+    A group with few objects is passed by reading on in the listing; after `_SKIP_AT` objects of one group a new listing
+    skips the rest. `on_answer` is called after each answer of the store.
+
+    Args:
+        group_of: returns the group of a key: a prefix of it that ends in ``/``, or the key itself.
+    """
+    groups, after = set[str](), ""
     while True:
         on_answer()
         repeats = 0
         async with aclosing(store.scan(prefix, after)) as listing:
             async for info in listing:
-                name = info.key[len(prefix) :].partition("/")[0]
-                repeats = repeats + 1 if name in names else 0
-                names.add(name)
+                group = group_of(info.key)
+                repeats = repeats + 1 if group in groups else 0
+                groups.add(group)
                 if repeats == _SKIP_AT:
-                    after = f"{prefix}{name}/\x7f"  # '\x7f' sorts after every character of a key
+                    after = f"{group}\x7f"  # '\x7f' sorts after every character of a key
                     break
             else:
-                return names
+                return groups

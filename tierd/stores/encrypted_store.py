@@ -54,8 +54,8 @@ _SMALL = 64 << 10  # bytes; a smaller object is encrypted within 0.1 ms
 _PIECE = 1 << 20  # bytes that are encrypted before other threads get a chance to run
 _PLAIN = frozenset({"README.md", "README.md.id"})  # of the tier, which others may share by another key
 _MARK = re.compile(r"[^/]+/(?:pins|pruning)/[^/]+")
-_CHUNK = re.compile(r"([^/]+/chunks/[^/]+/[0-9]{5}/)([0-9a-f]{32})(\.[a-z0-9]{1,16})")
-_CHUNKS = re.compile(r"[^/]+/chunks/[^/]+/[0-9]{5}/")
+_CHUNKS = re.compile(r"[^/]+/chunks/(?:[0-9a-f]/)?[^/]+/[0-9]{5}/")
+_CHUNK = re.compile(rf"({_CHUNKS.pattern})([0-9a-f]{{32}})(\.[a-z0-9]{{1,16}})")
 _WRAPPED = len(wrap("0" * 16, b""))
 
 

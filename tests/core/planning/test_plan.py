@@ -43,9 +43,17 @@ A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
 def test_rank_has_no_base_part_while_a_part_of_it_is_quarantined():
     whole = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
     assert base_part(whole, part(A200, 1, 2)) == part(A100, 1, 2)
-    quarantined = replace(whole, quarantined={part(A300, 1, 2): None})
+    quarantined = replace(whole, quarantined={part(A300, 1, 2): facts()})
     assert base_part(quarantined, part(A200, 1, 2)) is None
     assert base_part(quarantined, part(A200, 0, 2)) == part(A100, 0, 2)
+
+
+@pytest.mark.parametrize("quarantined_facts", [None, replace(facts(), homed_sizes={0: 8})])
+def test_no_rank_has_a_base_part_while_a_part_is_quarantined_whose_chunks_it_may_hold(quarantined_facts):
+    place = Place.of(
+        {part(A100, rank, 2): facts() for rank in (0, 1)}, quarantined={part(A300, 1, 2): quarantined_facts}
+    )
+    assert base_part(place, part(A200, 0, 2)) is base_part(place, part(A200, 1, 2)) is None
 
 
 def planned(world, settings, backoff=None, now=0.0):

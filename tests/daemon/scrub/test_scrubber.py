@@ -12,6 +12,7 @@ import time
 
 import msgspec
 import pytest
+from support.chunk_keys import owner_name
 from support.doubles import Double, contents, damage, flip, flipped, is_chunk, is_manifest
 from support.timed import timed
 from support.waiting import until
@@ -85,8 +86,9 @@ def counted(daemon, *names: str) -> list[int]:
 
 
 def chunk_keys(objects, which=None) -> list[str]:
-    prefix = f"{which.checkpoint.run}/chunks/{which.checkpoint.name}/" if which else ""
-    return sorted(key for key in objects if is_chunk(key) and key.startswith(prefix))
+    return sorted(
+        key for key in objects if is_chunk(key) and (which is None or owner_name(key) == which.checkpoint.name)
+    )
 
 
 @pytest.fixture

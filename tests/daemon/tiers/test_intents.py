@@ -16,6 +16,7 @@ from support.waiting import until
 from support.world import CHUNK, RUN, commit, converge, described, part, reconciler, running
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
+from tierd.core.ids import chunk_key
 from tierd.core.manifest import Chunk, File, StoredChunk
 from tierd.core.manifest_codec import decode, encode
 from tierd.daemon import daemon_timings
@@ -209,8 +210,10 @@ def most_in_memory(survivors: int) -> int:
 
     async def pruned() -> None:
         for step in range(survivors + 1):
-            which, home = part(step), f"chunks/{part(0).checkpoint.name}/00000"
-            stored = [StoredChunk(codec="raw", size=1, xxh3_128=name, key=f"{home}/{name}.raw") for name in names]
+            which, keys = part(step), [chunk_key(part(0), name, "raw") for name in names]
+            stored = [
+                StoredChunk(codec="raw", size=1, xxh3_128=name, key=key) for name, key in zip(names, keys, strict=True)
+            ]
             chunks = tuple(Chunk(size=1, xxh3_128=one.xxh3_128, stored=one) for one in stored)
             await store.put(
                 which.manifest_key, encode(described(which, files=(File(path="w", size=1000, chunks=chunks),)))

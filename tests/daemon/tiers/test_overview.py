@@ -14,7 +14,7 @@ from support.s3stub import Bucket, serving
 from support.world import attempt, commit, described, part
 
 from tierd.cli import run as tierd
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import Chunk, File, StoredChunk
 from tierd.core.manifest_codec import encode
 from tierd.daemon.tiers.run_overview import RunOverview, compare_runs, observe_runs
@@ -36,7 +36,7 @@ NOW = MADE + timedelta(hours=5)
 
 def manifest(which: PartId) -> bytes:
     digest = "ab" * 16
-    key = f"chunks/{which.checkpoint.name}/{which.rank:05}/{digest}.zstd"
+    key = chunk_key(which, digest, "zstd")
     chunk = Chunk(size=SIZE, xxh3_128=digest, stored=StoredChunk(codec="zstd", size=STORED, xxh3_128=digest, key=key))
     made = (MADE + timedelta(minutes=which.checkpoint.step)).isoformat()
     return encode(described(which, created=made, files=(File(path="w.bin", size=SIZE, chunks=(chunk,)),)))
@@ -168,7 +168,7 @@ async def test_directories_are_the_names_that_a_listing_shows(tmp_path: Path, wr
         "limited": lambda: LimitedStore(inner, 10**9, None),
         "encrypted": lambda: EncryptedStore(inner, EncryptionKey(b"k" * 32)),
     }[wrap]()
-    key = f"a/chunks/{part(1).checkpoint.name}/00000/{'ab' * 16}.raw"
+    key = f"a/{chunk_key(part(1), 'ab' * 16, 'raw')}"
     for one in (key, "a/pins/x", "b/pins/y", "README.md"):
         await store.put(one, b"x")
     for prefix in ("", "a/", "a/chunks/", "none/"):

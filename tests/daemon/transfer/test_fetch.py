@@ -14,6 +14,7 @@ from support.doubles import Double, contents, damage, flip, is_chunk
 from support.world import RUN, commit, content, listing, part, read, reconciler
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
+from tierd.core.ids import chunk_key
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, StoredChunk
 from tierd.core.manifest_codec import decode, encode, seal
 from tierd.daemon.transfer import download as download_module
@@ -195,7 +196,7 @@ def test_tier_whose_manifest_describes_other_content_is_not_believed(spool):
     flushed(spool, store)
     manifest = decode(bytes(asyncio.run(store.get(PART.manifest_key))))
     other = b"other bytes altogether"
-    key = f"chunks/{PART.checkpoint.name}/00000/{digest(other)}.raw"
+    key = chunk_key(PART, digest(other), "raw")
     chunk = Chunk(
         size=len(other),
         xxh3_128=digest(other),

@@ -171,11 +171,11 @@ class Harms:
             case "xxh3_128":
                 chunk["stored"]["xxh3_128"] = f"{self._noise.getrandbits(128):032x}"
             case "key":  # another chunk's
-                key = other.partition("/")[2].split("/")
-                key[2] = f"{reported['rank']:05}"
-                chunk["stored"]["key"] = "/".join(key)
+                chunk["stored"]["key"] = other.partition("/")[2]
             case "home":  # under another checkpoint's name, where it may lie or not
-                chunk["stored"]["key"] = f"chunks/{other.split('/')[2]}/{chunk['stored']['key'].split('/', 2)[2]}"
+                pieces = chunk["stored"]["key"].split("/")
+                pieces[-3] = other.split("/")[-3]
+                chunk["stored"]["key"] = "/".join(pieces)
             case "absent":
                 del chunk["stored"]
             case "raw" | "torn raw":

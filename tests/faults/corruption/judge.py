@@ -32,7 +32,7 @@ def _is_entry(chunk: Mapping[str, Any]) -> bool:
 def said(data: bytes | None, part: PartId) -> dict[str, Any] | None:
     """What a manifest says that is intact and says that it is `part`'s."""
     found = sealed(data) if data is not None else None
-    if found is None or found["version"] not in (1, 3):
+    if found is None or found["version"] not in (1, 3, 4):
         return None
     names = (found["run"], found["attempt"], found["step"], found["rank"], found["world_size"])
     entries = (one for file in found["files"] for chunk in file["chunks"] for one in chain(chunk))

@@ -262,8 +262,8 @@ def build(root: Path, *, encrypted: bool) -> Places:
 
 def _shares(manifest: bytes) -> bool:
     said = msgspec.json.decode(manifest)
-    own = f"chunks/{said['step']:012}.{said['attempt']}/"
-    return any(not chunk["stored"]["key"].startswith(own) for file in said["files"] for chunk in file["chunks"])
+    own = f"{said['step']:012}.{said['attempt']}"
+    return any(chunk["stored"]["key"].split("/")[-3] != own for file in said["files"] for chunk in file["chunks"])
 
 
 def noise_of(seed: int) -> random.Random:

@@ -22,6 +22,7 @@ from support.by_hand import seal
 from support.world import Daemon, commit, part
 
 from tierd.core.errors import TierdError
+from tierd.core.ids import chunk_key
 from tierd.daemon.scrub.scrub_history import ScrubHistory
 from tierd.daemon.tiers.tier_observer import observe_places
 from tierd.daemon.tiers.tier_pauses import TierPause
@@ -125,7 +126,7 @@ def entries(noise: random.Random, room: Path, canary: Path) -> int:
 
         async def put() -> None:
             await store.put(part(1).manifest_key, (spool.path(part(1)) / "manifest.json").read_bytes())
-            await store.put(f"run/chunks/{part(1).checkpoint.name}/00000/{'0' * 32}.raw", RAW)
+            await store.put(f"run/{chunk_key(part(1), '0' * 32, 'raw')}", RAW)
 
         asyncio.run(put())
         for _ in range(noise.randrange(3, 12)):

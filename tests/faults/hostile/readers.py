@@ -78,12 +78,12 @@ def only(call: Callable[[], Any], *allowed: type[BaseException]) -> Any:
 
 def _chunk(number: int) -> dict[str, Any]:
     name = f"{number:032x}"
-    key = f"chunks/{PART.checkpoint.name}/{PART.rank:05}/{name}.zst"
+    key = ids.chunk_key(PART, name, "zst")
     return {"size": 10, "xxh3_128": name, "stored": {"codec": "zst", "size": 9, "xxh3_128": name, "key": key}}
 
 
 MANIFEST: dict[str, Any] = {
-    "version": 1,
+    "version": 4,
     "run": PART.checkpoint.run,
     "step": PART.checkpoint.step,
     "attempt": PART.checkpoint.attempt,
@@ -139,7 +139,9 @@ def _aimed(noise: random.Random) -> dict[str, Any]:
     else:
         stored = noise.choice(file["chunks"])["stored"]
         pieces = stored["key"].split("/")
-        pieces[noise.randrange(4)] = noise.choice([text(noise), "00000", f"{9:032x}.zst", f"{1:032x}.raw", "..", ""])
+        pieces[noise.randrange(len(pieces))] = noise.choice(
+            [text(noise), "00000", f"{9:032x}.zst", f"{1:032x}.raw", "..", ""]
+        )
         stored["key"] = "/".join(pieces)
     return tree
 
@@ -179,8 +181,8 @@ def manifest(noise: random.Random) -> None:
                 raise Lost(f"a patch was taken without a base that fits: {one}")
             if one and (
                 ".." in one.key
-                or one.key.split("/")[2] != f"{found.rank:05}"
-                or one.key.split("/")[3] != f"{chunk.xxh3_128}.{one.codec}"
+                or (one.key.count("/") == 3 and one.key.split("/")[-2] != f"{found.rank:05}")
+                or one.key.split("/")[-1] != f"{chunk.xxh3_128}.{one.codec}"
                 or not is_key(f"{found.run}/{one.key}")
                 or one.size > 272 << 20
             ):

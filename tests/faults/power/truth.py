@@ -153,7 +153,7 @@ class Seen:
 
 def _owner(key: str) -> str:
     """The checkpoint under whose name a chunk lies."""
-    return key.split("/")[2]
+    return key.split("/")[-3]
 
 
 def observe(spool: Path, tier: Path, sizes: Sizes) -> Seen:

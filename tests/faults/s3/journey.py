@@ -215,7 +215,7 @@ class _Journey:
         if pieces[1] == "retention" and json.loads(data)["retention"] == {"keep_last": self.keep}:
             return
         for name, manifest in manifests.items():
-            if pieces[1] == "chunks" and pieces[2] == name.split("/")[2]:
+            if pieces[1] == "chunks" and pieces[-3] == name.split("/")[2]:
                 digests = {chunk["xxh3_128"] for file in json.loads(manifest)["files"] for chunk in file["chunks"]}
                 if pieces[-1].partition(".")[0] in digests:
                     return

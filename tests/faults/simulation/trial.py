@@ -364,11 +364,11 @@ class Trial:
                 raise Lost(f"{bucket.name} holds {sorted(found.items())}, and should hold {sorted(wanted)}")
             manifests = [key for key in bucket.keys if part_of(key)]
             there = {key for one in manifests for key in named(bucket.objects[one][0])}
-            shared, heads = {key.split("/")[2] for key in there}, 0
+            shared, heads = {key.split("/")[-3] for key in there}, 0
             for key in bucket.keys:
                 loose = "/chunks/" in key and key not in there
                 # What came late, or was cut off on its way, under a name whose chunks others share goes with those.
-                if loose and key.split("/")[2] in shared and key not in truth.doomed[bucket.name]:
+                if loose and key.split("/")[-3] in shared and key not in truth.doomed[bucket.name]:
                     world.count["chunks that nothing tells of"] += 1
                     continue
                 if "/timeline/" in key:

@@ -269,8 +269,8 @@ class Truth:
             self._ended(bucket.name, part)
             self._falls |= self._is_unnoticed(bucket, part)
             if key.replace("/manifests/", "/quarantine/") not in bucket.objects:
-                home = key.replace("/manifests/", "/chunks/").rpartition("/")[0]
-                under = {one for one in bucket.keys if one.startswith(f"{home}/")}
+                owner = key.split("/")[2]
+                under = {one for one in bucket.keys if "/chunks/" in one and one.split("/")[-3] == owner}
                 # A prune spares what others name, also what is quarantined or about to be put and never comes.
                 others = [one for one in bucket.keys if "/chunks/" not in one and key.split("/")[2] not in one]
                 spared = {chunk for one in others for chunk in named(bucket.objects[one][0])}
@@ -278,7 +278,7 @@ class Truth:
                 coming = {one.split("/")[2] for one in others if "/flushing/" in one}  # none of theirs goes
                 # What a damaged one named is known to each node that read it before, and spared.
                 if all(by_hand.sealed(bucket.objects[one][0]) for one in others if part_of(one)):
-                    self.doomed[bucket.name] |= {one for one in loose if one.split("/")[2] not in coming}
+                    self.doomed[bucket.name] |= {one for one in loose if one.split("/")[-3] not in coming}
 
     def _is_unnoticed(self, bucket: Bucket, part: Part) -> bool:
         """Whether the trial has hurt a newer checkpoint there since it was verified, and no manifest of it was set

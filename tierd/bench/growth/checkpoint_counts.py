@@ -20,7 +20,7 @@ from pathlib import Path
 import tierd
 from tierd.bench.growth.growth_result import Clock, Figures, Rows, Samples, timed
 from tierd.core.config import Config, TierConfig
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, StoredChunk
 from tierd.core.manifest_codec import decode, encode
 from tierd.core.retention.policy import RetentionPolicy
@@ -45,7 +45,7 @@ def make_part(step: int, run: str = RUN, rank: int = 0, world: int = 1) -> PartI
 
 def encoded_manifest(which: PartId, *, stored: bool) -> bytes:
     raw, step = digest(DATA), which.checkpoint.step
-    key = f"chunks/{which.checkpoint.name}/{which.rank:05}/{raw}.raw"
+    key = chunk_key(which, raw, "raw")
     location = StoredChunk(codec="raw", size=len(DATA), xxh3_128=raw, key=key) if stored else None
     file = File(path="weights.bin", size=len(DATA), chunks=(Chunk(size=len(DATA), xxh3_128=raw, stored=location),))
     metrics, created = {"loss": 1 / (step + 1)}, START + timedelta(minutes=step)

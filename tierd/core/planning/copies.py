@@ -30,6 +30,8 @@ class ManifestFacts:
     stored_size: int
     bases: frozenset[CheckpointId]  # other checkpoints whose chunks this manifest names
     is_watched: bool = False  # whether it is of a watched program's checkpoint, so that `created` is that of a file
+    # Home -> stored size of the chunks that other ranks hold, too, and that lie under it.
+    homed_sizes: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(manifest: Manifest) -> ManifestFacts:
@@ -41,7 +43,23 @@ class ManifestFacts:
             manifest.stored_size,
             manifest.owners - {manifest.part.checkpoint},
             manifest.is_watched,
+            manifest.homed_sizes,
         )
+
+
+def total_stored_size(facts: Mapping[PartId, ManifestFacts]) -> int:
+    """The stored size of these parts of one checkpoint, in bytes. Chunks that several of them name are counted once."""
+    ranks = {part.rank for part in facts}
+    total = 0
+    beyond: dict[int, int] = {}  # home of which no part is given -> the most that one part names of its chunks
+    for part, part_facts in facts.items():
+        total += part_facts.stored_size
+        for home, size in part_facts.homed_sizes.items():
+            if home != part.rank:
+                total -= size
+                if home not in ranks:
+                    beyond[home] = max(beyond.get(home, 0), size)
+    return total + sum(beyond.values())
 
 
 @dataclass(frozen=True)

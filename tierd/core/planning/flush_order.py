@@ -304,12 +304,14 @@ def base_part(tier: Place, part: PartId) -> PartId | None:
     """The base of a flush of `part`: the part whose equal chunks the flush may name instead of sending its own.
 
     It is the same rank's part of the newest checkpoint that is complete on the tier. It is None while the tier has a
-    quarantined part of that rank, because the base may share a chunk that is proven corrupt.
+    quarantined part of that rank, because the base may share a chunk that is proven corrupt. It is None as well while
+    another rank's quarantined part names chunks that several ranks hold, or cannot be read.
     """
     checkpoint = part.checkpoint
     if any(
-        (quarantined.checkpoint.run, quarantined.rank) == (checkpoint.run, part.rank)
-        for quarantined in tier.quarantined
+        quarantined.rank == part.rank or facts is None or facts.homed_sizes
+        for quarantined, facts in tier.quarantined.items()
+        if quarantined.checkpoint.run == checkpoint.run
     ):
         return None
     newest = next(

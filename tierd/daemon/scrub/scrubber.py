@@ -294,16 +294,17 @@ class Scrubber:
             self._wake()
 
     def _expedite_copies(self, copy: ScrubbedCopy, owners: set[CheckpointId]) -> None:
-        """Make other copies of the rank due at once if they name chunks of the checkpoints `owners`."""
+        """Make other copies due at once if they name chunks of the checkpoints `owners`: those of the rank, and those
+        of other ranks that name chunks of several ranks."""
         self._doubts += 1
         place, own_part = self._inventory().tiers[copy.place], copy.part
         for other_copy in place.copies(own_part.checkpoint.run) if place else ():
-            for size, ranks in other_copy.ranks.items():
-                part = PartId(other_copy.id, own_part.rank, size)
-                if own_part.rank not in ranks or part == own_part or part in other_copy.defects:
-                    continue
-                facts = other_copy.facts.get(part)  # None: the manifest was not read, so its chunks are not known
-                if facts is None or owners & {other_copy.id, *facts.bases}:
+            parts = {part for part, facts in other_copy.facts.items() if facts.homed_sizes}
+            parts |= {PartId(other_copy.id, own_part.rank, size) for size in other_copy.ranks}
+            for part in parts - {own_part}:
+                # None: the manifest was not read, so its chunks are not known.
+                facts = other_copy.facts.get(part)
+                if other_copy.has(part) and (facts is None or owners & {other_copy.id, *facts.bases}):
                     self._remembered[ScrubbedCopy(copy.place, part)] = 0.0
 
     async def _pause_before_chunk(self) -> None:

@@ -234,12 +234,12 @@ class TierRepairer:
 
     def _encode(self, link: Chunk, raw: Buffer, base: Chunk | None, base_raw: Buffer | None) -> EncodedChunk | None:
         if base is not None and base_raw is not None:
-            return encode_patch(self._part, link, raw, base, base_raw, "")
+            return encode_patch(self._part, link, raw, base, base_raw)
         return encode(self._part, link, raw, pack=link.stored is None or link.stored.codec != RAW)
 
     def _raw_entry(self, chunk: Chunk) -> Chunk:
         """Return the entry of a chunk that is stored raw, under a key of its own."""
-        key = chunk_key(self._part, chunk.xxh3_128, RAW)
+        key = chunk_key(self._part, chunk.xxh3_128, RAW, chunk.home)
         stored = StoredChunk(codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=key)
         return msgspec.structs.replace(chunk, stored=stored)
 

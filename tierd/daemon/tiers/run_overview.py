@@ -14,7 +14,7 @@ from datetime import datetime
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, WrongKey
 from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Manifest
-from tierd.core.planning.copies import complete_world_sizes
+from tierd.core.planning.copies import ManifestFacts, complete_world_sizes, total_stored_size
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import for_each_limited, gather_limited
 from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS
@@ -197,7 +197,7 @@ def _describe_run(tier: str, observed: RunOnTier, ahead: CheckpointId, now: date
         lag_steps=max(0, ahead.step - checkpoint.step) if checkpoint else None,
         missing_ranks=tuple(sorted(missing)),
         size=sum(manifest.size for manifest in manifests),
-        stored_size=sum(manifest.stored_size for manifest in manifests),
+        stored_size=total_stored_size({manifest.part: ManifestFacts.of(manifest) for manifest in manifests}),
         read=len(manifests),
     )
 

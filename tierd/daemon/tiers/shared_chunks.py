@@ -42,12 +42,9 @@ def key_digest(key: str) -> int:
 def chunks_named_by(manifest: Manifest, *, include_own: bool = False) -> SharedChunks:
     """Return the chunks of other checkpoints that a manifest names; with `include_own`, all chunks that it names."""
     marks: dict[CheckpointId, set[int]] = {}
-    homes: dict[str, CheckpointId | None] = {}
+    owners = {directory: chunk_owner(manifest.run, directory) for directory in manifest.directories}
     for stored in manifest.objects():
-        home = stored.key.rpartition("/")[0]
-        if home not in homes:
-            homes[home] = chunk_owner(manifest.run, stored.key)
-        owner = homes[home]
+        owner = owners[stored.key[: stored.key.rindex("/") + 1]]
         if owner and (include_own or owner != manifest.part.checkpoint):
             marks.setdefault(owner, set()).add(key_digest(stored.key))
     return SharedChunks(

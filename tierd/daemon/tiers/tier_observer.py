@@ -9,10 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, chunks_prefix, manifests_prefix, parse_pin, quarantine_prefix
+from tierd.core.ids import (
+    OWN_KEYS,
+    CheckpointId,
+    PartId,
+    chunk_group,
+    chunks_prefix,
+    group_owner,
+    manifests_prefix,
+    parse_pin,
+    quarantine_prefix,
+)
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
 from tierd.core.planning.flush_order import base_part, overshared
@@ -27,7 +38,7 @@ from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.tiers.tier_run_records import HeadReader, RunPolicyReader
 from tierd.spool.spool import Spool
 from tierd.spool.spool_directory import node_id
-from tierd.stores.base import ObjectInfo, Store, list_children, list_names
+from tierd.stores.base import ObjectInfo, Store, list_children, list_groups
 
 log = logging.getLogger("tierd.daemon")
 
@@ -66,12 +77,12 @@ async def observe_places(
 
 
 async def list_chunks(
-    store: Store, rank: int, owners: Iterable[CheckpointId], on_answer: Callable[[], None] = lambda: None
+    store: Store, run: str, directories: Iterable[str], on_answer: Callable[[], None] = lambda: None
 ) -> dict[str, int]:
-    """List every chunk of `rank` stored under these checkpoints: key -> stored size in bytes."""
+    """List every chunk in these directories (`Manifest.directories`) of a run: key -> stored size in bytes."""
     sizes: dict[str, int] = {}
-    for owner in sorted(owners):
-        async for info in store.scan(f"{chunks_prefix(owner.run)}{owner.name}/{rank:05}/"):
+    for directory in sorted(directories):
+        async for info in store.scan(f"{run}/{directory}"):
             sizes[info.key] = info.size
             on_answer()
         on_answer()
@@ -80,9 +91,15 @@ async def list_chunks(
 
 async def missing_chunks(store: Store, manifest: Manifest, on_answer: Callable[[], None] = lambda: None) -> set[str]:
     """Return the keys of chunks that a manifest names and its tier lacks or has in another size."""
-    sizes = await list_chunks(store, manifest.rank, manifest.owners, on_answer)
+    sizes = await list_chunks(store, manifest.run, manifest.directories, on_answer)
     expected = {f"{manifest.run}/{stored.key}": stored.size for stored in manifest.objects()}
     return {key for key, size in expected.items() if sizes.get(key) != size}
+
+
+async def list_chunk_owners(store: Store, run: str, on_answer: Callable[[], None] = lambda: None) -> set[CheckpointId]:
+    """List the checkpoints under whose names chunks are stored, as `list_names` lists names."""
+    groups = await list_groups(store, chunks_prefix(run), partial(chunk_group, run), on_answer)
+    return {owner for group in groups if (owner := group_owner(run, group))}
 
 
 async def find_base(store: Store, place: Place, part: PartId) -> tuple[Manifest | None, frozenset[CheckpointId]]:
@@ -220,8 +237,7 @@ class TierObserver:
         """
         now = time.monotonic()
         if now - self._listed.get(run, -_RELIST) >= _RELIST:
-            names = await list_names(self.store, chunks_prefix(run), on_answer)
-            self._owners[run] = {owner for name in names if (owner := CheckpointId.parse(run, name))}
+            self._owners[run] = await list_chunk_owners(self.store, run, on_answer)
             self._listed[run] = now
         return self._owners[run]
 

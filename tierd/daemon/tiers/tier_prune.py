@@ -17,7 +17,15 @@ from contextlib import aclosing, suppress
 from typing import NamedTuple
 
 from tierd.core.errors import DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
-from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
+from tierd.core.ids import (
+    CheckpointId,
+    PartId,
+    chunk_group,
+    chunk_groups,
+    chunks_prefix,
+    group_owner,
+    quarantine_prefix,
+)
 from tierd.core.planning.place import Place
 from tierd.daemon.concurrency import for_each_limited
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
@@ -101,14 +109,16 @@ async def prune(
         deleted(manifest_keys)
         chunk_keys = [key async for key in _chunk_keys(store, run, going)]
         moved = [
-            info.key async for info in store.scan(quarantine_prefix(run)) if _owner_of(run, info.key) in going.to_delete
+            info.key
+            async for info in store.scan(quarantine_prefix(run))
+            if CheckpointId.parse(run, info.key.split("/")[2]) in going.to_delete
         ]
         await store.delete(chunk_keys + moved)
         await store.delete([mark for checkpoint in sorted(going.to_delete) for mark in going.cut.get(checkpoint, [])])
     manifest_index.cut[run] -= going.to_delete
     bare = {owner for owner in going.orphans if not going.listed.named_chunks.of_owner(owner)}
     return PruneResult(
-        going.to_delete & {*manifest_keys, *(_owner_of(run, key) for key in chunk_keys + moved)},
+        going.to_delete & ({*manifest_keys} | {_owner_of(run, key) for key in chunk_keys + moved}),
         bare,
         going.kept_reasons,
     )
@@ -129,33 +139,35 @@ async def _add_unlisted(store: Store, manifest_keys: dict[CheckpointId, list[str
 
 
 async def _chunk_keys(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:
-    """Yield the keys of the chunks to delete, by one listing from the first checkpoint to the last.
+    """Yield the keys of the chunks to delete, by one listing from the first of their prefixes to the last.
 
     Where more than `_PAGE` chunks of other checkpoints lie in between, a new listing skips them.
     """
-    prefix = chunks_prefix(run)
-    todo = deque(sorted((checkpoint.name, checkpoint) for checkpoint in {*going.to_delete, *going.orphans}))
+    prefix, owners = chunks_prefix(run), {*going.to_delete, *going.orphans}
+    todo = deque(sorted(group for owner in owners for group in chunk_groups(owner)))
     while todo:
         passed = 0
-        async with aclosing(store.scan(prefix, f"{prefix}{todo[0][0]}")) as listing:
+        async with aclosing(store.scan(prefix, todo[0])) as listing:
             async for info in listing:
-                name = info.key[len(prefix) :].partition("/")[0]
-                while todo and todo[0][0] < name:
+                group = chunk_group(run, info.key)
+                while todo and todo[0] < group:
                     todo.popleft()
                 if not todo:
                     return
-                passed = 0 if name == todo[0][0] else passed + 1
+                passed = 0 if group == todo[0] else passed + 1
                 if passed > _PAGE:
                     break
-                if not passed and going.is_deleted(todo[0][1], key_digest(info.key[len(run) + 1 :])):
+                owner = None if passed else group_owner(run, group)
+                if owner and going.is_deleted(owner, key_digest(info.key[len(run) + 1 :])):
                     yield info.key
             else:
                 return
 
 
 def _owner_of(run: str, key: str) -> CheckpointId | None:
-    """The checkpoint under whose name an object is stored: ``<run>/<sort>/<checkpoint>/…``."""
-    return CheckpointId.parse(run, key.split("/")[2])
+    """The checkpoint under whose name a chunk or a quarantined manifest is stored."""
+    part = PartId.parse_key(key)
+    return part.checkpoint if part else group_owner(run, chunk_group(run, key))
 
 
 async def quarantine(

@@ -27,7 +27,7 @@ from tierd.codec import chunk_codec
 from tierd.codec.chunk_codec import EncodedChunk, decode, encode_patch
 from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId, chunk_key
-from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest
+from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk
 from tierd.daemon.concurrency import FLUSH_BYTES, MemoryBudget, thread_uncancelled
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.tier_pauses import Pause, no_pause
@@ -88,13 +88,17 @@ class ChunkSource(ABC):
         """Return how many copies of a chunk's bytes are in memory at once."""
         return 3
 
-    async def choose_patches(self, bases: Mapping[ContentId, PatchBase], token: str) -> None:
-        """Choose the chunks that are provided as patches of these bases from now on. `token`: as for `encode_patch`."""
+    async def choose_patches(self, bases: Mapping[ContentId, PatchBase]) -> None:
+        """Choose the chunks that are provided as patches of these bases from now on."""
         return  # none, where a base would have to be read from a tier
 
     def reading(self, contents: Collection[ContentId]) -> AbstractContextManager[None]:
         """A context within which the caller reads the chunks with these `contents`."""
         return nullcontext()
+
+    def skip(self, content: ContentId) -> None:
+        """Note that the caller does not read this content."""
+        return
 
     def next_content(self, todo: Collection[ContentId], accepts: Callable[[ContentId], bool]) -> ContentId | None:
         """Return the content in `todo` that is cheapest to read next, of those that `accepts` allows; None if none."""
@@ -128,13 +132,11 @@ class SpoolChunkSource(ChunkSource):
         self._encoding, self._twin = encoding, twin
         self._taker: EncodedChunkConsumer | None = None
         self._bases: dict[ContentId, PatchBase] = {}
-        self._token = ""
 
     def memory_copies(self, content: ContentId) -> int:
         return 3 if self._twin or content in self._bases else 1
 
-    async def choose_patches(self, bases: Mapping[ContentId, PatchBase], token: str) -> None:
-        self._token = token
+    async def choose_patches(self, bases: Mapping[ContentId, PatchBase]) -> None:
         self._bases = await thread_uncancelled(self._similar_bases, bases)
 
     def _similar_bases(self, bases: Mapping[ContentId, PatchBase]) -> dict[ContentId, PatchBase]:
@@ -166,6 +168,10 @@ class SpoolChunkSource(ChunkSource):
         assert self._taker is not None
         return self._taker.next_content(todo, accepts)
 
+    def skip(self, content: ContentId) -> None:
+        assert self._taker is not None
+        self._taker.skip(content)
+
     @asynccontextmanager
     async def read(self, where: ChunkPlace, file: File) -> AsyncIterator[EncodedChunk]:
         assert self._taker is not None
@@ -187,7 +193,7 @@ class SpoolChunkSource(ChunkSource):
         except (CorruptChunk, OSError):
             return None
         raw = self._read(file, index, memory_for(chunk_buffer_size(file, index)))
-        return encode_patch(self._part, file.chunks[index], raw, base.chunk, old, self._token)
+        return encode_patch(self._part, file.chunks[index], raw, base.chunk, old)
 
     def _read(self, file: File, index: int, memory: memoryview) -> Buffer:
         try:
@@ -213,7 +219,7 @@ class SpoolChunkSource(ChunkSource):
         except (TierdError, TimeoutError):
             twin.is_answering = False  # so that later chunks do not wait for that tier
             return encoded
-        return stored_as(self._part, chunk, data)
+        return stored_as(self._part, encoded.chunk, chunk.stored, data)
 
 
 def _chunk_offsets(file: File) -> list[int]:
@@ -237,9 +243,8 @@ def _share_that_differs(new: tuple[int, int], old: tuple[int, int], size: int) -
     return sum(shares) / len(shares)
 
 
-def stored_as(part: PartId, chunk: Chunk, data: Buffer) -> EncodedChunk:
-    """Return a chunk in another tier's encoding, under its key in `part`."""
-    assert chunk.stored is not None
-    key = chunk_key(part, chunk.xxh3_128, chunk.stored.codec)
-    stored = msgspec.structs.replace(chunk.stored, key=key, checked="")
+def stored_as(part: PartId, chunk: Chunk, other: StoredChunk, data: Buffer) -> EncodedChunk:
+    """Return a chunk of `part` in the encoding of an `other` copy, under its key in `part`."""
+    key = chunk_key(part, chunk.xxh3_128, other.codec, chunk.home)
+    stored = msgspec.structs.replace(other, key=key, checked="")
     return EncodedChunk(msgspec.structs.replace(chunk, stored=stored), data)

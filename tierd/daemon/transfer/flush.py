@@ -3,7 +3,8 @@
 Invariant: a manifest is put only after every chunk that it names is confirmed on the tier. A chunk is confirmed by
 reading it back and comparing it; a directory digests it where it lies. A checksum also confirms it, if the server has
 shown that it refuses a wrong checksum. So a manifest on a tier means a verified copy for every reader at any time. An
-interrupted flush is continued: a chunk that is on the tier already is compared, not sent. A large chunk that the newest
+interrupted flush is continued: a chunk that is on the tier already is compared, not sent. So each chunk that several
+ranks hold is sent by one of their nodes, and read and compared by the others. A large chunk that the newest
 complete checkpoint has is named, not sent, as far as `core/planning/flush_order.py` permits.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ import msgspec
 from tierd.codec.chunk_codec import verify_stored, verify_stored_digest
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk, is_patch
+from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.flush_order import is_patchable, shareable_chunks
+from tierd.core.planning.sending_order import sending_order
 from tierd.daemon.concurrency import BudgetHold, gather_limited, thread_uncancelled
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.tiers.intents import long_marked, protect_chunks
@@ -41,7 +42,7 @@ from tierd.daemon.transfer.chunk_source import (
     SpoolChunkSource,
     TierUploadContext,
 )
-from tierd.spool.file_io import digest
+from tierd.daemon.transfer.object_listing import ObjectListing
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, delete_if_permitted
 
@@ -57,20 +58,29 @@ class ChunkUpload:
         source: ChunkSource,
         route: TierUploadContext,
         part: PartId,
-        keys_by_digest: Mapping[str, list[str]],
+        listing: ObjectListing,
         where: ChunkPlace,
         file: File,
     ) -> None:
-        self._source, self._route, self._part, self._keys_by_digest = source, route, part, keys_by_digest
+        self._source, self._route, self._part, self._listing = source, route, part, listing
         self._where, self._file = where, file
         self.encoded: Chunk = file.chunks[where[1]]
 
     @property
+    def home(self) -> tuple[int, bool]:
+        """The rank under which the chunk is stored, and whether only this part has it; the least is chosen."""
+        home = self.encoded.home
+        return (self._part.rank, True) if home is None else (home, False)
+
+    def name(self, shared: Chunk) -> None:
+        """Let the manifest name another checkpoint's object instead of one of its own."""
+        self.encoded = msgspec.structs.replace(shared, home=self.encoded.home)
+
+    @property
     def weight(self) -> int:
         """The most bytes that the chunk takes in memory, without those that its source accounts for."""
-        copies = max(
-            self._source.memory_copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._keys_by_digest else 1
-        )
+        may_be_read = self.encoded.home is not None or self._listing.keys(self.encoded)
+        copies = max(self._source.memory_copies(self.encoded.content), 2 if may_be_read else 1)
         return max(copies * self.encoded.size, self._route.store.memory_for(self.encoded.size))
 
     async def send(self, hold: BudgetHold) -> int:
@@ -80,12 +90,16 @@ class ChunkUpload:
             hold: bytes of the budget for the chunk's `weight`.
         """
         hold.shrink_to(self.weight)
+        await self._listing.refresh(self.encoded)
         if await self._is_already_stored():
+            self._source.skip(self.encoded.content)
             return 0
         async with self._source.read(self._where, self._file) as encoded:
             self.encoded, stored = encoded.chunk, encoded.stored
             hold.shrink_to(self._route.store.memory_for(stored.size))
             key = f"{self._part.checkpoint.run}/{stored.key}"
+            if self._listing.has_patch(key) and await self._is_right(key, stored):
+                return 0
             with self._route.throughput.link(self._route.tier).measured(stored.size):
                 checked = await self._route.store.put(key, encoded.data)
             del encoded  # the bytes that are read back take its place
@@ -97,8 +111,8 @@ class ChunkUpload:
         return stored.size
 
     async def _is_already_stored(self) -> bool:
-        """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
-        for key in self._keys_by_digest.get(self.encoded.xxh3_128, ()):
+        """Whether an earlier try or another node has put the chunk, in any encoding; that encoding is then used."""
+        for key in self._listing.keys(self.encoded):
             try:
                 self.encoded, _ = await get_recognized(self._route.store, key, self.encoded, self._route.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):
@@ -108,6 +122,14 @@ class ChunkUpload:
                 continue
             return True
         return False
+
+    async def _is_right(self, key: str, stored: StoredChunk) -> bool:
+        """Whether an earlier try or another node has put this very object."""
+        try:
+            await self._read_back(key, stored)
+        except (StoreUnavailable, StoreRefused):
+            return False
+        return True
 
     async def _read_back(self, key: str, stored: StoredChunk) -> None:
         async def read() -> None:
@@ -173,23 +195,24 @@ async def send_part(
 ) -> FlushResult:
     """Put the chunks that a part's manifest describes on a tier, and the manifest last."""
     await introduce_tier(route.store)
-    keys_by_digest: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
-    for key in await list_chunks(route.store, part.rank, [part.checkpoint]):
-        name, _, codec = key.rpartition("/")[2].partition(".")
-        if not is_patch(codec):  # the base of a left one is not known
-            keys_by_digest.setdefault(name, []).append(key)
+    listing = ObjectListing(route.store, part, route.timings)
     work: dict[ContentId, ChunkUpload] = {}  # a chunk that the part holds twice is one object
     for where, chunk in manifest.places():
-        if chunk.content not in work:
-            work[chunk.content] = ChunkUpload(source, route, part, keys_by_digest, where, manifest.files[where[0]])
+        upload = ChunkUpload(source, route, part, listing, where, manifest.files[where[0]])
+        if chunk.content not in work or upload.home < work[chunk.content].home:
+            work[chunk.content] = upload
+    await listing.read(upload.encoded for upload in work.values())
     shared = await _shared_with(route.store, part, base, worn_out, route.timings)
+    todo = OrderedDict(
+        (chunk.content, work[chunk.content])
+        for chunk in sending_order(part, (upload.encoded for upload in work.values()))
+        if chunk.content not in shared
+    )
     for content in work.keys() & shared.keys():
-        work[content].encoded = shared[content]
-    todo = OrderedDict((content, chunk) for content, chunk in work.items() if content not in shared)
+        work[content].name(shared[content])
     if base and (bases := _bases(manifest, todo, base, shared)):
-        token = digest(f"{route.timings.now_ms()} {route.who or secrets.token_hex(4)}".encode())[:11]
-        await source.choose_patches(bases, token)
-    with source.reading([content for content in todo if content[0] not in keys_by_digest]):
+        await source.choose_patches(bases)
+    with source.reading([content for content, upload in todo.items() if not listing.keys(upload.encoded)]):
         pauses = partial((spread or FlushSpread()).pause, len(todo))
         moved = route.progress_by_part[part] = FlushProgress(sum(size for _, size in todo))
         hands = [_send_each(todo, source, route, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
@@ -256,7 +279,8 @@ async def _shared_with(
         return {}
     owners = {chunk_owner(base.run, stored.key) for chunk in offered for stored in chunk.objects()}
     owners -= await long_marked(store, base.run, timings)
-    sizes = await list_chunks(store, part.rank, [owner for owner in owners if owner])
+    objects = [stored for chunk in offered for stored in chunk.objects() if chunk_owner(base.run, stored.key) in owners]
+    sizes = await list_chunks(store, base.run, {stored.key[: stored.key.rindex("/") + 1] for stored in objects})
     return {
         chunk.content: chunk
         for chunk in offered

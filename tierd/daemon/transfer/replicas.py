@@ -8,17 +8,25 @@ digest is sufficient proof: a chunk is right under any key, and regardless of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from tierd.codec.chunk_codec import RAW, decode
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
-from tierd.core.ids import CheckpointId, PartId, chunks_prefix
+from tierd.core.ids import (
+    CheckpointId,
+    PartId,
+    chunk_directories,
+    chunk_group,
+    chunk_groups,
+    chunks_prefix,
+    group_owner,
+)
 from tierd.core.manifest import Chunk, ChunkPlace, ContentId, Manifest, is_patch
 from tierd.daemon.concurrency import Buffers, gather_limited, thread_uncancelled
 from tierd.daemon.tiers.tier_objects import get_object, get_recognized, read_manifest, read_until_certain
-from tierd.stores.base import Buffer, ObjectInfo, Store, list_children
+from tierd.stores.base import Buffer, ObjectInfo, Store, list_groups
 
 # Seconds that a tier has for a manifest, all retries included, because another tier may have the whole part.
 _ELSEWHERE = 1000  # checkpoints whose keys are searched for a lost chunk, newest first
@@ -41,8 +49,8 @@ class Replicas:
     answer_s: float = ANSWER_S
     # By tier, every readable manifest, also if it contradicts the reference.
     _readable: dict[str, Manifest] = field(default_factory=dict)
-    # Tier -> prefixes where the rank's chunks may be.
-    _other_prefixes: dict[str, list[str]] = field(default_factory=dict)
+    # Tier -> other checkpoints that have chunks there, the newest first -> the prefixes of these chunks.
+    _other_owners: dict[str, dict[CheckpointId, set[str]]] = field(default_factory=dict)
 
     async def read_manifests(self) -> None:
         """Read the part's manifest on every tier."""
@@ -241,20 +249,22 @@ class Replicas:
 
     async def _objects_with_digest(self, name: str, expected: Chunk, *, elsewhere: bool) -> AsyncIterator[ObjectInfo]:
         """List the objects on a tier whose keys contain the digest of `expected`."""
-        checkpoint, store = self.part.checkpoint, self.stores[name]
-        base, rank = chunks_prefix(checkpoint.run), f"{self.part.rank:05}"
-        if not elsewhere:
-            prefixes = [f"{base}{checkpoint.name}/{rank}/"]
-        elif name in self._other_prefixes:
-            prefixes = self._other_prefixes[name]
-        else:
-            checkpoints = [
-                CheckpointId.parse(checkpoint.run, directory) async for directory in list_children(store, base)
-            ]
-            other_checkpoints = sorted((owner for owner in checkpoints if owner and owner != checkpoint), reverse=True)[
-                :_ELSEWHERE
-            ]
-            prefixes = self._other_prefixes[name] = [f"{base}{owner.name}/{rank}/" for owner in other_checkpoints]
+        run, store = self.part.checkpoint.run, self.stores[name]
+        ranks = {self.part.rank} if expected.home is None else {expected.home, self.part.rank}
+        if elsewhere and name not in self._other_owners:
+            groups = await list_groups(store, chunks_prefix(run), partial(chunk_group, run))
+            owners = {owner for group in groups if (owner := group_owner(run, group))} - {self.part.checkpoint}
+            newest = sorted(owners, reverse=True)[:_ELSEWHERE]
+            self._other_owners[name] = {owner: groups.intersection(chunk_groups(owner)) for owner in newest}
+        searched: Mapping[CheckpointId, Collection[str] | None] = (
+            self._other_owners[name] if elsewhere else {self.part.checkpoint: None}
+        )
+        prefixes = [
+            f"{run}/{directory}"
+            for owner, groups_of_owner in searched.items()
+            for directory in chunk_directories(owner, ranks, self.part.rank)
+            if groups_of_owner is None or chunk_group(run, f"{run}/{directory}") in groups_of_owner
+        ]
         for prefix in prefixes:
             async for info in store.scan(f"{prefix}{expected.xxh3_128}."):
                 # No encoder makes a chunk longer than that, and the base of a patch is not known.

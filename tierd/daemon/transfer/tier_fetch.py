@@ -240,7 +240,7 @@ class _TierChunkSource(ChunkSource):
     async def _read(self, where: ChunkPlace, file: File) -> EncodedChunk:
         for name, manifest in list(self._copies.manifests.items()):
             chunk = manifest.chunk(where)
-            if chunk.stored and chunk.stored.base:
+            if chunk.stored is None or chunk.stored.base:
                 break  # the base may not be on this tier
             try:
                 store, source = self._copies.stores[name], self._copies.part.checkpoint.run
@@ -250,7 +250,7 @@ class _TierChunkSource(ChunkSource):
             except TierdError:
                 continue  # `chunk` below asks this tier again, and keeps its error
             else:
-                return stored_as(self._part, chunk, data)
+                return stored_as(self._part, file.chunks[where[1]], chunk.stored, data)
         number, index = where
         raw = await self._copies.chunk(number, index, file.path)
         throughput = self._route.throughput

@@ -1,0 +1,221 @@
+"""Chunks that several ranks hold: all nodes together put each once, and each node's manifest names them verified."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+from support.chunk_keys import owner_name
+from support.doubles import Double, contents, flip, is_chunk
+from support.timed import QUICK
+from support.world import CHUNK, commit, manifest_on, part, read
+
+from tierd.codec.chunk_codec import BLOCK
+from tierd.core.errors import StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId, chunk_directory
+from tierd.core.manifest import Chunk
+from tierd.core.planning import flush_order
+from tierd.core.planning.sending_order import sending_order
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.tiers.tier_objects import verify_part
+from tierd.daemon.tiers.tier_prune import prune, quarantine
+from tierd.daemon.transfer.chunk_source import TierUploadContext
+from tierd.daemon.transfer.flush import FlushResult, flush
+from tierd.daemon.transfer.tier_fetch import fetch, relay
+from tierd.spool.spool import Spool
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
+
+WORLD, SHARED = 4, 80  # ranks, each on a node of its own; chunks that all of them hold
+NOW = DaemonTimings(chunks_listed_s=0.0, mark_pause_s=QUICK.mark_pause_s)
+
+
+@pytest.fixture
+def nodes(tmp_path) -> list[Spool]:
+    return [Spool(tmp_path / f"node{rank}") for rank in range(WORLD)]
+
+
+def files(step: int, rank: int, shared: bytes | None = None) -> dict[str, bytes]:
+    noise = random.Random(step).randbytes(SHARED * CHUNK) if shared is None else shared
+    return {"shared": noise, "own": random.Random(f"{step} {rank}").randbytes(5 * CHUNK)}
+
+
+def save(nodes: list[Spool], step: int, shared: bytes | None = None) -> list[PartId]:
+    parts = [part(step, rank=rank, world=len(nodes)) for rank in range(len(nodes))]
+    for rank, which in enumerate(parts):
+        commit(nodes[rank], which, files(step, rank, shared), homes={"shared": 0})
+    return parts
+
+
+async def send(nodes: list[Spool], parts: list[PartId], store, base: int | None = None) -> list[FlushResult]:
+    """Flush all nodes' parts at the same time."""
+
+    async def work(rank: int) -> FlushResult:
+        older = await manifest_on(store, part(base, rank=rank, world=WORLD)) if base is not None else None
+        return await flush(nodes[rank], parts[rank], TierUploadContext(store, timings=NOW), base=older)
+
+    return list(await asyncio.gather(*map(work, range(len(nodes)))))
+
+
+async def check(nodes: list[Spool], parts: list[PartId], store, tmp_path, shared: bytes | None = None) -> None:
+    """Every rank's part is on the tier, and a node that has nothing else restores it."""
+    for rank, which in enumerate(parts):
+        assert (await verify_part(store, which, lambda size: None))[1] == []
+        fresh = Spool(tmp_path / f"fresh {which.checkpoint.step} {rank}")
+        await fetch(fresh, which, {"tier": store})
+        assert read(fresh, which) == files(which.checkpoint.step, rank, shared)
+
+
+def order(rank: int, homes: list[int | None]) -> list[tuple[int | None, int]]:
+    chunks = [Chunk(size=number + 1, xxh3_128="0" * 32, home=home) for number, home in enumerate(homes)]
+    which = PartId(CheckpointId("run", "a", 1), rank, 4)
+    return [(chunk.home, chunk.size - 1) for chunk in sending_order(which, chunks)]
+
+
+def test_each_rank_begins_at_another_place_of_the_chunks_that_it_shares():
+    homes = [None, 0, 0, 1, 0, 0, None, 1]
+    begins = [[size for home, size in order(rank, homes) if home == 0] for rank in range(4)]
+    assert begins == [[1, 2, 4, 5], [2, 4, 5, 1], [4, 5, 1, 2], [5, 1, 2, 4]]
+    assert all(order(rank, homes)[-2:] == [(None, 0), (None, 6)] for rank in range(4))
+    assert all(sorted(size for _, size in order(rank, homes)) == list(range(8)) for rank in range(4))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_nodes_together_put_each_shared_chunk_once(nodes, tmp_path, encrypted):
+    double = Double()
+    store = EncryptedStore(double, EncryptionKey(b"k" * 32)) if encrypted else double
+    parts = save(nodes, 1)
+    sent = await send(nodes, parts, store)
+    puts = Counter(double.puts(is_chunk))
+    assert len(puts) == SHARED + WORLD * 5 and puts.total() <= 1.1 * len(puts)
+    assert sum(result.sent for result in sent) == puts.total() * CHUNK
+    assert max(result.sent for result in sent) < 2 * min(result.sent for result in sent)
+    for rank, which in enumerate(parts):
+        homes = {chunk.home for chunk in (await manifest_on(store, which)).chunks()}
+        assert homes == {None, 0}
+        assert (await manifest_on(store, which)).directories == {
+            chunk_directory(which.checkpoint, 0),
+            chunk_directory(which.checkpoint, rank),
+        }
+    await check(nodes, parts, store, tmp_path)
+
+
+async def test_later_node_sends_only_its_own_chunks(nodes, tmp_path):
+    store = Double()
+    parts = save(nodes, 1)
+    for rank in (2, 0, 3, 1):
+        result = await flush(nodes[rank], parts[rank], TierUploadContext(store))
+        assert result.sent == (SHARED * (rank == 2) + 5) * CHUNK and result.stored == (SHARED + 5) * CHUNK
+    await check(nodes, parts, store, tmp_path)
+
+
+async def test_chunk_of_another_node_that_is_corrupt_is_sent_again(nodes, tmp_path):
+    store = Double()
+    parts = save(nodes, 1)
+    await flush(nodes[0], parts[0], TierUploadContext(store))
+    shared = [chunk.stored.key for chunk in (await manifest_on(store, parts[0])).chunks() if chunk.home == 0]
+    await flip(store.inner, f"run/{shared[7]}")
+    assert (await flush(nodes[1], parts[1], TierUploadContext(store))).sent == 6 * CHUNK
+    await check(nodes[:2], parts[:2], store, tmp_path)
+
+
+async def test_shared_patches_are_put_once_too(nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(flush_order, "SMALLEST_SHARED_BYTES", 1)
+    store, first = Double(), files(1, 0)["shared"]
+    second = b"".join(bytes(BLOCK) + first[at + BLOCK : at + CHUNK] for at in range(0, len(first), CHUNK))
+    await send(nodes, save(nodes, 1), store)
+    store.calls.clear()
+    parts = save(nodes, 2, second)
+    for rank, which in enumerate(parts):
+        base = await manifest_on(store, part(1, rank=rank, world=WORLD))
+        await flush(nodes[rank], which, TierUploadContext(store), base=base)
+    patches = Counter(key for key in store.puts(is_chunk) if ".patch" in key)
+    assert len(patches) == patches.total() == SHARED
+    await check(nodes, parts, store, tmp_path, second)
+
+
+async def test_equal_chunks_of_an_older_checkpoint_are_named_by_all_ranks(nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(flush_order, "SMALLEST_SHARED_BYTES", 1)
+    store, frozen = Double(), files(1, 0)["shared"]
+    await send(nodes, save(nodes, 1), store)
+    store.calls.clear()
+    parts = save(nodes, 2, frozen)
+    await send(nodes, parts, store, base=1)
+    assert len(store.puts(is_chunk)) == WORLD * 5
+    await prune(store, [part(1).checkpoint])
+    owners = Counter(owner_name(key) for key in await contents(store) if is_chunk(key))
+    assert owners == {part(1).checkpoint.name: SHARED, part(2).checkpoint.name: WORLD * 5}
+    await check(nodes, parts, store, tmp_path, frozen)
+    await prune(store, [part(2).checkpoint])
+    assert not [key for key in await contents(store) if is_chunk(key)]
+
+
+async def test_quarantine_of_a_part_leaves_the_chunks_that_other_ranks_name(nodes, tmp_path):
+    store = Double()
+    parts = save(nodes, 1)
+    await send(nodes, parts, store)
+    assert await quarantine(store, parts[0])
+    for which in parts[1:]:
+        assert (await verify_part(store, which, lambda size: None))[1] == []
+    assert (await flush(nodes[0], parts[0], TierUploadContext(store))).sent == 0
+    await check(nodes, parts, store, tmp_path)
+
+
+async def test_flush_whose_chunks_are_pruned_meanwhile_puts_no_manifest(nodes, tmp_path):
+    """Another node's retention deletes the checkpoint while this node compares the chunks that lie there."""
+    store = Double()
+    parts = save(nodes, 1)
+    await flush(nodes[0], parts[0], TierUploadContext(store))
+    begun = asyncio.Event()
+    store.before = lambda operation, key: begun.set() if operation == "put" and is_chunk(key) else None
+    work = asyncio.ensure_future(flush(nodes[1], parts[1], TierUploadContext(store)))
+    await begun.wait()
+    store.before = None
+    assert (await prune(store, [parts[0].checkpoint])).deleted
+    with pytest.raises(StoreUnavailable, match="were deleted while it was being flushed"):
+        await work
+    assert parts[1].manifest_key not in await contents(store)
+    await flush(nodes[1], parts[1], TierUploadContext(store))
+    assert (await verify_part(store, parts[1], lambda size: None))[1] == []
+
+
+async def test_prune_keeps_a_checkpoint_of_which_another_node_puts_a_manifest(nodes):
+    store = Double()
+    parts = save(nodes, 1)
+    await flush(nodes[0], parts[0], TierUploadContext(store))
+    pruned = []
+
+    def before(operation: str, key: str) -> None:
+        if (operation, key) == ("put", parts[1].manifest_key):
+            pruned.append(asyncio.ensure_future(prune(store, [parts[0].checkpoint])))
+
+    store.before = before
+    await flush(nodes[1], parts[1], TierUploadContext(store))
+    (result,) = [await work for work in pruned]
+    for which in parts[:2]:
+        key = which.manifest_key
+        assert (key in await contents(store)) is not bool(result.deleted)
+        if not result.deleted:
+            assert (await verify_part(store, which, lambda size: None))[1] == []
+
+
+async def test_relay_keeps_the_homes_and_puts_each_chunk_once(nodes, tmp_path):
+    near, far = Double(), Double()
+    parts = save(nodes, 1)
+    await send(nodes, parts, near)
+    for which in parts:
+        await relay({"near": near}, which, TierUploadContext(far))
+    puts = Counter(far.puts(is_chunk))
+    assert len(puts) == puts.total() == SHARED + WORLD * 5
+    assert await contents(far) == await contents(near)
+
+
+async def test_content_at_two_homes_and_at_none_is_stored_under_the_lowest(nodes):
+    store, zeros = Double(), bytes(2 * CHUNK)
+    which = part(1, rank=2, world=WORLD)
+    commit(nodes[0], which, {"a": zeros, "b": zeros, "c": zeros}, homes={"b": 2, "c": 1})
+    await flush(nodes[0], which, TierUploadContext(store))
+    assert (await manifest_on(store, which)).directories == {chunk_directory(which.checkpoint, 1)}
+    assert len(store.puts(is_chunk)) == 1

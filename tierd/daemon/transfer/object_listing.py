@@ -1,0 +1,65 @@
+"""The objects on a tier under the names of which a part's chunks are put, from an earlier try or from other nodes.
+
+Invariant: a listing proves nothing about the bytes. The caller reads and compares an object before a manifest names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+
+from tierd.core.ids import PartId, chunk_directory
+from tierd.core.manifest import Chunk, is_patch
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.tiers.tier_observer import list_chunks
+from tierd.stores.base import Store
+
+
+class ObjectListing:
+    """The keys in the directories of one part's chunks. Those that other nodes put, too, are listed again."""
+
+    def __init__(self, store: Store, part: PartId, timings: DaemonTimings) -> None:
+        self._store, self._part, self._timings = store, part, timings
+        self._keys: dict[str, dict[str, list[str]]] = {}  # directory -> digest -> keys
+        self._patches: dict[str, set[str]] = {}  # directory -> keys of patches, whose bases their names do not tell
+        self._listed_s: dict[str, float] = {}  # directory -> when it was listed
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def read(self, chunks: Iterable[Chunk]) -> None:
+        """List the directories of these chunks."""
+        for directory in sorted({self._directory(chunk) for chunk in chunks}):
+            await self._list(directory)
+
+    def keys(self, chunk: Chunk) -> list[str]:
+        """Return the keys of listed objects that hold a chunk in some encoding, by their names."""
+        return self._keys[self._directory(chunk)].get(chunk.xxh3_128, [])
+
+    def has_patch(self, key: str) -> bool:
+        """Whether a patch with this key was listed."""
+        return any(key in patches for patches in self._patches.values())
+
+    async def refresh(self, chunk: Chunk) -> None:
+        """List the chunk's directory again if other nodes may have put the chunk since."""
+        directory = self._directory(chunk)
+        if chunk.home is None:
+            return
+        async with self._locks[directory]:
+            if time.monotonic() - self._listed_s[directory] > self._timings.chunks_listed_s:
+                await self._list(directory)
+
+    def _directory(self, chunk: Chunk) -> str:
+        return chunk_directory(self._part.checkpoint, self._part.rank if chunk.home is None else chunk.home)
+
+    async def _list(self, directory: str) -> None:
+        began_s = time.monotonic()
+        keys: dict[str, list[str]] = {}
+        patches = set[str]()
+        for key in await list_chunks(self._store, self._part.checkpoint.run, [directory]):
+            name, _, codec = key.rpartition("/")[2].partition(".")
+            if is_patch(codec):
+                patches.add(key)
+            else:
+                keys.setdefault(name, []).append(key)
+        self._keys[directory], self._patches[directory], self._listed_s[directory] = keys, patches, began_s
