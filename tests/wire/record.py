@@ -33,6 +33,7 @@ from tierd.client.saving.snapshot_handoff import HandoffClient  # noqa: E402
 from tierd.core import errors  # noqa: E402
 from tierd.ipc import message_codec  # noqa: E402
 from tierd.ipc import messages as wire  # noqa: E402
+from tierd.ipc.protocol import PROTOCOL  # noqa: E402
 from tierd.spool.spool import Spool  # noqa: E402
 
 V1 = HERE / "v1"
@@ -40,7 +41,7 @@ OLD, NEW = part(1), part(2)  # OLD lies on the tier alone
 
 # What a client sends on the control socket: a request of each kind as short as it can be, and with every member.
 CONTROL: dict[str, wire.Request | bytes] = {
-    "hello": wire.Hello(protocol="1.0", version="0.1.0"),
+    "hello": wire.Hello(protocol=str(PROTOCOL), version="0.1.0"),
     "hello.refused": wire.Hello(protocol="9.0", version="9.0.0"),
     "remove": wire.RemoveRun(run="another"),  # before a trainer is attached, beside whom nothing is removed
     "attach": wire.Attach(),

@@ -21,7 +21,7 @@ from tierd import __version__
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.ipc.message_codec import parse_greeting, raise_error
 from tierd.ipc.messages import HEARTBEAT, MAX_REPLY, Hello, Request, StatusRequest, encode_line
-from tierd.ipc.protocol import BEATS, PROTOCOL, Peer, explain_outdated
+from tierd.ipc.protocol import PROTOCOL, Peer, explain_outdated
 from tierd.spool.file_io import open_own
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import account_name, foreign_peer_uid, peer_pid
@@ -90,8 +90,7 @@ class DaemonConnection:
     Args:
         greet: exchange protocol numbers first. False is for a request whose form never changes.
         silence_s: seconds without a byte, or without a place in the daemon's queue, after which the daemon counts as
-            stopped. Pass it only for requests to which `messages.BEAT` applies. A daemon older than protocol 1.1 has
-            the default time to answer.
+            stopped. Pass it only for requests to which `messages.BEAT` applies.
 
     Raises:
         DaemonAbsent: no process listens.
@@ -182,8 +181,6 @@ class DaemonConnection:
     def _check(self, daemon: Peer) -> None:
         if why := explain_outdated(OWN_PEER, daemon):
             raise VersionMismatch(f"spool {self._spool.root}: {why}")
-        if daemon.protocol is None or daemon.protocol < BEATS:
-            self._silence_s = max(self._silence_s, _SILENCE)
 
     def _send(self, line: bytes) -> None:
         self._socket.settimeout(self._silence_s)

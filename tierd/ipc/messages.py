@@ -6,8 +6,8 @@ Invariant: no byte of a checkpoint crosses a socket, only names and descriptors.
 
 On the control socket a request is one line. The answer is any number of `{"working": true}` lines, at most `HEARTBEAT`
 seconds apart, then one line with `ok`. On the hand-off socket a message is one packet with its descriptors, and so is
-an answer. Training may wait for `PersistSnapshot`, `MakeRoom` and `CandidatesRequest`, so from protocol 1.1 on the
-daemon sends a sign of life for these every `BEAT` seconds.
+an answer. Training may wait for `PersistSnapshot`, `MakeRoom` and `CandidatesRequest`, so the daemon sends a sign of
+life for these every `BEAT` seconds.
 
 Both sockets exchange protocol numbers first (`ipc/protocol`). On the control socket the client begins with `Hello`, and
 the daemon answers with its own number. On the hand-off socket the daemon greets with `ok` and its number, and the

@@ -10,6 +10,8 @@ absence. A release that changes the meaning of an existing message raises the ma
 1.1: while training may wait for a request, the daemon sends a sign of life every `messages.BEAT` seconds, so that its
 silence is found soon. `messages.NotesRequest` is added, by which ranks on several nodes communicate, and
 `messages.RunsRequest`.
+
+2.0: parts in the spool are of format 4, which neither side of protocol 1 reads. The messages are those of 1.1.
 """
 
 from __future__ import annotations
@@ -39,8 +41,7 @@ class Protocol(NamedTuple):
         return Protocol(int(major), int(minor))
 
 
-PROTOCOL = Protocol(1, 1)
-BEATS = Protocol(1, 1)  # the first protocol whose daemons send a sign of life every `messages.BEAT` seconds
+PROTOCOL = Protocol(2, 0)
 
 
 class Peer(NamedTuple):

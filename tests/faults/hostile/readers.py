@@ -51,6 +51,7 @@ from tierd.core.urls import parse_url
 from tierd.dcp.metadata import read_metadata
 from tierd.ipc import message_codec
 from tierd.ipc.message_codec import read_member
+from tierd.ipc.protocol import PROTOCOL
 from tierd.state.tensor_file import parse_layout, tensor_view
 from tierd.state.tree_parser import parse_tree
 from tierd.stores.base import is_key
@@ -597,17 +598,17 @@ REQUESTS: list[dict[str, Any]] = [
     {"op": "pin", "checkpoint": _PART["checkpoint"], "pinned": True},
     {"op": "pause", "for_s": 0.5},
     {"op": "resume"},
-    {"op": "hello", "protocol": "1.0", "version": "0.1.0"},
+    {"op": "hello", "protocol": str(PROTOCOL), "version": "0.1.0"},
 ]
 HANDED: list[dict[str, Any]] = [
     {"op": "lend", "slot": 0},
     {"op": "persist", "part": _PART, "slot": 0, "tensors": 4096, "manifest": 100, "tree": 10},
     {"op": "recall", "part": _PART},
     {"op": "leave"},
-    {"op": "hello", "protocol": "1.0", "version": "0.1.0"},
+    {"op": "hello", "protocol": str(PROTOCOL), "version": "0.1.0"},
 ]
 REPLIES: list[dict[str, Any]] = [
-    {"ok": True, "protocol": "1.0", "version": "0.1.0"},
+    {"ok": True, "protocol": str(PROTOCOL), "version": "0.1.0"},
     {"ok": True, "pid": 1, "tiers": {"near": "file:///x"}},
     {"ok": False, "error": "StoreUnavailable", "message": "x"},
     {"ok": False, "error": "TimeoutError", "message": "x"},

@@ -29,17 +29,13 @@ from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.core.manifest_codec import encode
 from tierd.ipc.daemon_connection import HELLO, OWN_PEER, connect_to_daemon
 from tierd.ipc.message_codec import DetachTrainer, LendArena, PersistSnapshot, RecallSnapshot, parse_greeting
-from tierd.ipc.messages import HEARTBEAT
-from tierd.ipc.protocol import BEATS, explain_outdated
+from tierd.ipc.protocol import explain_outdated
 from tierd.spool.arena import Arena
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 
-# Seconds without a packet after which a daemon before protocol 1.1 counts as stopped: it sends a sign of life every
-# `HEARTBEAT`.
-_LONG_SILENCE = 6 * HEARTBEAT
 CALM_GREETING = 0.5  # seconds that a daemon has to greet where training is not delayed
 _MOST_DOUBLED = 7  # doublings of `alone_s`: a daemon that falls silent repeatedly is finally left alone for an hour
 
@@ -129,8 +125,7 @@ class HandoffClient:
                 log.warning("%s. Meanwhile training writes its checkpoints itself", error)
             return False
         self._ungreeted = None
-        beats = daemon.protocol is not None and daemon.protocol >= BEATS
-        self.line = HandoffConnection(connection, {}, self.timings.silence_s if beats else _LONG_SILENCE)
+        self.line = HandoffConnection(connection, {}, self.timings.silence_s)
         return False
 
     def _connect(self) -> _Ungreeted | None:
