@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.chunk_keys import chunk_files
 from support.doubles import flipped
 from support.saved import put
 from support.world import RUN, attempt, part
@@ -43,7 +44,7 @@ def damage(tier: Path, kind: str) -> None:
     """Damage what launch 2 has of step 20."""
     name = f"{20:012}.{attempt(2)}"
     if kind == "chunks":
-        for chunk in (tier / RUN / "chunks" / name).rglob("*.*"):
+        for chunk in (path for path in chunk_files(tier, RUN, 20) if name in path.parts):
             chunk.write_bytes(flipped(chunk.read_bytes()))
     elif kind == "manifest":
         manifest = tier / RUN / "manifests" / name / "00000-of-00001.json"

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.chunk_keys import chunk_files
 from support.world import commit, part
 
 import tierd
@@ -42,17 +43,13 @@ def put(home: Path, steps: Sequence[int], world: int = 1) -> Path:
 
 def arrive(full: Path, tier: Path, step: int) -> None:
     """Copy one checkpoint to another tier as a flush does: its chunks, then its manifests, each by a rename."""
-    name = part(step).checkpoint.name
-    for kind in ("chunks", "manifests"):
-        for source in sorted((full / RUN / kind / name).rglob("*")):
-            target = tier / source.relative_to(full)
-            if source.is_dir():
-                target.mkdir(parents=True, exist_ok=True)
-            else:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                quarantined = target.with_name(f".{target.name}.part")
-                shutil.copyfile(source, quarantined)
-                quarantined.rename(target)
+    manifests = sorted((full / RUN / "manifests" / part(step).checkpoint.name).iterdir())
+    for source in [*chunk_files(full, RUN, step), *manifests]:
+        target = tier / source.relative_to(full)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f".{target.name}.part")
+        shutil.copyfile(source, unfinished)
+        unfinished.rename(target)
 
 
 def name(step: int) -> CheckpointId:
