@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import pytest
+import zstandard
 from support.chunk_keys import owner_name
 from support.doubles import Double, contents, flip, is_chunk
 from support.timed import QUICK
@@ -18,12 +19,15 @@ from tierd.core.ids import CheckpointId, PartId, chunk_directory
 from tierd.core.manifest import Chunk
 from tierd.core.planning import flush_order
 from tierd.core.planning.sending_order import sending_order
+from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.scrub.tier_repair import TierRepairer
 from tierd.daemon.tiers.tier_objects import verify_part
 from tierd.daemon.tiers.tier_prune import prune, quarantine
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import FlushResult, flush
 from tierd.daemon.transfer.tier_fetch import fetch, relay
+from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted_store import EncryptedStore
 from tierd.stores.encryption_keys import EncryptionKey
@@ -119,6 +123,27 @@ async def test_chunk_of_another_node_that_is_corrupt_is_sent_again(nodes, tmp_pa
     await flip(store.inner, f"run/{shared[7]}")
     assert (await flush(nodes[1], parts[1], TierUploadContext(store))).sent == 6 * CHUNK
     await check(nodes[:2], parts[:2], store, tmp_path)
+
+
+async def test_object_that_another_encoder_has_replaced_is_kept_and_each_manifest_describes_it(nodes, tmp_path):
+    """Two nodes with different versions of zstd put one chunk at the same time, and the last put remains."""
+    store, text = Double(), b"words " * (SHARED * CHUNK // 6)
+    parts = save(nodes, 1, text)
+    await send(nodes, parts, store)
+    before = await manifest_on(store, parts[0])
+    chunk = next(chunk for chunk in before.chunks() if chunk.stored.codec == "zst")
+    places = [where for where, same in before.places() if same == chunk]
+    pieces = (text[at : at + CHUNK] for at in range(0, len(text), CHUNK))
+    raw = next(piece for piece in pieces if digest(piece) == chunk.xxh3_128)
+    other = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(raw)
+    await store.put(f"run/{chunk.stored.key}", other)
+    store.calls.clear()
+    for rank, which in enumerate(parts):
+        repairer = TierRepairer(nodes[rank], {"tier": store}, "tier", which, MemoryBudget())
+        await repairer.repair(await manifest_on(store, which), places)
+        assert (await verify_part(store, which, lambda size: None))[1] == []
+    assert not store.puts(is_chunk)
+    await check(nodes, parts, store, tmp_path, text)
 
 
 async def test_shared_patches_are_put_once_too(nodes, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from faults.rounds import Lost
 from faults.simulation.disk import Disk, Watch
 from faults.simulation.loop import ProcessLife, SimLoop
 from faults.simulation.store import Bucket, Line, Weather
-from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
+from faults.simulation.truth import HOMES, Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
 
 from tierd.client.ranks.attempts import RankClock
@@ -560,7 +560,7 @@ class Job:
         origin = part(self.origin[1], self.origin[0]).checkpoint if self.origin else None
         world.truth.begun.add(number(which))
         try:
-            await asyncio.to_thread(commit, node.spool, which, content(number(which)), origin)
+            await asyncio.to_thread(commit, node.spool, which, content(number(which)), origin, homes=HOMES)
         except StepRefused as error:
             raise Lost(str(error)) from error
         if life.dead or node.disk.cut_off is not None:

@@ -36,16 +36,22 @@ _FASTER_S = 60.0  # simulated seconds between finding a copy wrong and setting i
 
 @lru_cache(maxsize=4096)
 def content(part: Part) -> dict[str, bytes]:
-    """A part's files: one never changes, one sometimes, one always."""
+    """A part's files: one never changes, one sometimes, one always. Those of `HOMES` are the same on all ranks."""
     launch, step, rank = part
-    noise = random.Random(f"{step} {launch} {rank}")
+    noise, common = random.Random(f"{step} {launch} {rank}"), random.Random(f"{step} {launch}")
     return {
         "backbone": bytes([rank]) * (2 * CHUNK),
         "deep/rows": bytes([rank, step // 3 % 251]) * (CHUNK // 2) + bytes([rank, launch % 251]) * (CHUNK // 2),
         "news": noise.randbytes(CHUNK // 2),
         "table": table(f"{rank}", step, launch),
+        "common/backbone": b"b" * CHUNK,
+        "common/news": common.randbytes(3 * CHUNK),
+        "common/table": table("common", step, launch),
         "empty": b"",
     }
+
+
+HOMES = {"common/backbone": 0, "common/news": 0, "common/table": 0}  # the lowest rank that has these files
 
 
 def table(name: str, step: int, launch: int) -> bytes:

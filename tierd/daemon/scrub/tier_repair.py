@@ -1,6 +1,7 @@
 """Repair a tier's copy, chunk by chunk, from any other place that has the bytes.
 
 Invariant: an object is restored byte for byte under its key, because other manifests may name it; that of a base, too.
+An object that several nodes put, and that has the right content in another encoding, is kept, and the manifest changed.
 The bytes come from another tier that has the same, or from the encoder if it still produces them. Only if neither does
 is the chunk put raw, which is always the same bytes, under a key of its own. The manifest is then replaced by one that
 names this key. A chunk counts as repaired only after it was read back and compared, and as lost only after every place
@@ -135,6 +136,10 @@ class TierRepairer:
         bad_links = [link for link in chunk.chain() if not await self._is_right(link)]
         if not bad_links:
             return chunk
+        # Several nodes put the chunk, perhaps with encoders that give different bytes. If each restored its own bytes,
+        # the others' manifests would become wrong in turn.
+        if chunk.home is not None and (entry := await self._find_stored_entry(chunk)):
+            return entry
         if await self._restore(manifest, where, bad_links):
             self.repaired += 1
             return chunk
