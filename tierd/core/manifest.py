@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Annotated, TypeAlias
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from tierd.core.errors import ManifestError
@@ -207,12 +208,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def homed_sizes(self) -> dict[int, int]:
-        """By home, the part of `stored_size` in chunks that several ranks hold, and that lie on the tier once."""
-        sizes: dict[int, int] = {}
-        for chunk in self.chunks():
-            if chunk.stored and chunk.home is not None:
-                sizes[chunk.home] = sizes.get(chunk.home, 0) + chunk.stored.size
-        return sizes
+        """The part of `stored_size` in chunks that other ranks may name, too, by an 8-byte digest of these chunks."""
+        homed = {
+            chunk.stored.key: chunk.stored.size for chunk in self.chunks() if chunk.stored and chunk.home is not None
+        }
+        name = xxhash.xxh3_64_intdigest("\n".join(sorted(homed)).encode())
+        return {name: sum(homed.values())} if homed else {}
 
     @property
     def owners(self) -> frozenset[CheckpointId]:

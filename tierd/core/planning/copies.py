@@ -17,6 +17,7 @@ from typing import Any
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId, PartId, checkpoint_order
 from tierd.core.manifest import Manifest
+from tierd.core.replica_comparison import NO_REPLICAS, replicas_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,9 @@ class ManifestFacts:
     stored_size: int
     bases: frozenset[CheckpointId]  # other checkpoints whose chunks this manifest names
     is_watched: bool = False  # whether it is of a watched program's checkpoint, so that `created` is that of a file
-    # Home -> stored size of the chunks that other ranks hold, too, and that lie under it.
+    # Digest of a set of chunks that other ranks may name, too -> their stored size.
     homed_sizes: Mapping[int, int] = field(default_factory=dict)
+    replicas: bytes = NO_REPLICAS  # the digest of its fingerprints, because the fingerprints themselves are too many
 
     @staticmethod
     def of(manifest: Manifest) -> ManifestFacts:
@@ -44,22 +46,20 @@ class ManifestFacts:
             manifest.owners - {manifest.part.checkpoint},
             manifest.is_watched,
             manifest.homed_sizes,
+            replicas_digest(manifest.replicas),
         )
 
 
 def total_stored_size(facts: Mapping[PartId, ManifestFacts]) -> int:
-    """The stored size of these parts of one checkpoint, in bytes. Chunks that several of them name are counted once."""
-    ranks = {part.rank for part in facts}
+    """The stored size of these parts of one checkpoint, in bytes. Equal sets of chunks that
+    several of them name are counted once, as nodes name them that divide a state alike.
+    """
+    shared: dict[int, int] = {}
     total = 0
-    beyond: dict[int, int] = {}  # home of which no part is given -> the most that one part names of its chunks
-    for part, part_facts in facts.items():
-        total += part_facts.stored_size
-        for home, size in part_facts.homed_sizes.items():
-            if home != part.rank:
-                total -= size
-                if home not in ranks:
-                    beyond[home] = max(beyond.get(home, 0), size)
-    return total + sum(beyond.values())
+    for part_facts in facts.values():
+        total += part_facts.stored_size - sum(part_facts.homed_sizes.values())
+        shared |= part_facts.homed_sizes
+    return total + sum(shared.values())
 
 
 @dataclass(frozen=True)
