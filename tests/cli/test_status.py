@@ -77,7 +77,11 @@ def test_check_reports_every_event_that_is_an_alert(spool: Spool, kind: str) -> 
         text = f"{kind} (2 times since the daemon's start, this is the last): run: second; shown until"
         assert [(problem.place, problem.why) for problem in alerts] == [("tier", f"{text} the daemon starts again")]
     else:
-        assert kind in ("failing", "two launches")  # states that end; see `test_each_problem_has_its_severity`
+        assert kind in (
+            "failing",
+            "two launches",
+            "replicas differ",
+        )  # states that end; see `test_each_problem_has_its_severity`
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

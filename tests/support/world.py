@@ -66,6 +66,7 @@ def commit(
     metrics: Mapping[str, float] | None = None,
     created: str | None = None,
     homes: Mapping[str, int] | None = None,
+    replicas: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """Commit a part as a trainer would; what its files hold. `created`: what its node's clock says, RFC 3339. `homes`:
     by a file that several ranks hold, the lowest of these."""
@@ -84,6 +85,7 @@ def commit(
             written.append(file)
         resumed = Origin(step=origin.step, attempt=origin.attempt) if origin else None
         more = {"resumed_from": resumed, "created": created, "metrics": dict(metrics or {})}
+        more["replicas"] = dict(replicas or {})
         stage.commit(described(which, files=tuple(written), **more))
     return dict(files)
 

@@ -98,6 +98,10 @@ CASES = {
         {'tierd_quarantined_copies_total{run="r",tier="s3"}': "0x5 1x30"}, "5m", "7m", BOTH,
         "n:9464: a copy of run r on s3 is corrupt, and no place had the right bytes", "page",
     ),
+    "TierdReplicasDiffer": Case(
+        {'tierd_replicas_differ_total{run="r"}': "0x5 1x30"}, "5m", "7m", RUN,
+        "run r: tensors that should be the same on all ranks differ", "page",
+    ),
     "TierdSpoolFull": Case(
         {"tierd_spool_free_bytes": "60x5 40x20", "tierd_spool_size_bytes": "1000x30"}, "10m", "12m", {},
         "n:9464: 4% of the spool's disk is free", "page",
@@ -119,6 +123,7 @@ CALM = {
     'tierd_save_failures_total{run="r"}': "7x50 0x150",  # a restart begins at 0 again, and is no failure
     'tierd_restore_fallbacks_total{run="r"}': "7x50 0x150",
     'tierd_quarantined_copies_total{run="r",tier="s3"}': "7x50 0x150",
+    'tierd_replicas_differ_total{run="r"}': "7x50 0x150",
     "tierd_spool_free_bytes": "400x200",
     "tierd_spool_size_bytes": "1000x200",
     "tierd_paused": "0x50 1x60 0x90",

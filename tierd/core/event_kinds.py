@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from tierd.core.errors import ConfigError
+from tierd.core.replica_comparison import TensorDifference
 
 _METRICS = 50  # the most metrics in an event
 MORE_EVENTS = "more"  # the kind that stands for events that a receiver did not get
@@ -64,7 +65,10 @@ EVENT_KINDS: dict[str, EventKind] = {
         "alert",
         is_urgent=True,
     ),
-    "works again": EventKind("the action of an earlier `failing` succeeded", is_urgent=True),
+    "works again": EventKind(
+        "the action of an earlier `failing` succeeded, or the tensors of an earlier `replicas differ` are equal again",
+        is_urgent=True,
+    ),
     "corrupt": EventKind("a copy is proven corrupt", "error"),
     "repaired": EventKind("chunks of a copy were repaired from another place; in the spool, also fetched anew"),
     "quarantined": EventKind("a corrupt copy was quarantined, because no place had the right bytes", "error"),
@@ -89,6 +93,12 @@ EVENT_KINDS: dict[str, EventKind] = {
         "alert",
         is_urgent=True,
         persists=True,
+    ),
+    "replicas differ": EventKind(
+        "tensors that should be the same on all ranks differ between ranks of a checkpoint, because a GPU computes "
+        "wrong, for example; sent once for a checkpoint, and again if another place shows further ranks of it",
+        "alert",
+        is_urgent=True,
     ),
     "samples leaked": EventKind(
         "a trainer's `SampleWatch` saw samples twice in an epoch, or of the validation split; sent once an epoch",
@@ -137,10 +147,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         seconds: how long it took. In `persisted`, the time since the call of `save`; in `durable`, the time since this
             daemon observed the checkpoint in the spool; in
             `failing` and `works again`, the time since the first failure.
-        doing: the action that fails: `save`, `flush`, `prune`, `repair`, `discard`, `observe` or `notify`.
+        doing: the action that fails: `save`, `flush`, `prune`, `repair`, `discard`, `observe` or `notify`; `compare` if
+            replicas differ.
         tries: how often the action failed in a row.
         counts: in `more`, the number of events of each kind.
         metrics: the save's first 50 metrics by name; null for a value that is not a finite number.
+        tensors: in `replicas differ`, the number of tensors that differ.
+        differences: the first 8 of them, with the ranks that agree and those that do not.
     """
 
     at: str
@@ -163,6 +176,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tries: int | None = None
     counts: dict[str, int] | None = None
     metrics: dict[str, float | None] | None = None
+    tensors: int | None = None
+    differences: tuple[TensorDifference, ...] | None = None
 
     @property
     def level(self) -> str:

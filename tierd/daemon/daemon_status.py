@@ -19,7 +19,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.client_connections import DAEMON_PEER
 from tierd.daemon.component_status import ScrubStatus, WatchStatus
 from tierd.daemon.reconciler import Reconciler
-from tierd.events.alerts import ANSWER, READ
+from tierd.events.alerts import ANSWER, READ, REPLICAS
 from tierd.events.journal import AlertStatus, Journal, utc_timestamp
 from tierd.events.notifier import NotifyStatus
 
@@ -50,7 +50,7 @@ def status_problems(status: Status) -> tuple[Problem, ...]:
     if status.spool_free < _SCARCE:
         alerts.append(Problem("alert", SPOOL, f"{free}: saves fail soon"))
     warnings = [Problem("warning", SPOOL, free)] if _SCARCE <= status.spool_free < _LOW else []
-    alerted = {alert.place for alert in alerts}
+    alerted = {alert.place for alert in status.alerts if alert.doing != REPLICAS}
     for tier in status.tiers:
         if tier.name not in alerted and (tier.failures or not tier.reached or tier.unanswered):
             why = tier.unanswered or tier.last_error or "it has not answered a listing yet"
@@ -91,7 +91,7 @@ def _quarantine_problem(place: str, copies: int) -> Problem:
 
 
 def _describe_failure(alert: AlertStatus) -> str:
-    if alert.subject == ANSWER or alert.doing == READ:
+    if alert.subject == ANSWER or alert.doing in (READ, REPLICAS):
         return ""
     doing = "observing" if alert.doing == "observe" else f"{alert.doing} {alert.subject}"
     return f"{doing} failed {alert.tries} times in a row: "
@@ -316,6 +316,7 @@ COUNTERS = {
     "corruptions": "copies proven corrupt",
     "healed_chunks": "chunks of the spool that were repaired from a tier",
     "quarantined": "copies that were quarantined, because no place had the right bytes",
+    "replicas_differ": "events that tensors differ between ranks that should hold the same",
     "scrubbed": "copies that the scrub read completely",
     "scrubbed_bytes": "bytes that the scrub read",
     "scrub_findings": "chunks and manifests that the scrub found corrupt, each counted once",

@@ -35,6 +35,8 @@ class DaemonTimings:
     # How long a tier may be silent when it is asked whether it holds a part, before another tier deletes its copy; the
     # prune is put off after that, because flushes wait for it.
     holds_s: float = 5.0
+    # How long further parts of a checkpoint may arrive in the spool until a difference between its ranks is reported.
+    parts_arrive_s: float = 10.0
     restore_s: float = 60.0  # how long a restore waits for a tier's answer if the spool suffices
     listen_s: float = 1.0  # between two checks whether a tier has given a sign of life
     # How long a tier may give none, with requests under way, until `status` says that it waits.

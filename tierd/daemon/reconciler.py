@@ -30,6 +30,7 @@ from tierd.daemon.reconciling.flusher import Backlog, Flusher, RunRecords
 from tierd.daemon.reconciling.pruner import Pruner
 from tierd.daemon.reconciling.reconciler_context import LiveInventory, RunMode
 from tierd.daemon.reconciling.repairs import QuarantineReview, Repairs
+from tierd.daemon.reconciling.replica_monitor import ReplicaMonitor
 from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.reconciling.worker_loop import WORKER, NextAction, WorkerLoop
 from tierd.daemon.scrub.repairer import Repairer
@@ -60,6 +61,7 @@ class Reconciler:
         flushes: sends parts to the tiers.
         workers: by place, the state of its worker.
         scrubber: verifies copies again.
+        replicas: compares what should be the same on all ranks.
         silence: for how long each tier gives no sign of life.
         backlog: what is left to flush and to prune.
         repairs: repairs, and fetches for clients.
@@ -93,6 +95,7 @@ class Reconciler:
         self._repairer = Repairer(spool, stores, self.journal, MemoryBudget())
         self._phase = RunMode(self.pause)
         self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen, self.timings)
+        self.replicas = ReplicaMonitor(self._live, self.journal, lambda: self.tiers, self.timings.parts_arrive_s)
         self.room = SpoolSpace(
             self._live, lambda copy, reasons: self._pruner.release(copy, reasons), self.wake, self.timings.room_s
         )
@@ -150,7 +153,9 @@ class Reconciler:
         while True:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._loop.run(worker)) for worker in self.workers.values()]
-                side_tasks = [group.create_task(service.run()) for service in (self.scrubber, self.silence)]
+                side_tasks = [
+                    group.create_task(service.run()) for service in (self.scrubber, self.silence, self.replicas)
+                ]
                 await self._phase.halted.wait()
                 for task in side_tasks:
                     task.cancel()
@@ -276,6 +281,7 @@ class Reconciler:
             self.save_events.report_durable(name, self._live.place, tiers.observed.places)
             self.save_events.report_rival_launches(self.inventory())
             self.save_events.log_unreadable_launches(name, self.inventory())
+            self.replicas.wake()
             if tiers.observed.places[name] != before:
                 self._live.changed_at = time.monotonic()
                 self.workers[SPOOL].wake.set()  # because a tier's contents decide which local copies may be deleted
@@ -289,6 +295,7 @@ class Reconciler:
         self.save_events.report_new_parts(place)
         self.save_events.report_rival_launches(self.inventory())
         self.save_events.show_absent_copies(self._live.odd_places)
+        self.replicas.wake()
         for name in self.tiers.observed.places:
             self.save_events.report_durable(name, place, self.tiers.observed.places)
         if changed:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 TRIES = 3
 ANSWER = "answer"  # the subject of the alert that a tier gives no sign of life, and its kind of thing
 READ = "read"  # the kind of thing of a place where reads of a copy differ from each other, and the action
+REPLICAS = "compare"  # the kind of thing of a run whose replicas differ, and the action
 BACKLOG = "backlog"  # the subject of the alert that work grows faster than it is done, and its kind of thing
 _REPEAT_S, _MAX_REPEAT_S = 600.0, 86_400.0  # seconds until a lasting alert is reported again: at first, and at most
 

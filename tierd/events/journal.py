@@ -18,7 +18,8 @@ import msgspec
 from tierd.core.errors import printable
 from tierd.core.event_kinds import EVENT_KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
-from tierd.events.alerts import ANSWER, BACKLOG, READ, TRIES, Alert, Alerts, WorkKey
+from tierd.core.replica_comparison import ReplicaDifferences
+from tierd.events.alerts import ANSWER, BACKLOG, READ, REPLICAS, TRIES, Alert, Alerts, WorkKey
 
 log = logging.getLogger("tierd.daemon")
 
@@ -144,6 +145,35 @@ class Journal:
             why = f"reads agree with each other again, or the copy is gone; before: {over.why}"
             self._record_alert("works again", over, why)
 
+    def record_differences(
+        self, place: str, checkpoint: CheckpointId, world: int, differences: ReplicaDifferences, advice: str
+    ) -> None:
+        """Record that replicas of a checkpoint differ, which is an alert of its run at once.
+
+        The alert is repeated with each such checkpoint, and not at intervals.
+        """
+        why, work = f"{differences}: {advice}", (REPLICAS, checkpoint.run)
+        named, now_s = printable(f"{checkpoint}: {why}"), time.monotonic()
+        due = self._alerts.record_failure(
+            work, REPLICAS, place, checkpoint.run, named, now_s, utc_timestamp(), alert_after=1
+        )
+        self.counters["alerts"] += bool(due and due[1])
+        self.counters["replicas_differ"] += 1
+        self.record(
+            "replicas differ",
+            place,
+            checkpoint,
+            why,
+            world_size=world,
+            tensors=len(differences.tensors),
+            differences=differences.described,
+        )
+
+    def record_equal_replicas(self, run: str, why: str) -> None:
+        """Record that the alert about a run's replicas ends."""
+        if over := self._alerts.record_success((REPLICAS, run)):
+            self._record_alert("works again", over, why, run=run)
+
     def unstable_parts(self, place: str) -> list[PartId]:
         """Return the copies of a place whose reads differ from each other."""
         return [part for part in self._alerts.failing_subjects((READ, place)) if isinstance(part, PartId)]
@@ -165,9 +195,9 @@ class Journal:
             for alert in self._alerts.lasting_alerts()
         )
 
-    def _record_alert(self, kind: str, alert: Alert[Subject], why: str) -> None:
-        seconds = round(time.monotonic() - alert.began, 3)
-        self.record(kind, alert.place, alert.subject, why, doing=alert.doing, tries=alert.tries, seconds=seconds)
+    def _record_alert(self, kind: str, alert: Alert[Subject], why: str, **members: Any) -> None:
+        members |= {"doing": alert.doing, "tries": alert.tries, "seconds": round(time.monotonic() - alert.began, 3)}
+        self.record(kind, alert.place, alert.subject, why, **members)
 
 
 def utc_timestamp() -> str:

@@ -36,7 +36,7 @@ from tierd.core.retention.policy import parse_duration
 from tierd.core.timeline.concurrent_launches import Lease, Rival, concurrency_warning, describe_leases
 from tierd.daemon import status_file
 from tierd.daemon.tiers.tier_pauses import TierPause
-from tierd.events.alerts import ANSWER, BACKLOG, READ
+from tierd.events.alerts import ANSWER, BACKLOG, READ, REPLICAS
 from tierd.ipc import message_codec, messages
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
@@ -244,6 +244,8 @@ def _alerts(answer: Members) -> Iterator[str]:
             fails = "it does not answer"
         if alert["doing"] == READ:
             fails = f"reads of {alert['subject']} differ from each other"
+        if alert["doing"] == REPLICAS:
+            fails = f"replicas of run {alert['subject']} differ"
         yield f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}"
 
 

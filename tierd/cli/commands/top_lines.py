@@ -21,7 +21,16 @@ Members = Mapping[str, Any]
 _CHECKPOINTS, _EVENTS, _LAUNCHES = 12, 30, 8  # of each run the newest; the last; of each run the last
 _LINE_WIDTH = 160  # columns of a drawn launch at most, because a file or a pipe has lines of any width
 _BARS = " ▁▂▃▄▅▆▇█"
-_FAILURE_KINDS = ("failing", "persist failed", "corrupt", "quarantined", "given up", "two launches", "rolled back")
+_FAILURE_KINDS = (
+    "failing",
+    "persist failed",
+    "corrupt",
+    "quarantined",
+    "given up",
+    "two launches",
+    "rolled back",
+    "replicas differ",
+)
 
 
 def top_lines(status: Members, runs: Members | None, width: int) -> list[Text]:

@@ -36,6 +36,7 @@ _COUNTED = {
     "corrupt": "tierd_corrupt_copies_total",
     "quarantined": "tierd_quarantined_copies_total",
     "pruned": "tierd_pruned_copies_total",
+    "replicas differ": "tierd_replicas_differ_total",
 }
 _TIMED = {
     "flushed": "tierd_flush_seconds",
@@ -94,6 +95,9 @@ FAMILIES: dict[str, MetricFamily] = {
     ),
     "tierd_quarantined_copies_total": MetricFamily(
         "counter", _RUN_AND_TIER, "copies quarantined, because no place had the right bytes"
+    ),
+    "tierd_replicas_differ_total": MetricFamily(
+        "counter", _RUN, "events `replicas differ`: tensors differ between ranks that should hold the same"
     ),
     "tierd_pruned_copies_total": MetricFamily("counter", _RUN_AND_TIER, "copies that retention deleted"),
     "tierd_tier_reachable": MetricFamily(

@@ -100,7 +100,7 @@ function showWatches() {
 function showEvents() {
   const list = status.events.slice(-60).reverse().map((one) => {
     const kind = { failing: "alert", "persist failed": "alert", corrupt: "alert", quarantined: "alert", "given up": "alert",
-      "two launches": "alert", "rolled back": "alert", "fell back": "warning", durable: "good" }[one.what];
+      "two launches": "alert", "rolled back": "alert", "replicas differ": "alert", "fell back": "warning", durable: "good" }[one.what];
     return make("li", {}, clock(one.at), " ", chip(one.what, kind), `${one.place} `, make("strong", {}, one.subject), one.why ? `: ${one.why}` : "");
   });
   put("events", make("div", { class: "card" }, list.length ? make("ul", {}, list) : "none yet"));
