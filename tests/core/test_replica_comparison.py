@@ -87,7 +87,7 @@ def test_fingerprints_of_different_functions_are_not_compared():
 
 
 def test_result_of_many_ranks_and_tensors_is_bounded():
-    world, names = 3000, [f"layer.{number}.weight" for number in range(500)]
+    world, names = 3000, [f"layer.{number}.{'weight' * 600}" for number in range(500)]
     right, wrong = ({name: fingerprint(value) for name in names} for value in (1, 2))
     maps = {rank: wrong if rank % 3 == 0 else right for rank in range(world)}
     differences = compare_replicas(maps)

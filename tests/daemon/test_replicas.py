@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.doubles import Double, flipped
 from support.waiting import until
 from support.world import RUN, commit, config, part, reconciler, running, settle
 
+from tierd.cli.commands.status_commands import _alerts as alert_lines
 from tierd.core.errors import StoreUnavailable
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
 from tierd.core.replica_comparison import TensorDifference
-from tierd.daemon.daemon_status import make_status
+from tierd.daemon.daemon_status import make_status, status_problems
+from tierd.daemon.http.openmetrics import EventCounters
 from tierd.daemon.reconciler import Reconciler
 from tierd.spool.spool import Spool
 from tierd.stores.memory_store import MemoryStore
@@ -156,6 +160,26 @@ async def test_difference_is_reported_once_a_daemon_life_and_place(cluster: Clus
                 (alert,) = alerts(second)
                 assert "step 1" in alert and "rank 3 (on this node)" in alert and "restore(step=N)" in alert
                 assert second.journal.counters["alerts"] == 1
+
+
+async def test_status_metrics_and_command_show_the_difference(cluster: Cluster) -> None:
+    cluster.save(1, {2: "layer.1.weight"})
+    cluster.save(2, {3: "layer.2.weight"})
+    counters = EventCounters()
+    async with cluster.daemons() as daemons:
+        await all_settled(daemons)
+        status = make_status(daemons["B"], 0, 0)
+    for event in reports(daemons["B"]):
+        counters.add(event)
+    counted = counters.counts["tierd_replicas_differ_total"][RUN,]
+    assert counted == len(reports(daemons["B"])) == daemons["B"].journal.counters["replicas_differ"] >= 2
+    (alert,) = status.alerts
+    assert (alert.doing, alert.subject) == ("compare", RUN) and "step 2" in alert.why, "one of the run, the newest"
+    lines = list(alert_lines(msgspec.to_builtins(status)))
+    assert len(lines) == 1 and f": replicas of run {RUN} differ, since 20" in lines[0] and "rank 3" in lines[0]
+    tier = replace(status.tiers[0], failures=1, last_error="no route")
+    problems = status_problems(replace(status, tiers=(tier,), alerts=(msgspec.structs.replace(alert, place="tier"),)))
+    assert [problem.severity for problem in problems] == ["alert", "warning"], "it hides no failure of the tier"
 
 
 async def test_restarted_daemon_reports_a_difference_that_only_the_tier_has(cluster: Cluster) -> None:

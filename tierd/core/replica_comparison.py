@@ -15,6 +15,7 @@ import xxhash
 
 MAX_TENSORS = 8  # that a result describes
 MAX_RANKS = 16  # that a list of ranks names
+_MAX_NAME = 120  # characters of a tensor's name that a text shows
 NO_REPLICAS = b""  # the digest of a manifest without fingerprints
 
 
@@ -38,9 +39,10 @@ class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         differ = _list_ranks(self.differ, self.differ_count)
+        name = repr(self.tensor if len(self.tensor) <= _MAX_NAME else f"{self.tensor[:_MAX_NAME]}…")
         if not self.agree:
-            return f"{self.tensor!r} differs among {differ}, with no majority that tells which is right"
-        return f"{self.tensor!r} on {differ} differs from {_list_ranks(self.agree, self.agree_count)}, which agree"
+            return f"{name} differs among {differ}, with no majority that tells which is right"
+        return f"{name} on {differ} differs from {_list_ranks(self.agree, self.agree_count)}, which agree"
 
 
 @dataclass(frozen=True, slots=True)

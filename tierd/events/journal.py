@@ -146,16 +146,22 @@ class Journal:
             self._record_alert("works again", over, why)
 
     def record_differences(
-        self, place: str, checkpoint: CheckpointId, world: int, differences: ReplicaDifferences, advice: str
+        self,
+        place: str,
+        checkpoint: CheckpointId,
+        world: int,
+        differences: ReplicaDifferences,
+        why: str,
+        *,
+        alert_why: str,
     ) -> None:
-        """Record that replicas of a checkpoint differ, which is an alert of its run at once.
+        """Record that replicas of a checkpoint differ, which is an alert of its run at once, with `alert_why`.
 
         The alert is repeated with each such checkpoint, and not at intervals.
         """
-        why, work = f"{differences}: {advice}", (REPLICAS, checkpoint.run)
-        named, now_s = printable(f"{checkpoint}: {why}"), time.monotonic()
+        work, now_s, at = (REPLICAS, checkpoint.run), time.monotonic(), utc_timestamp()
         due = self._alerts.record_failure(
-            work, REPLICAS, place, checkpoint.run, named, now_s, utc_timestamp(), alert_after=1
+            work, REPLICAS, place, checkpoint.run, printable(alert_why), now_s, at, alert_after=1
         )
         self.counters["alerts"] += bool(due and due[1])
         self.counters["replicas_differ"] += 1

@@ -68,15 +68,18 @@ class _Divergence:
         newest: the newest checkpoint that differs.
         tensors: those that differed and were not equal since; None if they are too many.
         equal: the newer complete checkpoints that were compared without a difference.
+        why: how the newest one differs, for people.
     """
 
     newest: CheckpointId
     tensors: set[str] | None
     equal: set[CheckpointId] = field(default_factory=set)
+    why: str = ""
 
-    def add(self, checkpoint: CheckpointId, tensors: frozenset[str]) -> None:
+    def add(self, checkpoint: CheckpointId, tensors: frozenset[str], why: str) -> None:
         """Add a further checkpoint that differs."""
-        self.newest = max(self.newest, checkpoint, key=checkpoint_order)
+        if checkpoint_order(checkpoint) >= checkpoint_order(self.newest):
+            self.newest, self.why = checkpoint, f"{checkpoint}: {why}"
         if self.tensors is not None:
             self.tensors |= tensors
             if len(self.tensors) > _MAX_TENSORS:
@@ -197,8 +200,9 @@ class ReplicaMonitor:
             return
         reported |= differences.compared
         divergence = self._divergences.setdefault(checkpoint.run, _Divergence(checkpoint, set()))
-        divergence.add(checkpoint, differences.tensors)
-        self._journal.record_differences(place, checkpoint, world, differences, self._advice(checkpoint, differences))
+        why = f"{differences}: {self._advice(checkpoint, differences)}"
+        divergence.add(checkpoint, differences.tensors, why)
+        self._journal.record_differences(place, checkpoint, world, differences, why, alert_why=divergence.why)
 
     def _advice(self, checkpoint: CheckpointId, differences: ReplicaDifferences) -> str:
         ranks = {rank for difference in differences.described for rank in difference.differ if difference.agree}
