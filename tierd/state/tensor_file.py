@@ -114,7 +114,8 @@ class ReplicaShare:
 
 UNSHARED = ReplicaShare()
 # The sections of a file, in order. `MOVING` is one range over the second and the third.
-_OWN_FROZEN, _OWN_MOVING, _HOMED_MOVING, _HOMED_FROZEN, _HOMED_ODD, _OWN_ODD = range(6)
+_OWN_FROZEN, _OWN_MOVING, _HOMED_MOVING, _HOMED_FROZEN, _ODD = range(5)
+_MAX_ITEM_BYTES = 8
 
 # Section, home, whether it is small, minus the element size, name.
 _Place: TypeAlias = tuple[int, int, bool, int, str]
@@ -167,7 +168,8 @@ def _describe(name: str, tensor: torch.Tensor, moving: Collection[str], share: R
     nbytes = shape.numel() * dtype.itemsize
     home = share.homes.get(name, -1)
     if not nbytes or nbytes % ALIGNMENT:
-        section = _OWN_ODD if home < 0 else _HOMED_ODD
+        # By element size before home, because any order of sizes but a descending one leaves elements unaligned.
+        section = _ODD + 2 * (_MAX_ITEM_BYTES - dtype.itemsize) + (home < 0)
     elif name in moving:
         section = _OWN_MOVING if home < 0 else _HOMED_MOVING
     else:
