@@ -155,6 +155,41 @@ def test_ranks_that_divide_different_states_notice_it_and_store_everything(tmp_p
     assert all(size >= whole for size in tensor_bytes(tmp_path, 3))
 
 
+@pytest.mark.parametrize("world", [2, 6])
+def test_own_entries_do_not_hinder_restore_of_replicated_entries_alone(tmp_path, launch, world):
+    launch(4, [tmp_path], saving(1))
+    for rank, (_, state) in enumerate(launch(world, [tmp_path], restoring(only=("model", "epoch")))):
+        assert is_state_of(state | {"own": state_of(rank, 1)["own"]}, rank, 1)
+        assert torch.equal(state["own"], state_of(rank, 10**6)["own"])
+
+
+def test_new_rank_gets_entry_that_is_equal_on_all_ranks_also_if_it_is_named_as_fresh(tmp_path, launch):
+    launch(2, [tmp_path], saving(1))
+    restored = launch(3, [tmp_path], restoring(fresh=("own", "epoch", "model")))
+    assert [state["epoch"] for _, state in restored] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("world", [2, 4])
+def test_rank_gets_its_own_entries_though_other_ranks_have_others(tmp_path, launch, holder, world):
+    """For example rank 0 alone, which keeps the history of losses."""
+
+    def state(rank: int, step: int) -> dict:
+        return state_of(rank, step) | ({"history": [step], "best": torch.full((9,), step)} if rank == holder else {})
+
+    launch(3, [tmp_path], lambda checkpointer, rank: checkpointer.save(1, state(rank, 1)).wait())
+
+    def work(checkpointer, rank):
+        mine = state(rank, 50)
+        checkpointer.restore(mine, fresh=("own", "history", "best"))
+        return mine
+
+    for rank, mine in enumerate(launch(world, [tmp_path], work)):
+        assert is_state_of(mine | {"own": state_of(rank, 1)["own"]}, rank, 1)
+        assert mine.keys() == state(rank, 1).keys()
+        assert rank != holder or (mine["history"], mine["best"][0]) == ([1], 1)
+
+
 def test_damaged_share_makes_all_ranks_fall_back(tmp_path, launch):
     launch(4, [tmp_path], saving(1, 2))
     broken = sorted(tmp_path.glob("run/000000000002.*/00002-of-00004/tensors.safetensors"))[0]
@@ -203,7 +238,7 @@ def test_flipped_bit_of_a_replica_shows_in_the_fingerprints_of_its_rank(tmp_path
     assert seen["model/c"][0] == seen["model/c"][1] != seen["model/c"][2]
 
 
-def test_log_names_undeclared_entries_that_each_rank_stores(tmp_path, monkeypatch, caplog):
+def test_log_names_equal_entries_that_each_rank_stores(tmp_path, monkeypatch, caplog):
     def state(rank: int) -> dict:
         return {
             "model": {"a": torch.ones(1 << 19), "b": torch.ones(5)},

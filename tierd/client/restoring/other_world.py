@@ -19,7 +19,12 @@ from tierd.state.single_values import path_part_text
 
 
 def choose_part(
-    files: PartFiles, rank: int, world: int, fresh: Collection[str], replicated: Collection[str] = ()
+    files: PartFiles,
+    rank: int,
+    world: int,
+    fresh: Collection[str],
+    replicated: Collection[str] = (),
+    only: Collection[str] | None = None,
 ) -> tuple[PartId, list[str], frozenset[str]]:
     """Choose what a rank of `world` restores of a checkpoint that `files.world` ranks saved.
 
@@ -27,6 +32,7 @@ def choose_part(
         fresh: entries that begin anew on ranks for which none was saved, and of which some are dropped if fewer ranks
             restore than saved.
         replicated: entries that are the same on all ranks of this launch. What a single rank saved of them goes to all.
+        only: the entries that are restored; None for all.
 
     Returns:
         The part to read, the entries to load of it, and those that keep the state's present value.
@@ -36,26 +42,30 @@ def choose_part(
         CorruptChunk, …: as `PartRanges.fill`.
     """
     part = files.part(rank if rank < files.world else 0)
-    saved = parse_entries(read_tree(files, files.part(0)), str(files.part(0)))
+    first = parse_entries(read_tree(files, files.part(0)), str(files.part(0)))
+    saved = first if part.rank == 0 else parse_entries(read_tree(files, part), str(part))
     alike = set(read_layout(files, files.part(0)).replicated)
     if files.world == 1:
         alike.update(replicated)
-    own = [name for name in saved if name not in alike]
-    if set(own) - set(fresh):
-        equal = _entries_alike(files, saved)
+    own = [name for name in {**first, **saved} if name not in alike and (only is None or name in only)]
+    if own and (rank >= files.world or set(own) - set(fresh)):
+        equal = _entries_alike(files, first)
         own = [name for name in own if name not in equal]
     if rest := [name for name in own if name not in fresh]:
-        names = ", ".join(map(path_part_text, rest))
+        text = ", ".join(map(path_part_text, rest))
         raise StateMismatch(
             f"{files.checkpoint} was saved by {files.world} ranks, and this launch has {world}; each rank has its own "
-            f"{names}: launch {files.world} ranks; or restore(state, fresh={rest!r}), by which a rank for which none "
+            f"{text}: launch {files.world} ranks; or restore(state, fresh={rest!r}), by which a rank for which none "
             "was saved goes on with what it has; or name what is the same on all ranks before it is saved: "
             "Checkpointer(replicated=…); or tierd.dcp.load(state, checkpointer), which loads "
             "DTensors onto any number of ranks; or, to read one rank's part in one process: "
             f"tierd.open(url, {files.checkpoint.run!r}).restore(state, rank=0)"
         )
-    kept = frozenset(own) if rank >= files.world else frozenset[str]()
-    return part, [name for name in saved if name not in kept], kept
+    kept = set(fresh) - saved.keys()
+    if rank >= files.world:
+        kept.update(own)
+    names = saved if only is None else only
+    return part, [name for name in names if name not in kept], frozenset(kept)
 
 
 def _entries_alike(files: PartFiles, first: dict[str, object]) -> set[str]:

@@ -160,10 +160,9 @@ class Restorer(CandidateTrials):
                         f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has "
                         f"{self._ranks.world}: launch {candidate.world} ranks to restore their directories"
                     )
-                part, entries, kept = choose_part(
-                    files, self._ranks.rank, self._ranks.world, self._fresh, self._replicated
+                part, names, kept = choose_part(
+                    files, self._ranks.rank, self._ranks.world, self._fresh, self._replicated, names
                 )
-                names = entries if names is None else [name for name in names if name not in kept]
             if names is None:
                 manifest, contents, tier = self.source.obtain(part)
                 if TENSORS in contents:
