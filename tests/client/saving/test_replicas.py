@@ -11,7 +11,7 @@ import torch
 from support.ranks import Group
 
 import tierd
-from tierd.core.errors import ConfigError, StateMismatch
+from tierd.core.errors import ConfigError, StateMismatch, StateRefused
 from tierd.spool.spool import Spool
 
 _SIZES = {"a": 9000, "b": 8000, "c": 5000, "d": 4000, "tiny": 3}  # elements
@@ -188,6 +188,27 @@ def test_rank_gets_its_own_entries_though_other_ranks_have_others(tmp_path, laun
         assert is_state_of(mine | {"own": state_of(rank, 1)["own"]}, rank, 1)
         assert mine.keys() == state(rank, 1).keys()
         assert rank != holder or (mine["history"], mine["best"][0]) == ([1], 1)
+
+
+def test_ranks_of_which_one_lacks_saves_compare_the_same_tensors(tmp_path, launch):
+    """Only saves that were taken counted, so after one that was skipped or refused, no tensor was compared."""
+    steps = range(32)
+
+    def work(checkpointer, rank):
+        for step in steps:
+            if rank == 0 and step in (3, 4, 11):
+                with pytest.raises(StateRefused):
+                    checkpointer.save(step, {"model": {"a": object()}})
+            else:
+                checkpointer.save(step, state_of(rank, step)).wait()
+
+    assert launch(2, [tmp_path], work) == [None] * 2
+    spool = Spool(tmp_path)
+    compared: dict[int, list[list[str]]] = {}
+    for part in spool.parts("run"):
+        compared.setdefault(part.checkpoint.step, []).append(sorted(spool.manifest(part).replicas))
+    pairs = [names for names in compared.values() if len(names) == 2]
+    assert len(pairs) == 29 and all(first == second for first, second in pairs)
 
 
 def test_damaged_share_makes_all_ranks_fall_back(tmp_path, launch):

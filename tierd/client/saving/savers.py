@@ -148,7 +148,7 @@ class StateSaver:
         when_busy: str,
         group: ReplicaGroup,
     ) -> None:
-        self._group, self._numbers = group, itertools.count()
+        self._group, self._turns = group, itertools.count()
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
@@ -159,6 +159,7 @@ class StateSaver:
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
         start_s = time.perf_counter()
+        turn = next(self._turns)  # also of a save that is skipped or refused, because it is none of the other ranks'
         part, numbers = self._records.begin(step, metrics)
         save = Save(part, self._spool)
         skips = self._when_busy != "wait" and self._pipeline.busy and not self._schedule.is_urgent(save.step)
@@ -169,7 +170,7 @@ class StateSaver:
             self._gate.confirm(wait=not skips)
             if not skips:
                 with short_switches:
-                    snapshot = self._snapshot(save, self._capturers.capture(state), numbers)
+                    snapshot = self._snapshot(save, self._capturers.capture(state), numbers, turn)
                     self._take(snapshot)
         except BaseException:
             if snapshot is None or snapshot.give_up():  # else the pipeline ends the save
@@ -194,21 +195,15 @@ class StateSaver:
         self._group = replace(self._group, declared=self._group.declared.union(replicated))
         self._capturers = CapturerPool(self._group)
 
-    def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float]) -> Snapshot:
+    def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float], turn: int) -> Snapshot:
         self._gate.report_interrupted(save.part)
         self._layout = capture.layout
         deferred = self._gate.deferred_tensors(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division)
-        replicas = capture.replicas(self._replica_round(save.part))
+        replicas = capture.replicas(_replica_round(save.part, turn))
         late_replicas = self._gate.changed_by_steps(replicas) if deferred.names else frozenset()
         timings = client_timings.current_timings()
         return Snapshot(save, capture, manifest, deferred, self._gate.distrust, timings, replicas, late_replicas)
-
-    def _replica_round(self, part: PartId) -> int:
-        """Return which replicated tensors a save compares. Every rank calls `save` at the same steps, so all count
-        alike. Each launch begins elsewhere, because one that ends after few saves must not compare the same ones again.
-        """
-        return int(part.checkpoint.attempt[-8:], 16) + next(self._numbers)
 
     def _look_at_node(self, saved: PartId) -> None:
         """Runs in another thread than training, after a part was committed."""
@@ -237,6 +232,13 @@ class StateSaver:
         log.warning("skipped: %s", error)
         save.finish(error)
         return save
+
+
+def _replica_round(part: PartId, turn: int) -> int:
+    """Return which replicated tensors a save compares. Every rank calls `save` at the same steps, so all count alike.
+    Each launch begins elsewhere, because one that ends after few saves must not compare the same ones again.
+    """
+    return int(part.checkpoint.attempt[-8:], 16) + turn
 
 
 class DirectorySaver:
