@@ -108,6 +108,7 @@ class ReplicaGroup:
             ranks_of |= dict.fromkeys(map(id, _parameters_of(state.get(name))), everybody)
         holders: dict[str, _Ranks] = {}
         entries: list[str] = []
+        ambiguous = _ambiguous_names(state, tensors)
         for entry, value in state.items():
             if entry in modules and entry not in self.declared:
                 ranks, names = self._ranks_of(modules[entry]), _parameter_names(entry, value)
@@ -118,7 +119,7 @@ class ReplicaGroup:
                 names -= _buffer_names(entry, value)
             if self.rank not in ranks:
                 continue
-            holders |= dict.fromkeys(names.intersection(tensors), ranks)
+            holders |= dict.fromkeys(names.intersection(tensors) - ambiguous, ranks)
             if ranks == everybody:
                 entries.append(entry)
         return entries, holders
@@ -133,6 +134,23 @@ class ReplicaGroup:
     def _is_numbered_alike(self) -> bool:
         """Whether the ranks of this run are those of `torch.distributed`."""
         return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (self.rank, self.world)
+
+
+def _ambiguous_names(entries: Collection[str], tensors: Collection[str]) -> set[str]:
+    """Return the tensors that may be of two entries by their names, because one entry's name begins with the other's,
+    as "model/ema" with "model". They count as each rank's own.
+    """
+    prefixes = [tensor_name_of((entry,)) for entry in entries]
+    within = {
+        inner
+        for at, inner in enumerate(prefixes)
+        if any(inner == outer or inner.startswith(f"{outer}/") for outer in (*prefixes[:at], *prefixes[at + 1 :]))
+    }
+    return {
+        name
+        for name in tensors
+        if any(name == prefix or name.startswith((f"{prefix}/", f"{prefix}~")) for prefix in within)
+    }
 
 
 def _rounds(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks import Group
+from support.state_digests import state_digest
 
 import tierd
 from tierd.core.errors import ConfigError, StateMismatch, StateRefused
@@ -188,6 +189,27 @@ def test_rank_gets_its_own_entries_though_other_ranks_have_others(tmp_path, laun
         assert is_state_of(mine | {"own": state_of(rank, 1)["own"]}, rank, 1)
         assert mine.keys() == state(rank, 1).keys()
         assert rank != holder or (mine["history"], mine["best"][0]) == ([1], 1)
+
+
+@pytest.mark.parametrize("declared", ["model", "model/ema"])
+def test_own_entry_named_below_a_replicated_entry_is_not_divided(tmp_path, launch, declared):
+    """Tensors are named by their path, so those of "model/ema" looked like tensors of "model"."""
+
+    def state(rank: int, step: int) -> dict:
+        own = {name: torch.full((size,), float(100 * rank + step)) for name, size in _SIZES.items()}
+        alike = {name: torch.full((size,), float(step)) for name, size in _SIZES.items()}
+        pair = (alike, own) if declared == "model" else ({"ema": own}, alike["a"])
+        return dict(zip(("model", "model/ema"), pair, strict=True))
+
+    def work(checkpointer, rank):
+        with tierd.Checkpointer(tmp_path / "other", "run", to=[], replicated=(declared,)) as other:
+            other.save(1, state(rank, 1)).wait()
+            mine = state(50, 50)
+            other.restore(mine)
+            return mine
+
+    for rank, mine in enumerate(launch(3, [tmp_path], work)):
+        assert state_digest(mine) == state_digest(state(rank, 1))
 
 
 def test_ranks_of_which_one_lacks_saves_compare_the_same_tensors(tmp_path, launch):
