@@ -177,7 +177,7 @@ class CheckpointerParts:
             self.gate,
             self.pipeline,
             space,
-            group,
+            lambda: self.state_saver.group,
         )
 
     @property

@@ -12,6 +12,7 @@ from support.ranks import Group
 from support.state_digests import state_digest
 
 import tierd
+from tierd.client.checkpointer import internals
 from tierd.core.errors import ConfigError, StateMismatch, StateRefused
 from tierd.spool.spool import Spool
 
@@ -210,6 +211,23 @@ def test_own_entry_named_below_a_replicated_entry_is_not_divided(tmp_path, launc
 
     for rank, mine in enumerate(launch(3, [tmp_path], work)):
         assert state_digest(mine) == state_digest(state(rank, 1))
+
+
+def test_restore_knows_entries_that_an_adapter_declared(tmp_path, launch):
+    """A Trainer of one rank that goes on with two: resume declares its model between `Checkpointer` and restore."""
+
+    def state(step: int) -> dict:
+        return {"weights": torch.full((3000,), float(step)), "epoch": step}
+
+    launch(1, [tmp_path], lambda checkpointer, rank: checkpointer.save(1, state(1)).wait())
+
+    def work(checkpointer, rank):
+        mine = state(50)
+        internals(checkpointer).state_saver.declare(("weights",))
+        checkpointer.restore(mine)
+        return mine["weights"][0].item(), mine["epoch"]
+
+    assert launch(2, [tmp_path], work) == [(1.0, 1)] * 2
 
 
 def test_ranks_of_which_one_lacks_saves_compare_the_same_tensors(tmp_path, launch):

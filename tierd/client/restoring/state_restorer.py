@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from tierd.client import client_timings
@@ -50,9 +50,9 @@ class StateRestorer:
         gate: OptimizerStepGate,
         pipeline: SavePipeline,
         space: SpaceCheck,
-        group: ReplicaGroup,
+        group: Callable[[], ReplicaGroup],
     ) -> None:
-        self._group = group
+        self._group = group  # asked at each restore, because an adapter may declare entries later
         self._spool, self._ranks, self._launch, self._schedule = spool, ranks, launch, schedule
         self._daemon, self._handoff = daemon, handoff
         self._gate, self._pipeline, self._space = gate, pipeline, space
@@ -82,7 +82,7 @@ class StateRestorer:
             only=names,
             uploads=uploads,
             fresh=fresh,
-            replicated=() if state is None else self._group.entries(state),
+            replicated=() if state is None else self._group().entries(state),
         )
 
         fitting: list[LoadFit] = []  # that of the candidate which was tried last
@@ -192,7 +192,7 @@ class StateRestorer:
     def _start_anew(self, state: MutableMapping[str, Any] | None, restorer: Restorer) -> None:
         self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
         if state is not None:
-            size_bytes = estimate(state, self._group)
+            size_bytes = estimate(state, self._group())
             self._pipeline.reserve(size_bytes, device_of(state))
             self._space.check(size_bytes)
 
@@ -200,7 +200,7 @@ class StateRestorer:
         self._launch.go_on_from(verified.part.checkpoint, verified.attempts, verified.clocks)
         if state is not None:
             is_like_saved = verified.part.world == self._launch.world
-            size_bytes = len(verified.files[TENSORS]) if is_like_saved else estimate(state, self._group)
+            size_bytes = len(verified.files[TENSORS]) if is_like_saved else estimate(state, self._group())
             self._pipeline.adopt(verified.arena)
             self._pipeline.reserve(size_bytes, device_of(state))
             self._space.check(size_bytes)

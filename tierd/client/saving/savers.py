@@ -148,7 +148,7 @@ class StateSaver:
         when_busy: str,
         group: ReplicaGroup,
     ) -> None:
-        self._group, self._turns = group, itertools.count()
+        self.group, self._turns = group, itertools.count()
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
@@ -192,8 +192,8 @@ class StateSaver:
         """Declare entries of the state that are the same on all ranks, as an adapter knows it of its framework. Every
         rank declares the same, before its first save.
         """
-        self._group = replace(self._group, declared=self._group.declared.union(replicated))
-        self._capturers = CapturerPool(self._group)
+        self.group = replace(self.group, declared=self.group.declared.union(replicated))
+        self._capturers = CapturerPool(self.group)
 
     def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float], turn: int) -> Snapshot:
         self._gate.report_interrupted(save.part)
@@ -208,8 +208,8 @@ class StateSaver:
     def _look_at_node(self, saved: PartId) -> None:
         """Runs in another thread than training, after a part was committed."""
         if self._layout is not None and not self._node_parts.divide_alike(saved, self._layout):
-            self._group = self._group.undivided()
-            self._capturers = CapturerPool(self._group)
+            self.group = self.group.undivided()
+            self._capturers = CapturerPool(self.group)
 
     def _take(self, snapshot: Snapshot) -> None:
         if snapshot.deferred_names and self._pipeline.is_ready(snapshot.capture.layout.size):
