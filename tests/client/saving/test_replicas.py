@@ -141,13 +141,20 @@ def test_launch_continues_on_another_number_of_ranks_and_back(tmp_path, launch):
     assert launch(4, [tmp_path], continuing(4)) == [3] * 4
 
 
-def test_ranks_that_divide_different_states_notice_it_and_store_everything(tmp_path, launch, caplog):
-    """The first checkpoint lacks nothing only by chance; from the next one on each rank stores all that it has."""
-    together = threading.Barrier(2, timeout=60)
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_divide_different_states_notice_it_and_store_everything(tmp_path, launch, caplog, first):
+    """The first checkpoints lack nothing only by chance; from the third one on each rank stores all that it has. A rank
+    that always commits before the other one did not notice it.
+    """
+    together, first_saved = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
 
     def work(checkpointer, rank):
         for step in (1, 2, 3):
+            if rank != first:
+                first_saved.wait()
             checkpointer.save(step, state_of(rank, step, more=rank)).wait()
+            if rank == first:
+                first_saved.wait()
             together.wait()
 
     with caplog.at_level(logging.ERROR, "tierd"):

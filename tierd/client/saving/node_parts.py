@@ -1,7 +1,7 @@
 """What the ranks of a node have committed together: whether they divided alike, and what each of them stores again.
 
 Invariant: no rank waits for another one. A rank looks at what the others have committed when it has committed itself,
-so of each checkpoint the last one sees all parts.
+so of each checkpoint the last one sees all parts. The others see them when they commit the next one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class NodeParts:
 
     def divide_alike(self, committed: PartId, layout: TensorFileLayout) -> bool:
         """Compare a part that was committed now with those of the node's other ranks, and log what is wrong.
+
+        Parts that the others had not committed yet are compared at the next call, because a rank that always commits
+        first would never see them.
 
         Returns:
             Whether the ranks divided the same tensors. If not, some tensor may be in no part.
