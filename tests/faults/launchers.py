@@ -1,6 +1,7 @@
 """Launchers: a training under each launcher is hurt at a seeded place and launched again: torchrun (one agent, two as
 two nodes, and 1 to 4 as nodes that die and come), an emulated `srun` with requeue, `mp.spawn`, Open MPI, MPICH,
-Accelerate, Lightning and Ray Train.
+Accelerate, Lightning and Ray Train. Divided launches have no launcher: forked ranks, of which each launch has another
+number on other nodes, hold replicated tensors and their own.
 
 A rank is killed, stopped, or raises, before, in or after a save or in a restore; where nodes have daemons of their own,
 a daemon is killed or stopped, or a node is lost with its spool. Required: ranks resume together, from nothing older
@@ -16,19 +17,21 @@ import shutil
 from faults.hands import Trial, spread
 from faults.rounds import Round
 
-UNIT, SHORT, GATE = "launch cycles", 13, 1000
+UNIT, SHORT, GATE = "launch cycles", 23, 1000
 
 NAMES = (
     *("torchrun", "torchrun-group", "spawn", "srun", "srun-two-nodes", "torchrun-two-agents"),
     *("open-mpi", "open-mpi-group", "mpich", "mpich-group", "accelerate", "lightning", "ray"),
 )
-ELASTIC = "torchrun-elastic"
+ELASTIC, DIVIDED = "torchrun-elastic", "divided"
 _ELASTIC_EVERY = 50  # seeds: one such cycle takes a minute or two
+_DIVIDED_EVERY = 10  # seeds, but for the elastic ones
+DIVIDED_FROM = 1_000_000  # all seeds from here on are divided launches
 _LIMIT_S = 900  # of one cycle
 _WAITS = (1, 5, 15, 30, 60)  # seconds
 
 MET = (
-    *(f"{name}: cycles" for name in (*NAMES, ELASTIC)),
+    *(f"{name}: cycles" for name in (*NAMES, ELASTIC, DIVIDED)),
     *(f"kill, {place}" for place in ("before", "saving", "saved", "restoring")),
     *(
         f"{what}, saving"
@@ -48,7 +51,7 @@ def run(work: Round) -> None:
         work.skip(f"{name} is not installed: make loaders/ready")
 
     def prepare() -> Trial:
-        from support import elastic_agents, launchers
+        from support import divided_launches, elastic_agents, launchers
 
         known = {one.name: one for one in (*launchers.PLAIN, *launchers.MPI, *launchers.LIBRARIES)}
         assert set(NAMES) == set(known)
@@ -59,9 +62,10 @@ def run(work: Round) -> None:
                 return 1, []
             home = work.room / str(seed)
             home.mkdir()
-            done, waited = (
-                elastic_agents.cycle(seed, home) if name == ELASTIC else launchers.cycle(known[name], seed, home)
-            )
+            if name in known:
+                done, waited = launchers.cycle(known[name], seed, home)
+            else:
+                done, waited = (divided_launches if name == DIVIDED else elastic_agents).cycle(seed, home)
             shutil.rmtree(home, ignore_errors=True)
             longest = next(most for most in _WAITS if waited <= most)
             notes = [f"{name}: cycles", *done, *(f"{name}: {one.split(',')[0]}" for one in done)]
@@ -74,4 +78,8 @@ def run(work: Round) -> None:
 
 def name_of(seed: int) -> str:
     """The launcher of this seed, each in turn."""
-    return ELASTIC if seed % _ELASTIC_EVERY == _ELASTIC_EVERY - 1 else NAMES[seed % len(NAMES)]
+    if seed < DIVIDED_FROM and seed % _ELASTIC_EVERY == _ELASTIC_EVERY - 1:
+        return ELASTIC
+    if seed >= DIVIDED_FROM or seed % _DIVIDED_EVERY == _DIVIDED_EVERY - 1:
+        return DIVIDED
+    return NAMES[seed % len(NAMES)]
