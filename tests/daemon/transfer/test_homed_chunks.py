@@ -18,7 +18,7 @@ from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunk_directory
 from tierd.core.manifest import Chunk
 from tierd.core.planning import flush_order
-from tierd.core.planning.sending_order import sending_order
+from tierd.core.planning.sending_order import SendingOrder
 from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.scrub.tier_repair import TierRepairer
@@ -33,7 +33,7 @@ from tierd.stores.encrypted_store import EncryptedStore
 from tierd.stores.encryption_keys import EncryptionKey
 
 WORLD, SHARED = 4, 80  # ranks, each on a node of its own; chunks that all of them hold
-NOW = DaemonTimings(chunks_listed_s=0.0, mark_pause_s=QUICK.mark_pause_s)
+NOW = DaemonTimings(chunks_listed_s=0.0, chunks_awaited_s=0.0, mark_pause_s=QUICK.mark_pause_s)
 
 
 @pytest.fixture
@@ -72,18 +72,36 @@ async def check(nodes: list[Spool], parts: list[PartId], store, tmp_path, shared
         assert read(fresh, which) == files(which.checkpoint.step, rank, shared)
 
 
-def order(rank: int, homes: list[int | None]) -> list[tuple[int | None, int]]:
+def order(rank: int, homes: list[int | None], listed=(), taken=(), others: int = 2) -> tuple[list[int], set[int]]:
+    """The numbers of chunks of these homes as a rank of four sends them, and the numbers that it leaves for last."""
     chunks = [Chunk(size=number + 1, xxh3_128="0" * 32, home=home) for number, home in enumerate(homes)]
     which = PartId(CheckpointId("run", "a", 1), rank, 4)
-    return [(chunk.home, chunk.size - 1) for chunk in sending_order(which, chunks)]
+    todo = [chunk.content for chunk in chunks if chunk.size - 1 not in taken]
+    there = {chunks[number].content for number in listed}
+    ordered, likely = SendingOrder(which, chunks, others).order(todo, there)
+    return [size - 1 for _, size in ordered], {size - 1 for _, size in likely}
 
 
 def test_each_rank_begins_at_another_place_of_the_chunks_that_it_shares():
     homes = [None, 0, 0, 1, 0, 0, None, 1]
-    begins = [[size for home, size in order(rank, homes) if home == 0] for rank in range(4)]
-    assert begins == [[1, 2, 4, 5], [2, 4, 5, 1], [4, 5, 1, 2], [5, 1, 2, 4]]
-    assert all(order(rank, homes)[-2:] == [(None, 0), (None, 6)] for rank in range(4))
-    assert all(sorted(size for _, size in order(rank, homes)) == list(range(8)) for rank in range(4))
+    orders = [order(rank, homes) for rank in range(4)]
+    assert [[number for number in numbers if homes[number] == 0] for numbers, _ in orders] == [
+        [1, 2, 4, 5],
+        [2, 4, 5, 1],
+        [4, 5, 1, 2],
+        [5, 1, 2, 4],
+    ]
+    assert all(numbers[-2:] == [0, 6] and sorted(numbers) == list(range(8)) for numbers, _ in orders)
+    assert not any(likely for _, likely in orders)
+
+
+def test_rank_leaves_the_chunks_that_others_are_sending_for_last():
+    """Two behind those that others have put are in transfer; what follows them is taken from the middle."""
+    homes = [*[0] * 12, None]
+    assert order(0, homes, listed={4, 5}, taken={0, 1}) == ([2, 3, 8, 9, 10, 11, 12, 6, 7, 4, 5], {6, 7})
+    numbers, likely = order(2, homes, listed={6})
+    assert (numbers[-4:], likely) == ([12, 8, 7, 6], {7, 8}) and sorted(numbers) == list(range(13))
+    assert order(1, homes, listed=set(range(11)), taken=()) == ([12, 11, *range(3, 11), 0, 1, 2], {11})
 
 
 @pytest.mark.parametrize("encrypted", [False, True])

@@ -1,33 +1,76 @@
 """The order in which a flush sends a part's chunks, so that several nodes do not send the same bytes at a time.
 
 Chunks of one home are the same on several ranks, and lie on the tier once. Each of these ranks begins at another place
-of the same sequence and goes on around it. Where it comes to chunks that another rank has sent, it skips them.
+of the same sequence and goes on around it. A listing shows which chunks others have put. A chunk right behind these is
+in transfer, so it is left for last, and the caller waits a while for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from tierd.core.ids import PartId
-from tierd.core.manifest import Chunk
+from tierd.core.manifest import Chunk, ContentId
 
 
-def sending_order(part: PartId, chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Return the chunks of a part in the order in which a flush sends them: first those of other ranks, by home.
+def begin_place(part: PartId, count: int) -> int:
+    """Return the index of the chunk with which a part begins, of `count` chunks that several ranks hold.
 
-    They come first, because all nodes begin at about the same time, and each node's own chunks take their own time.
     The ranks that hold the same bytes mostly have the same distance to each other, one node's number of ranks.
     """
-    by_home: dict[int, list[Chunk]] = {}
-    own = []
-    for chunk in chunks:
-        if chunk.home is None:
-            own.append(chunk)
-        else:
-            by_home.setdefault(chunk.home, []).append(chunk)
-    order = []
-    for home in sorted(by_home):
-        alike = by_home[home]
-        begin = len(alike) * part.rank // part.world
-        order += alike[begin:] + alike[:begin]
-    return order + own
+    return count * part.rank // part.world
+
+
+@dataclass
+class SendingOrder:
+    """The chunks of one flush.
+
+    Args:
+        others: how many chunks another node has in transfer at once.
+    """
+
+    part: PartId
+    chunks: Iterable[Chunk]
+    others: int
+    own: list[ContentId] = field(init=False, default_factory=list)  # those that no other rank holds
+    by_home: dict[int, list[ContentId]] = field(init=False, default_factory=dict)  # each from this part's place on
+
+    def __post_init__(self) -> None:
+        for chunk in self.chunks:
+            group = self.own if chunk.home is None else self.by_home.setdefault(chunk.home, [])
+            group.append(chunk.content)
+        for home, alike in self.by_home.items():
+            begin = begin_place(self.part, len(alike))
+            self.by_home[home] = alike[begin:] + alike[:begin]
+
+    def order(
+        self, todo: Collection[ContentId], listed: Collection[ContentId]
+    ) -> tuple[list[ContentId], set[ContentId]]:
+        """Return the contents in `todo` in the order in which they are sent, and those that others are likely sending.
+
+        Args:
+            listed: the contents that are on the tier; they come last, because they are only read.
+        """
+        following: list[ContentId] = []
+        far: list[ContentId] = []
+        near: list[ContentId] = []
+        there: list[ContentId] = []
+        for _, alike in sorted(self.by_home.items()):
+            # At first, what lies at this part's place is its own to send.
+            run_length, is_own = 0, True
+            for content in alike:
+                if content in listed or content not in todo:
+                    run_length, is_own = 0, content not in todo
+                    if content in todo:
+                        there.append(content)
+                    continue
+                run_length += 1
+                group = following if is_own else near if run_length <= self.others else far
+                group.append(content)
+        ordered = [*following, *self._rotated(far), *(content for content in self.own if content in todo)]
+        return [*ordered, *self._rotated(near), *there], set(near)
+
+    def _rotated(self, contents: Sequence[ContentId]) -> list[ContentId]:
+        begin = begin_place(self.part, len(contents))
+        return [*contents[begin:], *contents[:begin]]

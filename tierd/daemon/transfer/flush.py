@@ -26,7 +26,7 @@ from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, St
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.flush_order import is_patchable, shareable_chunks
-from tierd.core.planning.sending_order import sending_order
+from tierd.core.planning.sending_order import SendingOrder
 from tierd.daemon.concurrency import BudgetHold, gather_limited, thread_uncancelled
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.tiers.intents import long_marked, protect_chunks
@@ -90,7 +90,7 @@ class ChunkUpload:
             hold: bytes of the budget for the chunk's `weight`.
         """
         hold.shrink_to(self.weight)
-        await self._listing.refresh(self.encoded)
+        await self._listing.refresh(self.encoded)  # again, because the caller may have waited for the budget
         if await self._is_already_stored():
             self._source.skip(self.encoded.content)
             return 0
@@ -203,11 +203,8 @@ async def send_part(
             work[chunk.content] = upload
     await listing.read(upload.encoded for upload in work.values())
     shared = await _shared_with(route.store, part, base, worn_out, route.timings)
-    todo = OrderedDict(
-        (chunk.content, work[chunk.content])
-        for chunk in sending_order(part, (upload.encoded for upload in work.values()))
-        if chunk.content not in shared
-    )
+    todo = OrderedDict((content, upload) for content, upload in work.items() if content not in shared)
+    order = SharedOrder(SendingOrder(part, [upload.encoded for upload in todo.values()], _CHUNKS), listing, todo)
     for content in work.keys() & shared.keys():
         work[content].name(shared[content])
     if base and (bases := _bases(manifest, todo, base, shared)):
@@ -215,7 +212,7 @@ async def send_part(
     with source.reading([content for content, upload in todo.items() if not listing.keys(upload.encoded)]):
         pauses = partial((spread or FlushSpread()).pause, len(todo))
         moved = route.progress_by_part[part] = FlushProgress(sum(size for _, size in todo))
-        hands = [_send_each(todo, source, route, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
+        hands = [_send_each(order, source, route, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
         try:
             sent = await gather_limited(_CHUNKS, hands)
         finally:
@@ -227,18 +224,47 @@ async def send_part(
     return FlushResult(manifest.size, tiered.stored_size, sum(sent), reused, ManifestFacts.of(tiered))
 
 
+class SharedOrder:
+    """Keeps the chunks that a flush has still to send in an order by which several nodes send each chunk about once."""
+
+    def __init__(self, order: SendingOrder, listing: ObjectListing, todo: OrderedDict[ContentId, ChunkUpload]) -> None:
+        self.todo, self._order, self._listing = todo, order, listing
+        self._version, self._likely = -1, set[ContentId]()
+
+    async def update(self) -> None:
+        """Sort `todo` by what other nodes have put. While only chunks are left that they are likely sending, wait."""
+        while self.todo:
+            for alike in self._order.by_home.values():
+                if homed := next((self.todo[content] for content in alike if content in self.todo), None):
+                    await self._listing.refresh(homed.encoded)
+            if self._version != self._listing.version:
+                self._sort()
+            first = next(iter(self.todo.items()), None)
+            if first is None or first[0] not in self._likely or self._listing.is_settled(first[1].encoded):
+                return
+            await self._listing.wait()
+
+    def _sort(self) -> None:
+        self._version = self._listing.version
+        listed = {content for content, upload in self.todo.items() if self._listing.keys(upload.encoded)}
+        ordered, self._likely = self._order.order(self.todo, listed)
+        for content in ordered:
+            self.todo.move_to_end(content)
+
+
 async def _send_each(
-    todo: OrderedDict[ContentId, ChunkUpload],
+    order: SharedOrder,
     source: ChunkSource,
     route: TierUploadContext,
     pauses: Pause,
     moved: FlushProgress,
 ) -> int:
-    """Send chunks of `todo`, together with concurrent calls, until none is left. Returns the bytes that were put."""
-    sent = 0
+    """Send chunks, together with concurrent calls, until none is left. Returns the bytes that were put."""
+    sent, todo = 0, order.todo
     while todo:
         await route.pause()
         await pauses()
+        await order.update()
         likely = source.next_content(todo, lambda _: True)
         if likely is None:  # concurrent calls took the last ones
             break

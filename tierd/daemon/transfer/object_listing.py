@@ -25,6 +25,8 @@ class ObjectListing:
         self._keys: dict[str, dict[str, list[str]]] = {}  # directory -> digest -> keys
         self._patches: dict[str, set[str]] = {}  # directory -> keys of patches, whose bases their names do not tell
         self._listed_s: dict[str, float] = {}  # directory -> when it was listed
+        self._changed_s: dict[str, float] = {}  # directory -> when a listing showed that it had changed
+        self.version = 0  # grows with each listing
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def read(self, chunks: Iterable[Chunk]) -> None:
@@ -49,6 +51,15 @@ class ObjectListing:
             if time.monotonic() - self._listed_s[directory] > self._timings.chunks_listed_s:
                 await self._list(directory)
 
+    def is_settled(self, chunk: Chunk) -> bool:
+        """Whether no other node has put anything into the chunk's directory for a while."""
+        unchanged_s = time.monotonic() - self._changed_s[self._directory(chunk)]
+        return unchanged_s >= self._timings.chunks_awaited_s
+
+    async def wait(self) -> None:
+        """Wait until another listing is due."""
+        await asyncio.sleep(self._timings.chunks_listed_s)
+
     def _directory(self, chunk: Chunk) -> str:
         return chunk_directory(self._part.checkpoint, self._part.rank if chunk.home is None else chunk.home)
 
@@ -62,4 +73,7 @@ class ObjectListing:
                 patches.add(key)
             else:
                 keys.setdefault(name, []).append(key)
+        if (self._keys.get(directory), self._patches.get(directory)) != (keys, patches):
+            self._changed_s[directory] = time.monotonic()
         self._keys[directory], self._patches[directory], self._listed_s[directory] = keys, patches, began_s
+        self.version += 1
