@@ -30,7 +30,7 @@ from tierd.core.timeline.launch_chain import encode_head as encode_head
 from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool import file_io
 from tierd.spool.spool import Spool
-from tierd.state.tensor_file import parse_layout
+from tierd.state.tensor_header import parse_layout
 from tierd.stores.encrypted_store import EncryptedStore
 from tierd.stores.encryption_keys import EncryptionKey
 from tierd.stores.file_store import FileStore

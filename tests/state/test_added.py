@@ -16,7 +16,8 @@ from tierd.client.saving.slots import Slot
 from tierd.state.capturer import Capturer, CapturerPool
 from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in
 from tierd.state.structure import MOST_ADDED
-from tierd.state.tensor_file import METADATA, TensorFilePlanner, parse_header
+from tierd.state.tensor_file import METADATA, TensorFilePlanner
+from tierd.state.tensor_header import parse_header
 
 pytestmark = pytest.mark.usefixtures("forms")
 

@@ -20,7 +20,7 @@ from tierd.client.saving import slots
 from tierd.core.chunk_boundaries import GRAIN, MOVING
 from tierd.core.manifest import CHUNK_SIZE, TENSORS
 from tierd.core.manifest_codec import decode
-from tierd.state import tensor_file
+from tierd.state import tensor_file, tensor_header
 from tierd.state.capturer import Capturer
 from tierd.state.kinds.live_parameters import names_changed_by_step, optimizers_in
 from tierd.stores.file_store import FileStore
@@ -260,7 +260,7 @@ def test_large_still_tensors_lie_first_then_small_tensors_then_moving_tensors():
     }
     layout = plan_layout(tensors, {"moves", "odd moves"})
     assert list(layout.entries) == ["large", "wide", "small", "moves", "odd", "odd moves"]
-    assert tensor_file.parse_layout(bytes(layout.header) + bytes(layout.size - len(layout.header))) == layout
+    assert tensor_header.parse_layout(bytes(layout.header) + bytes(layout.size - len(layout.header))) == layout
     assert b'"tierd.moving":"' in layout.header
     assert b"tierd" not in plan_layout(tensors).header
 

@@ -22,7 +22,7 @@ from tierd.state.kinds.random_generators import RngState, SavedGenerator
 from tierd.state.kinds.stored_arrays import OPAQUE_DTYPES
 from tierd.state.load_check import check_fit
 from tierd.state.state_loading import load_restored, unflatten
-from tierd.state.tensor_file import parse_layout
+from tierd.state.tensor_header import parse_layout
 
 
 class Net(nn.Module):

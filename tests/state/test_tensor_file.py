@@ -16,16 +16,8 @@ from support.state_files import copy_into, plan_layout
 from torch import nn
 
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
-from tierd.state.tensor_file import (
-    DTYPES,
-    MAX_HEADER,
-    PAGE,
-    ReplicaShare,
-    TensorFilePlanner,
-    file_pieces,
-    parse_layout,
-    tensor_view,
-)
+from tierd.state.tensor_file import DTYPES, MAX_HEADER, PAGE, ReplicaShare, TensorFilePlanner, file_pieces, tensor_view
+from tierd.state.tensor_header import parse_layout
 
 
 def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:

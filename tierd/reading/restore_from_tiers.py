@@ -35,7 +35,7 @@ from tierd.state.kinds.live_parameters import rename_like
 from tierd.state.load_check import LoadFit, check_fit, select_entries
 from tierd.state.single_values import path_part_text
 from tierd.state.state_loading import load_restored, unflatten
-from tierd.state.tensor_file import parse_layout
+from tierd.state.tensor_header import parse_layout
 
 _READERS = 8  # ranks compared at once
 

@@ -27,7 +27,8 @@ from tierd.state.kinds.stored_arrays import check_view
 from tierd.state.single_values import TensorForm, encode, form_of, path_text, span_of
 from tierd.state.state_tree import Path
 from tierd.state.structure import MOST_ADDED, picker
-from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_header
+from tierd.state.tensor_file import TensorEntry, TensorFileLayout
+from tierd.state.tensor_header import parse_header
 from tierd.state.tree_parser import DECODE_ERRORS, check_depth, decoder, hole_paths
 
 _LARGE = 1 << 20  # bytes

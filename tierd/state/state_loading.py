@@ -41,7 +41,8 @@ from tierd.state.kinds.training_objects import load_module
 from tierd.state.load_check import LoadFit, check_fit, filled_pairs, is_loaded_in_place, is_sequence_of, is_simple
 from tierd.state.single_values import fill_tensor, list_few, path_text
 from tierd.state.state_tree import pair_values, walk
-from tierd.state.tensor_file import Buffer, parse_layout, tensor_view, tensors_elsewhere
+from tierd.state.tensor_file import Buffer, tensor_view
+from tierd.state.tensor_header import parse_layout, tensors_elsewhere
 from tierd.state.tree_parser import parse_tree
 from tierd.state.value_kinds import IMMUTABLE, LoadKind, Stateful, load_kind_of
 

@@ -58,7 +58,7 @@ def main() -> None:
         from tierd.core.config import from_toml
         from tierd.core.manifest_codec import decode
         from tierd.ipc import message_codec, messages
-        from tierd.state.tensor_file import parse_layout
+        from tierd.state.tensor_header import parse_layout
         from tierd.state.tree_parser import parse_tree
     import msgspec
     from faults.hostile import readers

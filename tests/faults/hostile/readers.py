@@ -52,7 +52,8 @@ from tierd.dcp.metadata import read_metadata
 from tierd.ipc import message_codec
 from tierd.ipc.message_codec import read_member
 from tierd.ipc.protocol import PROTOCOL
-from tierd.state.tensor_file import parse_layout, tensor_view
+from tierd.state.tensor_file import tensor_view
+from tierd.state.tensor_header import parse_layout
 from tierd.state.tree_parser import parse_tree
 from tierd.stores.base import is_key
 

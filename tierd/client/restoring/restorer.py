@@ -26,7 +26,7 @@ from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Request
 from tierd.ipc.messages import RestoreFinished as ReportRestored
 from tierd.spool.arena import Arena
-from tierd.state.tensor_file import parse_layout
+from tierd.state.tensor_header import parse_layout
 
 log = logging.getLogger("tierd")
 

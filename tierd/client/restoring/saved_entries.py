@@ -18,7 +18,8 @@ from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.spool.direct_io import finish_read, memory_for
 from tierd.state.single_values import path_part_text
 from tierd.state.state_tree import NAMING
-from tierd.state.tensor_file import TensorFileLayout, parse_layout, sibling_path
+from tierd.state.tensor_file import TensorFileLayout
+from tierd.state.tensor_header import parse_layout, sibling_path
 from tierd.state.tree_parser import parse_key, tree_text
 
 

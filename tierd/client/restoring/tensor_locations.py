@@ -23,7 +23,8 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
 from tierd.spool.direct_io import memory_for
 from tierd.spool.file_io import digest
-from tierd.state.tensor_file import TensorEntry, TensorFileLayout, header_length, parse_header
+from tierd.state.tensor_file import TensorEntry, TensorFileLayout
+from tierd.state.tensor_header import header_length, parse_header
 
 _KEPT = 64  # headers, which is more than a node has ranks
 _PIECE = 64 << 20  # bytes compared at once
