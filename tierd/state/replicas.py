@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tierd.core.shares import divide
 from tierd.state.kinds.dtensors import ranks_with_shard
-from tierd.state.state_tree import tensor_name_of
+from tierd.state.state_tree import Path, tensor_name_of
 from tierd.state.tensor_file import UNSHARED, ReplicaShare, TensorEntry
 
 ROUNDS = 32  # saves in which all replicated tensors are compared
@@ -114,9 +114,7 @@ class ReplicaGroup:
                 ranks, names = self._ranks_of(modules[entry]), _parameter_names(entry, value)
             else:
                 ranks = everybody if entry in self.declared else _ranks_of_followed(value, ranks_of)
-                prefix = tensor_name_of((entry,))
-                names = {name for name in tensors if name == prefix or name.startswith(f"{prefix}/")}
-                names -= _buffer_names(entry, value)
+                names = _names_below(entry, value, tensors) if self.rank in ranks else set()
             if self.rank not in ranks:
                 continue
             holders |= dict.fromkeys(names.intersection(tensors) - ambiguous, ranks)
@@ -191,6 +189,16 @@ def _parameter_names(entry: str, value: object) -> set[str]:
     return {tensor_name_of((entry, key)) for key, _ in value.named_parameters(remove_duplicate=False)}
 
 
-def _buffer_names(entry: str, value: object) -> set[str]:
-    names = value.named_buffers(remove_duplicate=False) if isinstance(value, nn.Module) else ()
-    return {tensor_name_of((entry, key)) for key, _ in names}
+def _names_below(entry: str, value: object, tensors: Collection[str]) -> set[str]:
+    """Return those of `tensors` that are of this entry by their names, but for modules' buffers."""
+    prefix = tensor_name_of((entry,))
+    names = {name for name in tensors if name == prefix or name.startswith(f"{prefix}/")}
+    return names - _buffer_names((entry,), value) if names else names
+
+
+def _buffer_names(path: Path, value: object) -> set[str]:
+    """Return the names of the buffers of a module, or of all modules in a mapping or sequence."""
+    if isinstance(value, nn.Module):
+        return {tensor_name_of((*path, key)) for key, _ in value.named_buffers(remove_duplicate=False)}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {name for key, item in items for name in _buffer_names((*path, key), item)}

@@ -220,6 +220,26 @@ def test_own_entry_named_below_a_replicated_entry_is_not_divided(tmp_path, launc
         assert state_digest(mine) == state_digest(state(rank, 1))
 
 
+def test_buffers_of_modules_in_a_replicated_entry_are_each_ranks_own(tmp_path, launch):
+    """As of a generator and a discriminator in one entry: those of a module that is itself an entry always were."""
+
+    def state(rank: int) -> dict:
+        norms = [torch.nn.BatchNorm1d(3000) for _ in range(3)]
+        for norm in norms:
+            norm.running_mean.fill_(rank)
+        return {"model": {"first": norms[0], "rest": [norms[1], (norms[2],)]}}
+
+    launch(2, [tmp_path], lambda checkpointer, rank: checkpointer.save(1, state(rank)).wait())
+
+    def work(checkpointer, rank):
+        mine = state(50)
+        checkpointer.restore(mine)
+        first, (second, (third,)) = mine["model"]["first"], mine["model"]["rest"]
+        return [norm.running_mean[0].item() for norm in (first, second, third)]
+
+    assert launch(2, [tmp_path], work) == [[0.0] * 3, [1.0] * 3]
+
+
 def test_restore_knows_entries_that_an_adapter_declared(tmp_path, launch):
     """A Trainer of one rank that goes on with two: resume declares its model between `Checkpointer` and restore."""
 
