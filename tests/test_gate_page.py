@@ -92,5 +92,6 @@ def test_table_of_launchers_counts_the_kills_under_each():
 def test_the_kind_launchers_plays_all_that_there_are():
     from support.launchers import LIBRARIES, MPI, PLAIN
 
-    assert {launchers.name_of(seed) for seed in range(launchers.GATE)} == {*launchers.NAMES, launchers.ELASTIC}
+    names = {*launchers.NAMES, launchers.ELASTIC, launchers.DIVIDED}
+    assert {launchers.name_of(seed) for seed in range(launchers.GATE)} == names
     assert set(launchers.NAMES) == {one.name for one in (*PLAIN, *MPI, *LIBRARIES)}

@@ -215,7 +215,7 @@ class Rank:
             self.restore(checkpointer, training)
             self.train(checkpointer, training)
         with self.timed("close"):
-            checkpointer.close(wait="file" if plan.flushes else None, timeout=50)
+            checkpointer.close(wait="file" if plan.flushes else None, timeout=60)
         distributed.barrier()
         self.report("ended")
 
@@ -259,7 +259,7 @@ class Rank:
             if place:
                 try:
                     with self.timed("wait"):
-                        save.wait(place, timeout=50)
+                        save.wait(place, timeout=60)
                     self.report("durable", place=place, **which)
                 except (TierdError, TimeoutError) as error:
                     self.report("not durable", place=place, why=f"{type(error).__name__}: {error}", **which)
