@@ -93,6 +93,26 @@ async def test_a_flush(spool, page):
     assert store.taken() == {"PUT": C + 2, "GET": C + 1, "LIST": 3 + about + store.pages(C), "DELETE": 2}
 
 
+async def test_flush_lists_each_home_before_and_after(spool):
+    """2 LIST more for one home; what another rank has put costs a GET, to compare it, and no PUT."""
+    store, shared = Counting(), b"".join(bytes([number]) * 1000 for number in range(C))
+    for rank in (0, 1):
+        commit(
+            spool,
+            part(1, rank=rank, world=2),
+            {"own": bytes([100 + rank]) * 999, "shared": shared},
+            homes={"shared": 0},
+        )
+    await flush(spool, part(1, rank=0, world=2), TierUploadContext(store))
+    first = store.taken()
+    await flush(spool, part(1, rank=1, world=2), TierUploadContext(store))
+    second = store.taken()
+    assert (first["PUT"] - second["PUT"]) >= C and second["PUT"] == 1 + 2
+    assert first["GET"] - second["GET"] in (0, 1)  # and the tier's identity once
+    lists = {name: taken["LIST"] for name, taken in (("first", first), ("second", second))}
+    assert lists["second"] == lists["first"] + 2
+
+
 async def test_a_restore_of_one_rank(spool, tmp_path):
     """GET: the manifest and every chunk; LIST: none."""
     store = Counting()
