@@ -30,7 +30,7 @@ FENCES = (
         "stored bytes are not compared with their digest",
         _DIGESTS,
         "verification",
-        "check_digest",
+        "verify_stored_digest",
         Assume(False, "xxh3_128"),
         "corruption --only 11",
         "are wrong, and these were named",
