@@ -1,9 +1,9 @@
 """Memory -> file: the only code that writes a checkpoint's bytes in the spool. Shared by client and daemon.
 
 Invariant: bytes are verified from the producer's memory on. A digest is taken from memory before the first write;
-`spool.verified_reads` returns only bytes that equal it. `core.chunking` decides where chunks end; the disk is written
-in whole pages regardless of chunks. After a failed write or fsync the file is abandoned: the caller writes anew from
-the source and never calls fsync on that file again.
+`spool.verified_reads` returns only bytes that equal it. `core.chunk_boundaries` decides where chunks end; the
+disk is written in whole pages regardless of chunks. After a failed write or fsync the file is abandoned: the caller
+writes anew from the source and never calls fsync on that file again.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ A file has three parts: eight bytes of little-endian header length, a JSON heade
 and the tensors. The tensors are adjacent, without holes. Tensors whose length is a multiple of 64 bytes come first, so
 that each of them is aligned to 64. The others follow, aligned to their element size. Among the first group, tensors
 that may be frozen come before tensors that move, that is, that change at every step. Among the frozen ones, large
-tensors come before small ones, so that `core.chunking` does not shift the chunks of unchanged data. The metadata give
-the range of the tensors that move. The last criteria are element size (largest first) and name. Only the dtypes that
-safetensors 0.5 knows are used.
+tensors come before small ones, so that `core.chunk_boundaries` does not shift the chunks of unchanged data. The
+metadata give the range of the tensors that move. The last criteria are element size (largest first) and name. Only the
+dtypes that safetensors 0.5 knows are used.
 """
 
 from __future__ import annotations

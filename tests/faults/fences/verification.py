@@ -48,7 +48,7 @@ FENCES = (
         "bytes that are read from the spool are not compared with their digest",
         _DIGESTS,
         "verification",
-        "spool:_check",
+        "spool:_verify_chunk",
         Assume(False, "digest"),
         "corruption --only 11",
         "[] were named",
