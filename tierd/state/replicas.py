@@ -10,6 +10,7 @@ Invariant: buffers are each rank's own, because DDP lets them differ between the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,17 +139,20 @@ def _ambiguous_names(entries: Collection[str], tensors: Collection[str]) -> set[
     """Return the tensors that may be of two entries by their names, because one entry's name begins with the other's,
     as "model/ema" with "model". They count as each rank's own.
     """
-    prefixes = [tensor_name_of((entry,)) for entry in entries]
+    counts = Counter(tensor_name_of((entry,)) for entry in entries)
     within = {
-        inner
-        for at, inner in enumerate(prefixes)
-        if any(inner == outer or inner.startswith(f"{outer}/") for outer in (*prefixes[:at], *prefixes[at + 1 :]))
+        prefix
+        for prefix, count in counts.items()
+        if count > 1 or not counts.keys().isdisjoint(_beginnings(prefix, "/"))
     }
-    return {
-        name
-        for name in tensors
-        if any(name == prefix or name.startswith((f"{prefix}/", f"{prefix}~")) for prefix in within)
-    }
+    if not within:
+        return set()
+    return {name for name in tensors if name in within or not within.isdisjoint(_beginnings(name, "/~"))}
+
+
+def _beginnings(name: str, ends: str) -> list[str]:
+    """Return what comes before each of the characters `ends` in a name."""
+    return [name[:at] for at, character in enumerate(name) if character in ends]
 
 
 def _rounds(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
