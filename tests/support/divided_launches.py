@@ -185,8 +185,6 @@ class Cycle:
             assert plan.harms and event["kind"] in allowed, f"{where}: {event}"
         for event in told.of(plan.number, "not durable"):
             assert plan.harms, f"{where}: {event}"
-        for point, ranks in told.saved.items():
-            assert len({event["common"] for event in ranks.values()}) == 1, f"{where}: {point}: the test is wrong"
         for number, wanted in enumerate(plan.steps or (None,)):
             per_rank: dict[int, list[tuple[Event, Event]]] = defaultdict(list)
             has = {}
@@ -197,6 +195,8 @@ class Cycle:
                     per_rank[event["rank"]].append((has[event["rank"]], event))
             together = {rank: restores[number] for rank, restores in per_rank.items() if len(restores) > number}
             self._judge_restore(told, before, plan, together, wanted, where)
+        for point, ranks in told.saved.items():
+            assert len({event["common"] for event in ranks.values()}) == 1, f"{where}: {point}: replicas differ"
 
     def _judge_restore(
         self,
