@@ -264,7 +264,7 @@ class Checkpointer:
         mode: Literal["min", "max"] = "min",
         only: str | Collection[str] | None = None,
         at_least: int | None = None,
-        fresh: str | Collection[str] = (),
+        fresh: str | Collection[str] | None = None,
         ignore_prefixes: bool = False,
     ) -> Restored | None:
         """Load the newest verified checkpoint of this run's timeline into `state`, or the best one by a metric.
@@ -314,7 +314,7 @@ class Checkpointer:
         self._inner.check_open()
         goal = None if best is None else MetricGoal(best, mode)
         names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
-        beginning_anew = (fresh,) if isinstance(fresh, str) else tuple(fresh)
+        beginning_anew = (fresh,) if isinstance(fresh, str) else tuple(fresh or ())
         with self._inner.launch.restoring():
             return self._inner.state_restorer.restore(
                 state, step, attempt, goal, names, at_least, beginning_anew, ignore_prefixes=ignore_prefixes

@@ -345,3 +345,16 @@ def test_log_names_equal_entries_that_each_rank_stores(tmp_path, monkeypatch, ca
     assert (
         "Checkpointer(replicated=('ema', 'model'))" in advice or "Checkpointer(replicated=('model', 'ema'))" in advice
     )
+
+
+def test_log_names_replicated_entries_that_the_state_lacks(tmp_path, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "tierd"),
+        tierd.Checkpointer(tmp_path, "run", to=[], replicated=("model", "modle")) as checkpointer,
+    ):
+        for step in (1, 2):
+            checkpointer.save(step, {"model": torch.ones(5)}).wait()
+        assert checkpointer.restore({"model": torch.ones(5)}, fresh=None) is not None
+    assert [record.message for record in caplog.records if "modle" in record.message] == [
+        "run run: `replicated` names modle, which the state does not have"
+    ]

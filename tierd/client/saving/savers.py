@@ -149,6 +149,7 @@ class StateSaver:
         group: ReplicaGroup,
     ) -> None:
         self.group, self._turns = group, itertools.count()
+        self._unchecked = group.declared  # names that no state was compared with
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
@@ -169,6 +170,7 @@ class StateSaver:
             # Confirm earlier late copies first, because this save would be copied after them.
             self._gate.confirm(wait=not skips)
             if not skips:
+                self._warn_of_unknown(state)
                 with short_switches:
                     snapshot = self._snapshot(save, self._capturers.capture(state), numbers, turn)
                     self._take(snapshot)
@@ -187,6 +189,15 @@ class StateSaver:
         save.blocked_s = blocked
         self._stats.first_blocked_s = self._stats.first_blocked_s or blocked
         return save
+
+    def _warn_of_unknown(self, state: Mapping[str, object]) -> None:
+        unknown, self._unchecked = self._unchecked - state.keys(), frozenset()
+        if unknown:
+            log.warning(
+                "run %s: `replicated` names %s, which the state does not have",
+                self._launch.run,
+                ", ".join(sorted(unknown)),
+            )
 
     def declare(self, replicated: Collection[str]) -> None:
         """Declare entries of the state that are the same on all ranks, as an adapter knows it of its framework. Every
