@@ -155,7 +155,7 @@ def test_verify_counts_a_copy_that_retention_deletes_meanwhile_as_pruned(
 ) -> None:
     spool, tier = places
     home = next((spool / "r").glob("*20.*"))
-    chunks = [tier / "r" / "chunks" / home.name, *(tier / "r" / "manifests").glob(home.name)]
+    chunks = [*(tier / "r" / "chunks").glob(f"*/{home.name}"), *(tier / "r" / "manifests").glob(home.name)]
 
     class Pruning(Meter):
         """Deletes step 20 once it was listed, or once step 30 was read."""

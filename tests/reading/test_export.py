@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.chunk_keys import chunk_files
 from support.saved import files_of, put
 from support.world import commit, part
 from torch.distributed import checkpoint as dcp
@@ -318,10 +319,9 @@ def test_nothing_is_written_over_and_a_failure_leaves_nothing(tier):
 
 def test_a_corrupt_checkpoint_is_skipped(tier, tmp_path, capsys):
     save(tmp_path, 4, {"model": {"weight": torch.randn(50, 60)}})
-    for chunk in (tier / RUN / "chunks" / part(4).checkpoint.name).rglob("*"):
-        if chunk.is_file():
-            data = chunk.read_bytes()
-            chunk.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    for chunk in chunk_files(tier, RUN, step=4):
+        data = chunk.read_bytes()
+        chunk.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     assert (
         run(["export", f"file://{tier}", "--run", RUN, "--to", str(tmp_path / "o"), "--only", "model", "--json"]) == 0
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.chunk_keys import owner_name
 from support.doubles import Double, contents, flip, is_chunk, is_manifest
 from support.s3stub import Bucket, serving
 from support.saved import ReadOnly, files_of, put
@@ -336,8 +337,8 @@ class Vanishing(ReadOnly):
         self.times, self.gone = times, set[int]()
 
     async def get(self, key, into=None):
-        step = int(key.split("/")[2][:12])
-        if is_chunk(key) and step not in self.gone and len(self.gone) < self.times:
+        step = int(owner_name(key)[:12]) if is_chunk(key) else None
+        if step is not None and step not in self.gone and len(self.gone) < self.times:
             self.gone.add(step)
             await prune(self.inner, [part(step).checkpoint])
         return await super().get(key, into)

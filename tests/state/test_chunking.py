@@ -11,6 +11,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.chunk_keys import chunk_files
 from support.state_files import plan_layout
 from support.world import Daemon
 from torch import nn
@@ -349,9 +350,7 @@ def test_fine_tune_sends_its_trained_tensors_and_its_shared_chunks_survive_reten
     manifests = sorted((tmp_path / "tier" / "run" / "manifests").iterdir())
     assert len(manifests) == (1 if keep == 1 else 5)
     named = {stored.key for one in manifests for stored in decode(next(one.iterdir()).read_bytes()).objects()}
-    there = {
-        str(p.relative_to(tmp_path / "tier" / "run")) for p in (tmp_path / "tier" / "run" / "chunks").glob("*/*/*")
-    }
+    there = {str(path.relative_to(tmp_path / "tier" / "run")) for path in chunk_files(tmp_path / "tier", "run")}
     assert named == there  # nothing is missing, and nothing that nobody names is left
     shutil.rmtree(tmp_path / "spool")
     other = job()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,7 @@ class Restorer(CandidateTrials):
 
     def _obtain(self, candidate: Candidate) -> VerifiedPart:
         part, names, kept = own_part(candidate, self._ranks.rank), self._only, frozenset[str]()
-        files = PartFiles(self._spool, candidate.checkpoint, candidate.world, self.source.link, self.source.alone)
-        try:
+        with ExitStack() as stack:
             if candidate.world != self._ranks.world:
                 if not self._keep:
                     raise StateMismatch(
@@ -161,18 +161,23 @@ class Restorer(CandidateTrials):
                         f"{self._ranks.world}: launch {candidate.world} ranks to restore their directories"
                     )
                 part, names, kept = choose_part(
-                    files, self._ranks.rank, self._ranks.world, self._fresh, self._replicated, names
+                    self._part_files(candidate, stack),
+                    self._ranks.rank,
+                    self._ranks.world,
+                    self._fresh,
+                    self._replicated,
+                    names,
                 )
             if names is None:
                 manifest, contents, tier = self.source.obtain(part)
-                if TENSORS in contents:
-                    layout = parse_layout(contents[TENSORS])
-                    contents = {**contents, **(read_elsewhere(files, part, layout) if layout.elsewhere else {})}
+                layout = parse_layout(contents[TENSORS]) if TENSORS in contents else None
+                if layout and layout.elsewhere:
+                    siblings = read_elsewhere(self._part_files(candidate, stack), part, layout)
+                    contents = {**contents, **siblings}
             else:
+                files = self._part_files(candidate, stack)
                 manifest, contents = read_entries(files, part, names)
                 tier = next(iter(files.tiers), SPOOL)
-        finally:
-            files.close()
         return VerifiedPart(
             part,
             manifest,
@@ -186,6 +191,12 @@ class Restorer(CandidateTrials):
             self.agreement.clocks,
             kept=kept,
         )
+
+    def _part_files(self, candidate: Candidate, stack: ExitStack) -> PartFiles:
+        source = self.source
+        files = PartFiles(self._spool, candidate.checkpoint, candidate.world, source.link, source.alone)
+        stack.callback(files.close)
+        return files
 
     def _check_nothing(self, step: int | None, attempt: str | None) -> None:
         super()._check_nothing(step, attempt)
