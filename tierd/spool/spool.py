@@ -102,7 +102,7 @@ class Spool(Leftovers):
                 raise SpoolUnusable(f"spool {self.root}: {why}")
 
     @property
-    def node(self) -> str:
+    def node_id(self) -> str:
         """The id of the node whose spool this is, 8 hex digits. Raises OSError."""
         return node_id(self.root)
 

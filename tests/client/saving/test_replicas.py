@@ -334,10 +334,13 @@ def test_log_names_equal_entries_that_each_rank_stores(tmp_path, monkeypatch, ca
             "own": torch.full((1 << 19,), rank),
         }
 
+    together = threading.Barrier(3, timeout=60)
+
     def work(rank: int) -> None:
         with tierd.Checkpointer(tmp_path, "run", to=[]) as checkpointer:
             for step in (1, 2):
                 checkpointer.save(step, state(rank)).wait()
+                together.wait()
 
     with caplog.at_level(logging.WARNING, "tierd"):
         assert Group(3).install(monkeypatch).run(work) == [None] * 3

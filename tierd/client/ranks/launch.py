@@ -124,7 +124,7 @@ class Launch:
             clock=make_rank_clock(attempts),
             used=self._fixed_attempt in attempts,
             saved=self._fixed_attempt is not None and self._saved_here(self._fixed_attempt),
-            node=self._spool.node,
+            node=self._spool.node_id,
         )
         beginnings = ranks.gather(me, first=True)
         for rank, beginning in enumerate(beginnings):
