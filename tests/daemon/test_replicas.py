@@ -94,7 +94,7 @@ async def all_settled(daemons: Mapping[str, Reconciler]) -> None:
     """Until nothing is left to do, and both daemons have compared what they observed."""
     for _ in range(2):  # the first flushes, the second sees what the other one flushed
         for daemon in daemons.values():
-            await settle(daemon)
+            await settle(daemon, timeout=200)
         for daemon in daemons.values():
             await daemon.observe("tier")
             await daemon.replicas.compare()
