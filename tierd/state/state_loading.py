@@ -59,7 +59,8 @@ def unflatten(
     The returned tensors are views into `file`, so `file` must outlive them. It must be writable, because torch warns
     otherwise. NumPy arrays own their memory. One stored tensor is one tensor object, however often the tree names it.
 
-    `is_read` is as for `parse_tree`: False if only the header of `file` has been read. `siblings` are other ranks'
+    `is_read` is as for `parse_tree`: False if only the header of `file` has been read; an empty tensor then stands for
+    each tensor in another file that is not in `siblings`. `siblings` are other ranks'
     tensor files, by `sibling_path`, in which some of the tensors lie; they must outlive the state, too. Raises
     `StateMismatch`, which names the defect, if tierd did not write this tree or these files.
     """
@@ -68,7 +69,8 @@ def unflatten(
 
     def stored(name: str) -> torch.Tensor:
         if name not in views:
-            views[name] = tensor_view(file, entries[name])
+            is_unread = not is_read and name in layout.elsewhere
+            views[name] = torch.empty(0) if is_unread else tensor_view(file, entries[name])
         return views[name]
 
     value = parse_tree(tree, stored, is_read=is_read)

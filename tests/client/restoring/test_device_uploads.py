@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from support.fakecuda import FakeCuda
+from support.ranks import Group
 from support.seeds import seeds
 
 import tierd
@@ -299,3 +300,33 @@ def test_optimizers_state_is_put_on_its_parameters_device_as_torch_does_it(fake)
     optimizer.param_groups[0]["capturable"] = True
     found = [id(tensor) for tensor, _ in device_uploads.destinations(optimizer, saved)]
     assert found == [id(moments["step"]), id(moments["exp_avg"])]
+
+
+def test_own_share_of_a_divided_part_is_copied_while_more_is_read(spool, fake, monkeypatch):
+    """The other shares follow, because they are read afterwards."""
+    group = Group(2).install(monkeypatch)
+    state = {"model": {name: values(name) for name in NAMES}, "host": torch.full((10,), 1), "step": 1}
+
+    def saving(rank: int) -> None:
+        with opened(spool, replicated=("model",)) as checkpointer:
+            checkpointer.save(1, state).wait()
+
+    assert group.run(saving) == [None, None]
+    late, real = [], device_uploads.DeviceUploads.device_tensors
+    monkeypatch.setattr(
+        device_uploads.DeviceUploads,
+        "device_tensors",
+        lambda self, restored: late.append(real(self, restored)) or late[-1],
+    )
+
+    def restoring(rank: int) -> dict[str, object]:
+        device = blank(fake) if rank == 0 else {name: torch.zeros(COUNT) for name in NAMES} | {"host": None, "step": 0}
+        mine = {"model": {name: device[name] for name in NAMES}, "host": torch.zeros(10, dtype=torch.int64), "step": 0}
+        with opened(spool) as checkpointer:
+            assert checkpointer.restore(mine).step == 1
+        return {**mine["model"], "host": mine["host"], "step": mine["step"]}
+
+    first, second = group.run(restoring)
+    check(fake, first, 1)
+    assert all(torch.equal(second[name], values(name)) for name in NAMES)
+    assert [len(tensors) for tensors in late] in ([1], [2]), "rank 0's own share, and nothing of rank 1"
