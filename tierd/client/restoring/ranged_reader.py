@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 
 import msgspec
@@ -124,6 +125,7 @@ class PartFiles(PartRanges):
         self.tiers: list[str] = []
         self._manifests: dict[PartId, Manifest] = {}
         self._memory = memoryview(b"")
+        self._filling = Lock()  # `read` has one memory, and other threads may read headers meanwhile
 
     def part(self, rank: int) -> PartId:
         return PartId(self.checkpoint, rank, self.world)
@@ -154,10 +156,11 @@ class PartFiles(PartRanges):
                 yield span, data[begin : begin + span.length]
 
     def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
-        self.prefetch(spans)
-        for span, data in self.read(spans):
-            begin = span.offset - base
-            memory[begin : begin + span.length] = data
+        with self._filling:
+            self.prefetch(spans)
+            for span, data in self.read(spans):
+                begin = span.offset - base
+                memory[begin : begin + span.length] = data
 
     def whole_file(self, part: PartId, path: str) -> memoryview | None:
         file = self.span(part, path).file
