@@ -96,10 +96,18 @@ def test_leaf_that_differs_between_two_fresh_launches_is_no_finding():
 
 def test_second_uninterrupted_run_shows_leaves_that_vary_where_the_killed_run_has_no_common_moment():
     killed = history(seen(1, 3), seen(3, STEPS, taken(STEPS, "end", best=3.0)))
-    assert not has_common_capture(WHOLE, killed, 0) and found(WHOLE, killed) == ['state["best"]']
+    assert not has_common_capture(WHOLE, killed, 0, 'state["best"]') and found(WHOLE, killed) == ['state["best"]']
     again = history(seen(1, STEPS, taken(STEPS, "end", best=2.0)))
     assert state_differences(WHOLE, killed, 0, 0.0, (), again) == []
     assert state_differences(WHOLE, killed, 0, 0.0, (), WHOLE) != []
+
+
+def test_common_moment_that_lacks_a_leaf_says_nothing_of_it():
+    """A rank that was killed before its first save shows nothing of what it saves."""
+    whole = history(seen(1, STEPS, taken(4), taken(STEPS, "end", best=1.0)))
+    killed = killed_with(taken(STEPS, "end", best=2.0), taken(4))
+    assert not has_common_capture(whole, killed, 0, 'state["best"]')
+    assert has_common_capture(WHOLE, killed_with(taken(STEPS, "end", best=7.0), taken(4, best=9.0)), 0, 'state["best"]')
 
 
 def test_differences_leave_out_ignored_paths():

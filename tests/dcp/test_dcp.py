@@ -398,7 +398,7 @@ def test_daemon_is_notified_of_a_save_that_dcp_could_not_write(daemon, spool, mo
                 wait_until(lambda tries=tries: journal.counters["persist_failures"] == tries)
         failed = [event for event in journal.events if event.what == "persist failed"]
         assert [(event.step, event.rank, event.why) for event in failed] == [(n, 0, "torn") for n in (1, 2, 3)]
-        assert [alert.doing for alert in journal.alerts()] == ["save"]
+        wait_until(lambda: [alert.doing for alert in journal.alerts()] == ["save"])
         save(ckpt, 4)
         daemon.settle()
         assert not journal.alerts()

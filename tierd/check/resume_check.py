@@ -120,7 +120,7 @@ def _run_check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Comparison
     closer = loop.with_captures({*loop.captured, *_steps_around(killed)})
     rerun = None
     states = _state_differences(reference, killed, results, terms)
-    if not all(has_common_capture(reference, killed, state.rank) for state in states):
+    if not all(has_common_capture(reference, killed, state.rank, state.path) for state in states):
         rerun = _run_uninterrupted(closer, "uninterrupted again", margin)
         states = _state_differences(reference, killed, results, terms, rerun)
     leaked = find_leaks(reference, killed, loop.ranks, terms.steps)

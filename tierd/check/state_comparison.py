@@ -199,12 +199,19 @@ def nondeterministic_paths(launches: Sequence[RankRecord]) -> set[str]:
     return paths
 
 
-def has_common_capture(reference: CheckedRun, killed: CheckedRun, rank: int) -> bool:
-    """Return whether the first launches of both runs were captured at one moment, as `nondeterministic_paths` needs.
+def has_common_capture(reference: CheckedRun, killed: CheckedRun, rank: int, path: str) -> bool:
+    """Return whether the first launches of both runs were captured with this path at one moment, as
+    `nondeterministic_paths` needs.
 
-    A rank that is killed because another one died may not have come so far.
+    A rank that is killed because another one died may not have come so far, and before its first save nothing is known
+    of what it saves.
     """
-    return any(True for _ in _common_captures(reference.launches[0][rank], [killed.launches[0][rank]]))
+    pairs = _common_captures(reference.launches[0][rank], [killed.launches[0][rank]])
+    return any(
+        path in first and path in second
+        for capture, other in pairs
+        for first, second in ((capture.entries, other.entries), (capture.unsaved, other.unsaved))
+    )
 
 
 def _common_captures(
