@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tierd.core.manifest import File, Manifest
 
+ROUNDS = 32  # saves in which the ranks compare all replicated tensors
 LEAST_DIVIDED = 4096  # bytes; a smaller tensor is stored by every rank, because naming another rank's takes as much
 
 

@@ -25,6 +25,7 @@ from tierd.core.planning.copies import CheckpointCopy, changed_checkpoints
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.replica_digests import compared_worlds, unequal_worlds
 from tierd.core.replica_comparison import ReplicaDifferences
+from tierd.core.shares import ROUNDS
 from tierd.daemon.reconciling.reconciler_context import LiveInventory
 from tierd.daemon.reconciling.replica_reader import ReplicaReader
 from tierd.daemon.tiers.tier_operations import TierOperations
@@ -38,7 +39,7 @@ _PATIENCE_S = 600.0  # for which a comparison waits for each rank's manifest, un
 _ADVICE = (
     "test the GPU and the memory of {suspects}, replace what is faulty, and restart from an older checkpoint with "
     "`restore(step=N)` or `tierd restore --step N`: as each save has fingerprints of some tensors only, the difference "
-    "may be 16 saves old"
+    f"may be {ROUNDS} saves old"
 )
 
 Copies = Mapping[CheckpointId, CheckpointCopy]
