@@ -120,7 +120,7 @@ def _write(
             with FileWriter(path, name, size, chunk_size, recycled=is_recycled) as writer:
                 homes: list[HomeRange] = []
                 for number, piece in enumerate(source):
-                    if not number and name == TENSORS:
+                    if not number and name == TENSORS and manifest.world_size > 1:
                         homes = home_ranges(_range_of(piece), size)
                     writer.write(piece)
                 described.append(_with_homes(writer.finish(), homes, manifest.world_size))

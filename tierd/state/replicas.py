@@ -5,7 +5,7 @@ along the mesh dimensions that replicate them; and the entries that the user nam
 communication takes place.
 
 Invariant: buffers are each rank's own, because DDP lets them differ between the ranks until the next forward (with
-`broadcast_buffers`) or for good. So are arrays and numbers beside the tensors of an entry.
+`broadcast_buffers`) or for good.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
 from tierd.client.restoring.other_world import choose_part
 from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
-from tierd.client.restoring.saved_entries import read_elsewhere, read_entries
+from tierd.client.restoring.saved_entries import read_entries, with_siblings
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
-from tierd.core.manifest import TENSORS, Manifest
+from tierd.core.manifest import Manifest
 from tierd.core.planning.place import SPOOL
 from tierd.core.save_rules import MetricGoal
 from tierd.core.timeline.restore_order import Candidate, own_part
@@ -27,7 +27,6 @@ from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Request
 from tierd.ipc.messages import RestoreFinished as ReportRestored
 from tierd.spool.arena import Arena
-from tierd.state.tensor_header import parse_layout
 
 log = logging.getLogger("tierd")
 
@@ -170,10 +169,7 @@ class Restorer(CandidateTrials):
                 )
             if names is None:
                 manifest, contents, tier = self.source.obtain(part)
-                layout = parse_layout(contents[TENSORS]) if TENSORS in contents else None
-                if layout and layout.elsewhere:
-                    siblings = read_elsewhere(self._part_files(candidate, stack), part, layout)
-                    contents = {**contents, **siblings}
+                contents = with_siblings(lambda: self._part_files(candidate, stack), part, contents)
             else:
                 files = self._part_files(candidate, stack)
                 manifest, contents = read_entries(files, part, names)

@@ -6,7 +6,7 @@ Invariant: every returned byte was verified on this read. Other bytes are not ve
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,6 +43,19 @@ def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tup
     files.fill(memory, list(_spans(files, part, layout, wanted)))
     contents = {TREE: memoryview(tree), TENSORS: finish_read(memory, sizes[TENSORS])}
     return manifest, contents | read_elsewhere(files, part, layout, wanted)
+
+
+def with_siblings(
+    files: Callable[[], PartRanges], part: PartId, contents: Mapping[str, memoryview]
+) -> Mapping[str, memoryview]:
+    """Return a part's contents with those files of other ranks in which tensors of it lie, as by `read_elsewhere`.
+
+    `files` is called if there are any.
+    """
+    if part.world == 1 or TENSORS not in contents:
+        return contents
+    layout = parse_layout(contents[TENSORS])
+    return {**contents, **read_elsewhere(files(), part, layout)} if layout.elsewhere else contents
 
 
 def read_elsewhere(

@@ -12,12 +12,11 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from tierd.client.saving.write_sampling import BITS
 from tierd.spool.file_io import digest
 from tierd.state import cuda
 
 _ROWS = 64  # sums of a device's tensor, so that equal changes at two places do not easily cancel out
-# Item size -> the dtype that shows a value's bits.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaFingerprints:
@@ -50,7 +49,7 @@ class ReplicaFingerprints:
 def sums_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sums of a tensor's elements, as integers modulo 2^64, in `_ROWS` rows and a rest; on its device."""
     with torch.no_grad():
-        flat = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+        flat = tensor.detach().reshape(-1).view(BITS[tensor.element_size()])
         length = flat.numel() // _ROWS
         rows = flat[: length * _ROWS].view(_ROWS, length).sum(dim=1, dtype=torch.int64)
         return torch.cat([rows, flat[length * _ROWS :].sum(dtype=torch.int64)[None]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from tierd.core.chunk_boundaries import GRAIN
 from tierd.core.errors import TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
@@ -29,7 +30,7 @@ class NodeParts:
     def __init__(self, spool: Spool, ranks: Sequence[int]) -> None:
         self._spool, self.ranks = spool, ranks
         self._is_advised = False  # whether the log has said what each rank stores again
-        self._previous: PartId | None = None  # the part that this rank committed before
+        self._unseen: PartId | None = None  # the last part, if some rank had not committed its own of that checkpoint
 
     def divide_alike(self, committed: PartId, layout: TensorFileLayout) -> bool:
         """Compare a part that was committed now with those of the node's other ranks, and log what is wrong.
@@ -42,27 +43,27 @@ class NodeParts:
         """
         if len(self.ranks) < 2:
             return True
-        previous, self._previous = self._previous, committed
-        # Of the previous checkpoint the other ranks have committed their parts by now.
-        alike = [self._is_divided_alike(part) for part in (previous, committed) if part is not None]
-        if previous is not None and not self._is_advised and committed.rank == self.ranks[0]:
-            self._advise(previous, layout)
-        return all(alike)
+        earlier, self._unseen = self._unseen, None
+        return all(self._is_alike(part, layout) for part in (earlier, committed) if part is not None)
 
-    def _is_divided_alike(self, part: PartId) -> bool:
+    def _is_alike(self, part: PartId, layout: TensorFileLayout) -> bool:
         manifests = self._manifests(part)
-        own = manifests.pop(part, None)
-        if own is None or not own.division:
+        if (own := manifests.pop(part, None)) is None:
             return True
+        if len(manifests) < len(self.ranks) - 1:
+            self._unseen = part
+        elif not self._is_advised and part.rank == self.ranks[0]:
+            self._advise(own, list(manifests.values()), layout)
         others = [sibling.rank for sibling, manifest in manifests.items() if manifest.division != own.division]
-        if others:
-            log.error(
-                "%s: rank %d and this rank divide different states, so this checkpoint may lack tensors: `replicated` "
-                "names an entry that is not the same on all ranks. From now on this rank stores everything itself",
-                part,
-                others[0],
-            )
-        return not others
+        if not own.division or not others:
+            return True
+        log.error(
+            "%s: rank %d and this rank divide different states, so this checkpoint may lack tensors: `replicated` "
+            "names an entry that is not the same on all ranks. From now on this rank stores everything itself",
+            part,
+            others[0],
+        )
+        return False
 
     def _manifests(self, part: PartId) -> dict[PartId, Manifest]:
         """Return those that are there of a part and of its siblings on this node."""
@@ -73,20 +74,16 @@ class NodeParts:
             log.debug("%s: %s", part, error)
             return {}
 
-    def _advise(self, part: PartId, layout: TensorFileLayout) -> None:
+    def _advise(self, own: Manifest, others: Sequence[Manifest], layout: TensorFileLayout) -> None:
         """Name, once, the entries that every rank stores and that are equal on all."""
-        manifests = self._manifests(part)
-        if len(manifests) < len(self.ranks):
-            return
         self._is_advised = True
-        own = manifests.pop(part)
         file = next((file for file in own.files if file.path == TENSORS), None)
-        ranges = stored_by_all(file, list(manifests.values())) if file is not None else []
+        ranges = stored_by_all(file, others) if file is not None else []
         entries: dict[str, bool] = {}
         for name, entry in layout.entries.items():
             if any(begin <= entry.offset and entry.offset + entry.nbytes <= end for begin, end in ranges):
                 entries.setdefault(name.partition("/")[0], True)
-            elif entry.nbytes >= _LARGE:
+            elif entry.nbytes >= GRAIN:  # smaller ones share their chunks with others, so nothing is known of them
                 entries[name.partition("/")[0]] = False
         if names := [name for name, is_equal in entries.items() if is_equal]:
             log.warning(
@@ -97,6 +94,3 @@ class NodeParts:
                 len(self.ranks),
                 tuple(names),
             )
-
-
-_LARGE = 1 << 20  # bytes; smaller tensors share their chunks with others, so nothing is known of them

@@ -148,12 +148,12 @@ class StateSaver:
         when_busy: str,
         group: ReplicaGroup,
     ) -> None:
-        self.group, self._turns = group, itertools.count()
+        self._divide_among(group)
+        self._turns = itertools.count()
         self._unchecked = group.declared  # names that no state was compared with
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
-        self._capturers = CapturerPool(group)
         self._node_parts = NodeParts(spool, group.node)
         self._layout: TensorFileLayout | None = None  # of the last save
         records.on_durable = self._look_at_node
@@ -203,8 +203,7 @@ class StateSaver:
         """Declare entries of the state that are the same on all ranks, as an adapter knows it of its framework. Every
         rank declares the same, before its first save.
         """
-        self.group = replace(self.group, declared=self.group.declared.union(replicated))
-        self._capturers = CapturerPool(self.group)
+        self._divide_among(replace(self.group, declared=self.group.declared.union(replicated)))
 
     def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float], turn: int) -> Snapshot:
         self._gate.report_interrupted(save.part)
@@ -219,8 +218,10 @@ class StateSaver:
     def _look_at_node(self, saved: PartId) -> None:
         """Runs in another thread than training, after a part was committed."""
         if self._layout is not None and not self._node_parts.divide_alike(saved, self._layout):
-            self.group = self.group.undivided()
-            self._capturers = CapturerPool(self.group)
+            self._divide_among(self.group.undivided())
+
+    def _divide_among(self, group: ReplicaGroup) -> None:
+        self.group, self._capturers = group, CapturerPool(group)
 
     def _take(self, snapshot: Snapshot) -> None:
         if snapshot.deferred_names and self._pipeline.is_ready(snapshot.capture.layout.size):

@@ -31,7 +31,7 @@ from tierd.state import cuda
 _WHOLE = 16 << 10  # bytes
 _POINTS = 16  # elements of a tensor that is read element by element
 # Item size -> the dtype that shows a value's bits.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _FEW_TENSORS, _FEW_BYTES = 256, 1 << 20  # so little is copied before another thread has started
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -160,7 +160,7 @@ class TensorSample:
             )
         if not tensor.is_cpu:
             at = at.to(tensor.device, non_blocking=True)
-        return torch.take(tensor.view(_BITS[tensor.element_size()]), at)
+        return torch.take(tensor.view(BITS[tensor.element_size()]), at)
 
     def differs(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a flag on the tensor's device, true if its sampled elements differ from the recorded ones."""
