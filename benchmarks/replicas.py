@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tierd
-from tierd.bench.process_counters import describe_machine
+from tierd.bench.process_counters import describe_machine, run_ranks
 from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
 from tierd.client.checkpointer import internals
 
@@ -117,16 +116,7 @@ def _file_bytes(directory: Path, pattern: str) -> int:
 def measure(world: int, nodes: int, width: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Run one group of ranks; return the samples of each arm, and the bytes of one checkpoint in each place."""
     with tempfile.TemporaryDirectory(dir=directory) as base:
-        context = multiprocessing.get_context("spawn")
-        processes = [
-            context.Process(target=_rank, args=(rank, world, nodes, base, width, rounds)) for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise SystemExit("a rank failed")
+        run_ranks(_rank, world, world, nodes, base, width, rounds)
         samples = json.loads(Path(base, "samples.json").read_text())
         arms = {}
         for arm in ARMS:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -37,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tierd
 import tierd.dcp
-from tierd.bench.process_counters import describe_machine
+from tierd.bench.process_counters import describe_machine, run_ranks
 from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
 
 Waits = Callable[[], None]
@@ -221,14 +220,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as base:
         work = (args.ranks, base, args.width, args.rounds, args.steps)
-        context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=_rank, args=(rank, *work)) for rank in range(args.ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise SystemExit("a rank failed")
+        run_ranks(_rank, args.ranks, *work)
         samples = json.loads(Path(base, "samples.json").read_text())
     result = {
         "date": datetime.now(UTC).date().isoformat(),

@@ -16,7 +16,6 @@ Keys of chunks are in the form of this version; later ones have another.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 import msgspec
 import torch
 from support.chunk_keys import old_chunk_key
+from support.fixture_makers import build_into_argument, write_object
 from support.state_files import copy_into, flatten, plan_layout
 
 from tierd.codec import chunk_codec
@@ -97,8 +97,8 @@ def build(root: Path, files: Callable[[int], dict[str, bytes]] = files) -> None:
             for path in (*home.iterdir(), home):
                 path.unlink() if path.is_file() else path.rmdir()
         tiered = tuple(_put(root / "tier" / RUN, part, file, contents[file.path], there) for file in plain)
-        _write(root / "tier" / part.manifest_key, encode(manifest(part, tiered)))
-    _write(root / "tier" / pin_key(SECOND.checkpoint), b"")
+        write_object(root / "tier" / part.manifest_key, encode(manifest(part, tiered)))
+    write_object(root / "tier" / pin_key(SECOND.checkpoint), b"")
 
 
 def _put(home: Path, part: PartId, file: File, data: bytes, there: dict[str, StoredChunk]) -> File:
@@ -109,19 +109,11 @@ def _put(home: Path, part: PartId, file: File, data: bytes, there: dict[str, Sto
         if chunk.xxh3_128 not in there:
             encoded = chunk_codec.encode(part, chunk, raw)
             key = old_chunk_key(part, chunk.xxh3_128, encoded.stored.codec)
-            _write(home / key, bytes(encoded.data))
+            write_object(home / key, bytes(encoded.data))
             there[chunk.xxh3_128] = msgspec.structs.replace(encoded.stored, key=key)
         chunks.append(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=there[chunk.xxh3_128]))
     return File(path=file.path, size=file.size, chunks=tuple(chunks))
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if any(target.glob("*")):
-        sys.exit(f"{target} is not empty: fixtures are written once")
-    build(target)
+    build_into_argument(build)

@@ -14,7 +14,6 @@ element lies where it should.
 from __future__ import annotations
 
 import itertools
-import sys
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgspec
 from support.chunk_keys import old_chunk_key
+from support.fixture_makers import build_into_argument, write_object
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
@@ -107,7 +107,7 @@ def build(root: Path) -> None:
         plain = tuple(file_io.write_file(home / name, name, data) for name, data in sorted(contents.items()))
         (home / "manifest.json").write_bytes(encode(_manifest(part, plain)))
         tiered = tuple(_put(root / "tier" / "demo", part, file, contents[file.path]) for file in plain)
-        _write(root / "tier" / part.manifest_key, encode(_manifest(part, tiered)))
+        write_object(root / "tier" / part.manifest_key, encode(_manifest(part, tiered)))
 
 
 def _manifest(part: PartId, described: tuple[File, ...]) -> Manifest:
@@ -132,19 +132,11 @@ def _put(home: Path, part: PartId, file: File, data: bytes) -> File:
     for chunk, begin in zip(file.chunks, ends, strict=False):
         encoded = chunk_codec.encode(part, chunk, data[begin : begin + chunk.size])
         key = old_chunk_key(part, chunk.xxh3_128, encoded.stored.codec)
-        _write(home / key, bytes(encoded.data))
+        write_object(home / key, bytes(encoded.data))
         stored = msgspec.structs.replace(encoded.stored, key=key)
         chunks.append(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored))
     return File(path=file.path, size=file.size, chunks=tuple(chunks))
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if any(target.glob("*")):
-        sys.exit(f"{target} is not empty: fixtures are written once")
-    build(target)
+    build_into_argument(build)

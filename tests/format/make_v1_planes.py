@@ -10,12 +10,12 @@ The numbers are SHAKE-256 of a name; sums of twelve are near enough to a normal 
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from support.chunk_keys import old_chunk_key
+from support.fixture_makers import build_into_argument, write_object
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
@@ -62,7 +62,7 @@ def build(root: Path) -> None:
             found.stored, key=old_chunk_key(PART, found.chunk.xxh3_128, found.stored.codec)
         )
         files.append(File(path=name, size=len(data), chunks=(msgspec.structs.replace(found.chunk, stored=stored),)))
-        _write(root / "demo" / stored.key, bytes(found.data))
+        write_object(root / "demo" / stored.key, bytes(found.data))
     manifest = Manifest(
         version=1,
         run="demo",
@@ -76,16 +76,8 @@ def build(root: Path) -> None:
         metrics={},
         files=tuple(files),
     )
-    _write(root / PART.manifest_key, encode(manifest))
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    write_object(root / PART.manifest_key, encode(manifest))
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if any(target.glob("*")):
-        sys.exit(f"{target} is not empty: fixtures are written once")
-    build(target)
+    build_into_argument(build)

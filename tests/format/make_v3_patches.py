@@ -11,12 +11,12 @@ The numbers are SHAKE-256 of a name. Keys of chunks and the names of patches are
 from __future__ import annotations
 
 import hashlib
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 from support.chunk_keys import old_chunk_key
+from support.fixture_makers import build_into_argument, write_object
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
@@ -58,26 +58,18 @@ def build(root: Path) -> None:
             codec = codec or found.stored.codec
             key = old_chunk_key(part, chunk.xxh3_128, codec)
             stored = msgspec.structs.replace(found.stored, codec=codec, key=key)
-            _write(root / "demo" / key, bytes(found.data))
+            write_object(root / "demo" / key, bytes(found.data))
             chunks.append((msgspec.structs.replace(found.chunk, stored=stored), raw))
         before = chunks
     files = (File(path=name, size=SIZE, chunks=tuple(chunk for chunk, _ in before)),)
     manifest = Manifest.of(part, None, {}, datetime(2026, 11, 26, tzinfo=UTC), "0.2.0", files)
     manifest = msgspec.structs.replace(manifest, version=PATCHED)
-    _write(root / part.manifest_key, encode(manifest))
+    write_object(root / part.manifest_key, encode(manifest))
     named = {root / "demo" / stored.key for stored in manifest.objects()}
     for path in (root / "demo" / "chunks").rglob("*"):
         if path.is_file() and path not in named:
             path.unlink()
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if any(target.glob("*")):
-        sys.exit(f"{target} is not empty: fixtures are written once")
-    build(target)
+    build_into_argument(build)

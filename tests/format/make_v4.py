@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 from support.chunk_keys import old_chunk_key
+from support.fixture_makers import build_into_argument, write_object
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
@@ -105,13 +105,13 @@ def build(root: Path) -> None:
             manifest = Manifest.of(which, None, {}, datetime(2026, 11, 30, tzinfo=UTC), "0.3.0", tuple(files))
             if step == 100:
                 manifest = msgspec.structs.replace(manifest, version=FIRST)
-            _write(root / "tier" / which.manifest_key, encode(manifest))
+            write_object(root / "tier" / which.manifest_key, encode(manifest))
     files = []
     for name, data in contents(300, 1).items():
-        _write(root / "spool" / part(300, 1).path / name, data)
+        write_object(root / "spool" / part(300, 1).path / name, data)
         files.append(describe(1, name, data)[0])
     local = msgspec.structs.replace(manifest, files=tuple(files))
-    _write(root / "spool" / part(300, 1).path / "manifest.json", encode(local))
+    write_object(root / "spool" / part(300, 1).path / "manifest.json", encode(local))
 
 
 def _put(tier: Path, which: PartId, chunk: Chunk, raw: bytes, before: tuple[Chunk, bytes] | None) -> StoredChunk:
@@ -121,17 +121,9 @@ def _put(tier: Path, which: PartId, chunk: Chunk, raw: bytes, before: tuple[Chun
     stored = encoded.stored
     if which.checkpoint.step == 100:
         stored = msgspec.structs.replace(stored, key=old_chunk_key(which, chunk.xxh3_128, stored.codec))
-    _write(tier / stored.key, bytes(encoded.data))
+    write_object(tier / stored.key, bytes(encoded.data))
     return stored
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if any(target.glob("*")):
-        sys.exit(f"{target} is not empty: fixtures are written once")
-    build(target)
+    build_into_argument(build)

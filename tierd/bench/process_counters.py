@@ -1,4 +1,4 @@
-"""CPU and memory of a process tree by the kernel's counters, and a description of the machine.
+"""CPU and memory of a process tree by the kernel's counters, a description of the machine, and processes as ranks.
 
 Invariant: a tree is a process and all its descendants. So an arm's figures include a daemon or a writing process that
 the arm started.
@@ -7,9 +7,11 @@ the arm started.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import platform
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -43,6 +45,18 @@ def cpu_seconds(root: int) -> float:
 def memory_bytes(root: int) -> int:
     """Return the tree's proportional set size: memory that two of its processes share counts once."""
     return sum(pss_bytes(pid) for pid in process_tree(root))
+
+
+def run_ranks(work: Callable[..., None], world: int, *arguments: object) -> None:
+    """Run `work(rank, *arguments)` in a new process for each rank; exit if one of them fails."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=work, args=(rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            raise SystemExit("a rank failed")
 
 
 def end_processes(processes: dict[int, str]) -> None:

@@ -61,6 +61,11 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     base: Chunk | None = None
 
     @property
+    def directory(self) -> str:
+        """The prefix of the key up to its last slash, that included."""
+        return self.key[: self.key.rindex("/") + 1]
+
+    @property
     def form(self) -> tuple[str, int, str]:
         """The codec, size and digest, which are equal for two objects exactly if they have the same bytes."""
         return self.codec, self.size, self.xxh3_128
@@ -225,7 +230,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def directories(self) -> frozenset[str]:
         """The prefixes of the keys of all objects on a tier, relative to the run, each with its slash."""
-        return frozenset(stored.key[: stored.key.rindex("/") + 1] for stored in self.objects())
+        return frozenset(stored.directory for stored in self.objects())
 
     def chunks(self) -> Iterator[Chunk]:
         for file in self.files:

@@ -55,21 +55,21 @@ class SendingOrder:
         following: list[ContentId] = []
         far: list[ContentId] = []
         near: list[ContentId] = []
-        there: list[ContentId] = []
+        present: list[ContentId] = []
         for _, alike in sorted(self.by_home.items()):
-            # At first, what lies at this part's place is its own to send.
+            # The first chunks, at the part's own place, are for this part to send.
             run_length, is_own = 0, True
             for content in alike:
                 if content in listed or content not in todo:
                     run_length, is_own = 0, content not in todo
                     if content in todo:
-                        there.append(content)
+                        present.append(content)
                     continue
                 run_length += 1
                 group = following if is_own else near if run_length <= self.others else far
                 group.append(content)
         ordered = [*following, *self._rotated(far), *(content for content in self.own if content in todo)]
-        return [*ordered, *self._rotated(near), *there], set(near)
+        return [*ordered, *self._rotated(near), *present], set(near)
 
     def _rotated(self, contents: Sequence[ContentId]) -> list[ContentId]:
         begin = begin_place(self.part, len(contents))

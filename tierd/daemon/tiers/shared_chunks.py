@@ -44,7 +44,7 @@ def chunks_named_by(manifest: Manifest, *, include_own: bool = False) -> SharedC
     marks: dict[CheckpointId, set[int]] = {}
     owners = {directory: chunk_owner(manifest.run, directory) for directory in manifest.directories}
     for stored in manifest.objects():
-        owner = owners[stored.key[: stored.key.rindex("/") + 1]]
+        owner = owners[stored.directory]
         if owner and (include_own or owner != manifest.part.checkpoint):
             marks.setdefault(owner, set()).add(key_digest(stored.key))
     return SharedChunks(

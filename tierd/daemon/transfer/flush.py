@@ -306,7 +306,7 @@ async def _shared_with(
     owners = {chunk_owner(base.run, stored.key) for chunk in offered for stored in chunk.objects()}
     owners -= await long_marked(store, base.run, timings)
     objects = [stored for chunk in offered for stored in chunk.objects() if chunk_owner(base.run, stored.key) in owners]
-    sizes = await list_chunks(store, base.run, {stored.key[: stored.key.rindex("/") + 1] for stored in objects})
+    sizes = await list_chunks(store, base.run, {stored.directory for stored in objects})
     return {
         chunk.content: chunk
         for chunk in offered
