@@ -38,6 +38,7 @@ import tierd
 import tierd.dcp
 from tierd.bench.process_counters import describe_machine, run_ranks
 from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
+from tierd.client.checkpointer import internals
 
 Waits = Callable[[], None]
 ABOUT = {
@@ -130,7 +131,7 @@ class Rank:
         watcher.join()
         waited = stats.step_waited_s - waited if stats else 0.0
         if overlaps:
-            self.checkpointer(arm)._gate.detach()
+            internals(self.checkpointer(arm)).gate.detach()
         distributed.barrier()
         written = sum(path.stat().st_size for path in (self.base / arm).rglob("*") if path.is_file())
         return {
