@@ -27,7 +27,10 @@ def run(world: int, meeting: Path, work: Callable[..., Any], *args: Any, timeout
         found = []
         for rank, (receiving, _) in enumerate(pipes):
             assert receiving.poll(timeout), f"rank {rank} does not end; before it: {found}"
-            found.append(receiving.recv())
+            try:
+                found.append(receiving.recv())
+            except EOFError:
+                found.append(RuntimeError(f"rank {rank} ended without an answer"))
         return found
     finally:
         for process in processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,6 +179,46 @@ def load_entries(rank: int, spools: list[str], names: Sequence[str], **more: Any
     with checkpointer(spools[rank], **more) as ckpt:
         assert tierd.dcp.load(state, ckpt) is not None
     return {name: comparable(value) for name, value in state.items()}
+
+
+def restore_divided(rank: int, spools: Sequence[str], harm: str = "") -> tuple[int, str, list[str], dict[str, Any]]:
+    """Restore a `divided_state` on one of the ranks, each with its node's spool: step, place, what was logged, state.
+
+    `harm` is what happens to rank 1 when the ranks exchange bytes: it is "killed", or it "sends wrong bytes"; or the
+    ranks are in "groups of two".
+    """
+    import logging
+
+    import tierd
+    from tierd.client.ranks.peer_group import PeerGroup
+    from tierd.core import exchange_plan
+
+    if harm == "groups of two":
+        exchange_plan.MOST_MEMBERS = 2
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tierd").addHandler(handler)
+    logging.getLogger("tierd").setLevel(logging.INFO)
+    broadcast = PeerGroup.broadcast
+
+    def harmed(group: PeerGroup, pieces: Any) -> None:
+        messages.append("exchanged")
+        if rank == 1 and harm == "killed":
+            os._exit(9)
+        pieces = list(pieces)
+        if rank == 1 and harm == "sends wrong bytes":
+            for sender, memory in pieces:
+                if sender == rank:
+                    memory[0] ^= 1
+        broadcast(group, pieces)
+
+    PeerGroup.broadcast = harmed  # type: ignore[method-assign]
+    state = emptied(divided_state(rank))
+    with tierd.Checkpointer(spools[rank], "run", replicated=DECLARED, rank_timeout=10.0) as ckpt:
+        restored = ckpt.restore(state)
+        assert restored is not None
+    return restored.step, restored.tier, messages, comparable(state)
 
 
 def comparable(value: Any) -> Any:

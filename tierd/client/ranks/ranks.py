@@ -1,8 +1,8 @@
 """This process's rank in its launch, and the communication between the launch's ranks.
 
 Invariant: ranks talk over the store of their process group or of torchrun's agent, through a shared spool, or through a
-tier. Ranks never talk by collectives, because another thread may run collectives, and never inside `save`. A message is
-JSON with a schema. Ranks that cannot talk never wait for each other.
+tier. They never talk by training's collectives, because another thread may run these, and never inside `save`. A
+message is JSON with a schema. Ranks that cannot talk never wait for each other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -29,6 +29,7 @@ from tierd.client.ranks.launchers import (
     torchrun_ranks,
 )
 from tierd.client.ranks.note_exchange import NoteExchange
+from tierd.client.ranks.peer_group import PeerGroup, can_exchange
 from tierd.core.errors import ConfigError, StoreUnavailable
 from tierd.core.ids import check_rank
 
@@ -167,6 +168,20 @@ class Ranks:
         The board is None if there is one rank, or if the ranks cannot talk.
         """
         return (None, "") if self._notes is None else self._notes.notes()
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether these ranks can send each other bytes, as far as this one knows."""
+        group = _process_group()
+        if self._notes is None or group is None or _group_ranks() != (self.rank, self.world):
+            return False
+        return can_exchange(_default_store(group))
+
+    def peer_group(self, members: Sequence[int]) -> PeerGroup:
+        """Return these ranks as a group in which bytes are sent. All of them call this after the same `gather`."""
+        assert self._notes is not None
+        name = f"{_TAG}/{self._notes.notes()[1]}{self.turn}/{members[0]}"
+        return PeerGroup(_default_store(_process_group()), name, members, self.rank)
 
     @property
     def turn(self) -> int:

@@ -90,9 +90,11 @@ class CandidateTrials:
         source: RunViewSource,
         clock: Callable[[], RankClock] = lambda: make_rank_clock(()),
         report: Callable[[Request], None] = lambda request: None,
+        *,
+        can_exchange: bool = False,
     ) -> None:
         self._run, self._ranks, self._report, self.source = run, ranks, report, source
-        self.agreement = RestoreAgreement(ranks, run, source.run_view, clock)
+        self.agreement = RestoreAgreement(ranks, run, source.run_view, clock, can_exchange=can_exchange)
         self._passed: dict[CheckpointId, str] = {}
         self._corruptions: Counter[CheckpointId] = Counter()  # how often a copy of a part was proven corrupt
         # Checkpoints that other nodes were asked to flush, and that were not tried since.

@@ -31,7 +31,10 @@ from tierd.core.timeline.run_view import RunView
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's request and its view of the run. `error` says why it has no view."""
+    """A rank's request and its view of the run.
+
+    `can_exchange` says whether it can send other ranks bytes, and gains by it; `error` why it has no view.
+    """
 
     step: int | None
     attempt: str | None
@@ -41,6 +44,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     at_least: int | None = None
     clock: RankClock
     sight: RunView = RunView()
+    can_exchange: bool = False
     error: str = ""
 
 
@@ -79,8 +83,17 @@ class RestoreAgreement:
     Ranks that cannot talk each decide by the listings of the tiers alone.
     """
 
-    def __init__(self, ranks: Ranks, run: str, view: Callable[[], RunView], clock: Callable[[], RankClock]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        run: str,
+        view: Callable[[], RunView],
+        clock: Callable[[], RankClock],
+        *,
+        can_exchange: bool = False,
+    ) -> None:
         self._ranks, self._run, self._run_view, self._clock = ranks, run, view, clock
+        self.can_exchange = can_exchange  # after `observe`: whether all ranks can
         self.clocks: Sequence[RankClock] = ()
 
     def observe(
@@ -103,7 +116,14 @@ class RestoreAgreement:
             ConfigError: the ranks were asked for different checkpoints, or for the best and a step.
         """
         names = None if only is None else tuple(sorted(map(str, only)))
-        own_view = RankView(step=None, attempt=None, everything=everything, only=names, clock=self._clock())
+        own_view = RankView(
+            step=None,
+            attempt=None,
+            everything=everything,
+            only=names,
+            clock=self._clock(),
+            can_exchange=self.can_exchange,
+        )
         failure: Exception | None = None
         try:  # also covers this rank's wrong arguments, because the others would wait for this rank
             step = step if step is None else check_step(step)
@@ -129,6 +149,7 @@ class RestoreAgreement:
                     f"{_describe_question(rank_view)}: every "
                     "rank of a launch restores the same"
                 )
+        self.can_exchange = all(view.can_exchange for view in rank_views)
         self.clocks = [view.clock for view in rank_views]
         views = [view.sight for view in rank_views]
         return restore_order(views, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)

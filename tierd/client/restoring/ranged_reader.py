@@ -127,6 +127,9 @@ class PartFiles(PartRanges):
         self._memory = memoryview(b"")
         self._filling = Lock()  # `read` has one memory, and other threads may read headers meanwhile
 
+    def is_in_spool(self, part: PartId) -> bool:
+        return self._spool.has(part)
+
     def part(self, rank: int) -> PartId:
         return PartId(self.checkpoint, rank, self.world)
 

@@ -14,9 +14,10 @@ from tierd.client.ranks.attempts import RankClock, make_rank_clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
 from tierd.client.restoring.other_world import choose_part
-from tierd.client.restoring.part_source import NodeSource
+from tierd.client.restoring.part_source import LoadedPart, NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_entries, with_siblings
+from tierd.client.restoring.share_exchange import ShareExchange
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
@@ -92,11 +93,15 @@ class Restorer(CandidateTrials):
         only: Collection[str] | None = None,
         fresh: Collection[str] = (),
         replicated: Collection[str] = (),
+        node_ranks: Sequence[int] = (),
     ) -> None:
         self._spool, self._keep, self._only = source.spool, source.keep, only
+        self._node_ranks = node_ranks
         self._fresh, self._replicated = fresh, replicated
         self.source: NodeSource = source
-        super().__init__(source.run, ranks, source, clock, report)
+        is_on_several_nodes = 0 < len(node_ranks) < ranks.world
+        can_exchange = source.keep and only is None and is_on_several_nodes and ranks.can_exchange
+        super().__init__(source.run, ranks, source, clock, report, can_exchange=can_exchange)
 
     def restore(
         self,
@@ -167,7 +172,10 @@ class Restorer(CandidateTrials):
                     self._replicated,
                     names,
                 )
-            if names is None:
+            exchanged = self._exchange(candidate, part, stack)
+            if exchanged is not None:
+                manifest, contents, tier = exchanged
+            elif names is None:
                 manifest, contents, tier = self.source.obtain(part)
                 contents = with_siblings(lambda: self._part_files(candidate, stack), part, contents)
             else:
@@ -187,6 +195,15 @@ class Restorer(CandidateTrials):
             self.agreement.clocks,
             kept=kept,
         )
+
+    def _exchange(self, candidate: Candidate, part: PartId, stack: ExitStack) -> LoadedPart | None:
+        """Read the part as `NodeSource.obtain`, together with the other ranks. None: it is to be read alone."""
+        if not self.agreement.can_exchange or candidate.world != self._ranks.world:
+            return None
+        files = self._part_files(candidate, stack)
+        if (contents := ShareExchange(self._ranks, files, part, min(self._node_ranks)).read()) is None:
+            return None
+        return files.manifest(part), contents, next(iter(files.tiers), SPOOL)
 
     def _part_files(self, candidate: Candidate, stack: ExitStack) -> PartFiles:
         source = self.source

@@ -150,7 +150,10 @@ class StateRestorer:
             uploads=uploads,
             timings=client_timings.current_timings(),
         )
-        return Restorer(source, self._ranks, self._launch.clock, self._daemon.report, only, fresh, replicated)
+        launch = self._launch
+        return Restorer(
+            source, self._ranks, launch.clock, self._daemon.report, only, fresh, replicated, launch.node_ranks
+        )
 
     def release_directory(self) -> None:
         """Let the daemon delete the last restored directory."""
