@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,15 @@ from typing import Any
 from support.nursery import context as nursery
 
 
-def run(world: int, meeting: Path, work: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
-    """`work(rank, *args)` on each rank of a group; what each returned or raised."""
+def run(
+    world: int,
+    meeting: Path,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout: float = 90.0,
+    silent: Collection[int] = (),
+) -> list[Any]:
+    """`work(rank, *args)` on each rank of a group; what each returned or raised. Ranks that are `silent` do not end."""
     pipes = [nursery.Pipe(duplex=False) for _ in range(world)]
     processes = [
         nursery.Process(target=_rank, args=(rank, world, str(meeting), pipes[rank][1], work, args), daemon=False)
@@ -26,6 +33,9 @@ def run(world: int, meeting: Path, work: Callable[..., Any], *args: Any, timeout
     try:
         found = []
         for rank, (receiving, _) in enumerate(pipes):
+            if rank in silent:
+                found.append(None)
+                continue
             assert receiving.poll(timeout), f"rank {rank} does not end; before it: {found}"
             try:
                 found.append(receiving.recv())
@@ -34,7 +44,7 @@ def run(world: int, meeting: Path, work: Callable[..., Any], *args: Any, timeout
         return found
     finally:
         for process in processes:
-            process.join(60)
+            process.join(1 if silent else 60)
             if process.is_alive():
                 process.kill()
 

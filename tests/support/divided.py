@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,8 +185,8 @@ def load_entries(rank: int, spools: list[str], names: Sequence[str], **more: Any
 def restore_divided(rank: int, spools: Sequence[str], harm: str = "") -> tuple[int, str, list[str], dict[str, Any]]:
     """Restore a `divided_state` on one of the ranks, each with its node's spool: step, place, what was logged, state.
 
-    `harm` is what happens to rank 1 when the ranks exchange bytes: it is "killed", or it "sends wrong bytes"; or the
-    ranks are in "groups of two".
+    `harm` is what happens to rank 2 when the ranks exchange bytes: it is "killed" or "stopped", or "sends wrong bytes";
+    or the ranks are in "groups of two".
     """
     import logging
 
@@ -204,18 +205,19 @@ def restore_divided(rank: int, spools: Sequence[str], harm: str = "") -> tuple[i
 
     def harmed(group: PeerGroup, pieces: Any) -> None:
         messages.append("exchanged")
-        if rank == 1 and harm == "killed":
-            os._exit(9)
+        if rank == 2 and harm in ("killed", "stopped"):
+            os.kill(os.getpid(), signal.SIGKILL if harm == "killed" else signal.SIGSTOP)
         pieces = list(pieces)
-        if rank == 1 and harm == "sends wrong bytes":
+        if rank == 2 and harm == "sends wrong bytes":
             for sender, memory in pieces:
                 if sender == rank:
                     memory[0] ^= 1
         broadcast(group, pieces)
 
     PeerGroup.broadcast = harmed  # type: ignore[method-assign]
+    PeerGroup.__init__.__defaults__ = (3.0,)  # seconds that a wait takes at most
     state = emptied(divided_state(rank))
-    with tierd.Checkpointer(spools[rank], "run", replicated=DECLARED, rank_timeout=10.0) as ckpt:
+    with tierd.Checkpointer(spools[rank], "run", replicated=DECLARED, rank_timeout=5.0) as ckpt:
         restored = ckpt.restore(state)
         assert restored is not None
     return restored.step, restored.tier, messages, comparable(state)

@@ -1,12 +1,13 @@
 """A bucket on loopback that anybody may use, over a dict: as much S3 as tierd asks for, and no judge of integrity.
 
-`PYTHONPATH=tests python -m support.s3stub` serves one until it is interrupted, and prints its URL.
+`PYTHONPATH=tests python -m support.s3stub [ADDRESS]` serves one until it is interrupted, and prints its URL.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -44,14 +45,14 @@ class Bucket:
         self.refuse = lambda headers: None
         self.ignores_ranges = False
         self.refusal = (403, "AccessDenied")
-        self.port = 0
+        self.host, self.port = "127.0.0.1", 0
 
     def deny(self, *actions: str, status: int = 403, code: str = "AccessDenied") -> None:
         """Refuse these actions from now on, and allow all others."""
         self.denied = dict.fromkeys(actions, (status, code))
 
     def url(self, prefix: str = "p") -> str:
-        return f"s3://bucket/{prefix}?endpoint=http://127.0.0.1:{self.port}&addressing=path&region=us-east-1"
+        return f"s3://bucket/{prefix}?endpoint=http://{self.host}:{self.port}&addressing=path&region=us-east-1"
 
 
 @contextmanager
@@ -174,7 +175,7 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
                 200, f"<ListBucketResult><IsTruncated>{cut}</IsTruncated>{more}{items}</ListBucketResult>".encode()
             )
 
-    server = ThreadingHTTPServer(("127.0.0.1", bucket.port), Answers)
+    server = ThreadingHTTPServer((bucket.host, bucket.port), Answers)
     server.daemon_threads = True
     bucket.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -188,6 +189,8 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
 
 
 if __name__ == "__main__":
-    with serving(Bucket()) as served:
+    own = Bucket()
+    own.host = sys.argv[1] if len(sys.argv) > 1 else own.host
+    with serving(own) as served:
         print(served.url(), flush=True)
         threading.Event().wait()
