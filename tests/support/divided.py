@@ -64,10 +64,10 @@ def divided(
 ) -> list[DividedPart]:
     """What each rank writes of its state; `nodes` are the ranks of each node, by default all on one."""
     world = len(states)
-    node_of = {rank: tuple(node) for node in nodes or [range(world)] for rank in node}
+    all_nodes = tuple(tuple(node) for node in nodes or [range(world)])
     parts = []
     for rank, state in enumerate(states):
-        group = ReplicaGroup(rank, world, node_of[rank], frozenset(declared))
+        group = ReplicaGroup(rank, world, all_nodes, frozenset(declared))
         capture = Capturer(group=group).capture(state)
         image = bytearray(capture.layout.size)
         copy_into(capture.layout, capture.tensors, image)

@@ -19,7 +19,8 @@ HASTE: dict[str, Any] = {
     "prune_again_s": 0.02,
     "twin_s": 0.5,
     "parts_arrive_s": 0.05,
-    "chunks_awaited_s": 0.05,
+    "chunks_listed_s": 0.05,
+    "chunks_awaited_s": 0.1,
     "own_stale_ms": 0,
     "mark_pause_s": 0.01,
 }

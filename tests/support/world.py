@@ -67,9 +67,10 @@ def commit(
     created: str | None = None,
     homes: Mapping[str, int] | None = None,
     replicas: Mapping[str, str] | None = None,
+    senders: Mapping[int, tuple[int, int]] | None = None,
 ) -> dict[str, bytes]:
     """Commit a part as a trainer would; what its files hold. `created`: what its node's clock says, RFC 3339. `homes`:
-    by a file that several ranks hold, the lowest of these."""
+    by a file that several ranks hold, the lowest of these. `senders`: as a manifest has it."""
     if files is None:
         files = content(which.checkpoint.step, int(which.checkpoint.attempt[-8:]), which.rank)
     step = which.checkpoint.step
@@ -85,7 +86,7 @@ def commit(
             written.append(file)
         resumed = Origin(step=origin.step, attempt=origin.attempt) if origin else None
         more = {"resumed_from": resumed, "created": created, "metrics": dict(metrics or {})}
-        more["replicas"] = dict(replicas or {})
+        more |= {"replicas": dict(replicas or {}), "senders": dict(senders or {})}
         stage.commit(described(which, files=tuple(written), **more))
     return dict(files)
 

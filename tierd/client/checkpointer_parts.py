@@ -151,7 +151,7 @@ class CheckpointerParts:
         )
         self.staging = ArenaStaging(self.pipeline, self.gate)
         launch = self.launch
-        group = ReplicaGroup(launch.rank, launch.world, launch.node_ranks, self._replicated)
+        group = ReplicaGroup(launch.rank, launch.world, launch.nodes, self._replicated)
         space = SpaceCheck(self.spool, lambda: self.daemon.keep_last, self.pipeline.behind)
         space.is_checked = not self.daemon.has_tiers  # without tiers nothing is pruned, so no expected number is right
         self.state_saver = StateSaver(

@@ -32,6 +32,7 @@ MAX_CHUNK_SIZE = 256 << 20  # the largest chunk that tierd reads, in bytes, beca
 MAX_FILES = 100_000
 MAX_METRICS = 1_000
 MAX_REPLICAS = 100_000  # tensors of which a manifest has a fingerprint
+MAX_SENDERS = 4096  # homes of which a manifest tells how many nodes send their chunks
 MAX_COPIES = 16  # the most runs that a manifest remembers as those from which its checkpoint was copied
 
 ChunkPlace: TypeAlias = tuple[int, int]  # a chunk's place in a manifest: the file's number, the index in the file
@@ -39,6 +40,7 @@ ContentId: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's 
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+RankNumber = Annotated[int, Meta(ge=0, lt=MAX_WORLD)]
 RunName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
 TensorName = Annotated[str, Meta(max_length=4096)]
 Fingerprint = Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}:[0-9a-f]{32}\Z")]  # the function, and its result
@@ -80,7 +82,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: Annotated[int, Meta(ge=1, le=MAX_CHUNK_SIZE)]
     xxh3_128: Digest
     stored: StoredChunk | None = None
-    home: Annotated[int, Meta(ge=0, lt=MAX_WORLD)] | None = None
+    home: RankNumber | None = None
 
     @property
     def content(self) -> ContentId:
@@ -131,7 +133,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `copied_from` names the runs from which `tierd copy --as` copied the checkpoint, the original one first.
     `started_from` is as the trainer told it. `division` is the digest of how the ranks of a node divide replicated
     tensors; parts that lack some tensors belong together if it is the same. It is empty for a part that has all.
-    `replicas` are fingerprints of some tensors that should be the same on all ranks, as this rank held them.
+    `replicas` are fingerprints of some tensors that should be the same on all ranks, as this rank held them. `senders`
+    has, by home, this node's number among the nodes that hold the home's chunks, and how many they are.
     """
 
     version: int
@@ -139,7 +142,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: Step
     attempt: Attempt
     resumed_from: Origin | None
-    rank: Annotated[int, Meta(ge=0, lt=MAX_WORLD)]
+    rank: RankNumber
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
     created: str
     writer: Annotated[str, Meta(max_length=64, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
@@ -149,6 +152,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started_from: Ancestor | None = None
     division: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
     replicas: Annotated[dict[TensorName, Fingerprint], Meta(max_length=MAX_REPLICAS)] = {}
+    senders: Annotated[dict[RankNumber, tuple[RankNumber, RankNumber]], Meta(max_length=MAX_SENDERS)] = {}
 
     @classmethod
     def of(

@@ -48,7 +48,7 @@ class DaemonTimings:
     left_undone_s: float = 3600.0
     # How old a listing of chunks may be by which a flush sends a chunk that other nodes have, too, and may have sent.
     chunks_listed_s: float = 1.0
-    # For how long a listing has to stay the same until a flush sends chunks that another node is likely sending.
+    # How long nothing has to come from the other nodes until a flush sends chunks that are theirs to send.
     chunks_awaited_s: float = 5.0
     list_again_s: float = 60.0  # until a tier whose runs could not be listed is tried again
     # Until this node's own intents and marks expire; short, because it trusts its own clock.

@@ -84,6 +84,7 @@ class Capturer:
             tensors={name: tensor for name, tensor in capture.tensors.items() if name not in elsewhere},
             dtensors=[(name, tensor) for name, tensor in capture.dtensors if name not in elsewhere],
             division=self._share.digest,
+            senders=self._share.senders,
             rounds=self._share.rounds,
             whole=capture.tensors,
         )

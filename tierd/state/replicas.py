@@ -38,14 +38,25 @@ class ReplicaGroup:
     Attributes:
         rank: this process's rank.
         world: the number of ranks.
-        node: the ranks of this rank's node, which divide replicated tensors among them; this rank is one of them.
+        nodes: the ranks of each node; of this rank's node only, if the others are not known.
         declared: the entries that the user named, which are the same on all ranks.
+        is_divided: whether the ranks of a node divide replicated tensors among them.
     """
 
     rank: int
     world: int
-    node: _Ranks
+    nodes: tuple[_Ranks, ...]
     declared: frozenset[str] = frozenset()
+    is_divided: bool = True
+
+    @property
+    def node(self) -> _Ranks:
+        """The ranks among which this rank divides tensors, itself included."""
+        return self.nodes[self._number] if self.is_divided else (self.rank,)
+
+    @property
+    def _number(self) -> int:
+        return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     def share(
         self,
@@ -64,9 +75,10 @@ class ReplicaGroup:
             if len(ranks) > 1 and self.rank in ranks:
                 holders.setdefault(name, ranks)
         owners: dict[str, int] = {}
-        for ranks in sorted(set(holders.values())):
+        groups, node = sorted(set(holders.values())), set(self.node)
+        for ranks in groups:
             sizes = {name: tensors[name].nbytes for name, held_by in holders.items() if held_by == ranks}
-            owners |= divide(sizes, sorted(set(ranks) & set(self.node)))
+            owners |= divide(sizes, sorted(set(ranks) & node))
         if not entries and not owners:
             return UNSHARED
         forms = {
@@ -85,12 +97,25 @@ class ReplicaGroup:
             entries=tuple(entries),
             forms={name: forms[name] for name in elsewhere},
             rounds=_rounds({name: form.nbytes for name, form in forms.items() if len(holders[name]) == self.world}),
-            digest=xxhash.xxh3_128_hexdigest("\n".join(facts).encode()) if facts and len(self.node) > 1 else "",
+            digest=xxhash.xxh3_128_hexdigest("\n".join(facts).encode()) if facts and len(node) > 1 else "",
+            senders=self._senders(groups),
         )
+
+    def _senders(self, groups: Sequence[_Ranks]) -> dict[int, tuple[int, int]]:
+        """Return, by the lowest rank of each group, the number of this node among those with ranks of the group."""
+        senders: dict[int, tuple[int, int]] = {}
+        number_of = {rank: number for number, ranks in enumerate(self.nodes) for rank in ranks}
+        ambiguous = set[int]()
+        for ranks in groups:
+            numbers = sorted({number_of[rank] for rank in ranks if rank in number_of})
+            place = numbers.index(self._number), len(numbers)
+            if senders.setdefault(ranks[0], place) != place:
+                ambiguous.add(ranks[0])
+        return {home: place for home, place in senders.items() if place[1] > 1 and home not in ambiguous}
 
     def undivided(self) -> ReplicaGroup:
         """Return the group of a rank that stores all of its replicated tensors itself."""
-        return replace(self, node=(self.rank,))
+        return replace(self, is_divided=False)
 
     def entries(self, state: Mapping[str, object]) -> list[str]:
         """Return the entries of a state that are the same on all ranks."""

@@ -95,6 +95,16 @@ def test_each_node_stores_replicated_tensors_whole(tmp_path, launch):
         assert step == 1 and is_state_of(state, rank, 1)
 
 
+def test_manifest_tells_how_many_nodes_hold_the_shared_chunks(tmp_path, launch):
+    spools = [tmp_path / "first", tmp_path / "second"]
+    launch(4, spools, saving(1))
+    manifests = {part.rank: spool.manifest(part) for spool in map(Spool, spools) for part in spool.parts("run")}
+    assert [manifests[rank].senders for rank in range(4)] == [{0: (0, 2)}, {0: (0, 2)}, {0: (1, 2)}, {0: (1, 2)}]
+    launch(2, [tmp_path / "alone"], saving(1))
+    alone = Spool(tmp_path / "alone")
+    assert all(not alone.manifest(part).senders for part in alone.parts("run"))
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_replicated_entries_restore_on_any_number_of_ranks(tmp_path, launch, world):
     launch(4, [tmp_path], saving(1, 2))

@@ -15,10 +15,8 @@ from support.world import CHUNK, commit, manifest_on, part, read
 
 from tierd.codec.chunk_codec import BLOCK
 from tierd.core.errors import StoreUnavailable
-from tierd.core.ids import CheckpointId, PartId, chunk_directory
-from tierd.core.manifest import Chunk
+from tierd.core.ids import PartId, chunk_directory
 from tierd.core.planning import flush_order
-from tierd.core.planning.sending_order import SendingOrder
 from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.scrub.tier_repair import TierRepairer
@@ -33,7 +31,7 @@ from tierd.stores.encrypted_store import EncryptedStore
 from tierd.stores.encryption_keys import EncryptionKey
 
 WORLD, SHARED = 4, 80  # ranks, each on a node of its own; chunks that all of them hold
-NOW = DaemonTimings(chunks_listed_s=0.0, chunks_awaited_s=0.0, mark_pause_s=QUICK.mark_pause_s)
+SOON = DaemonTimings(chunks_listed_s=0.02, chunks_awaited_s=0.2, mark_pause_s=QUICK.mark_pause_s)
 
 
 @pytest.fixture
@@ -49,7 +47,8 @@ def files(step: int, rank: int, shared: bytes | None = None) -> dict[str, bytes]
 def save(nodes: list[Spool], step: int, shared: bytes | None = None) -> list[PartId]:
     parts = [part(step, rank=rank, world=len(nodes)) for rank in range(len(nodes))]
     for rank, which in enumerate(parts):
-        commit(nodes[rank], which, files(step, rank, shared), homes={"shared": 0})
+        senders = {0: (rank, len(nodes))}
+        commit(nodes[rank], which, files(step, rank, shared), homes={"shared": 0}, senders=senders)
     return parts
 
 
@@ -58,7 +57,7 @@ async def send(nodes: list[Spool], parts: list[PartId], store, base: int | None 
 
     async def work(rank: int) -> FlushResult:
         older = await manifest_on(store, part(base, rank=rank, world=WORLD)) if base is not None else None
-        return await flush(nodes[rank], parts[rank], TierUploadContext(store, timings=NOW), base=older)
+        return await flush(nodes[rank], parts[rank], TierUploadContext(store, timings=SOON), base=older)
 
     return list(await asyncio.gather(*map(work, range(len(nodes)))))
 
@@ -70,38 +69,6 @@ async def check(nodes: list[Spool], parts: list[PartId], store, tmp_path, shared
         fresh = Spool(tmp_path / f"fresh {which.checkpoint.step} {rank}")
         await fetch(fresh, which, {"tier": store})
         assert read(fresh, which) == files(which.checkpoint.step, rank, shared)
-
-
-def order(rank: int, homes: list[int | None], listed=(), taken=(), others: int = 2) -> tuple[list[int], set[int]]:
-    """The numbers of chunks of these homes as a rank of four sends them, and the numbers that it leaves for last."""
-    chunks = [Chunk(size=number + 1, xxh3_128="0" * 32, home=home) for number, home in enumerate(homes)]
-    which = PartId(CheckpointId("run", "a", 1), rank, 4)
-    todo = [chunk.content for chunk in chunks if chunk.size - 1 not in taken]
-    there = {chunks[number].content for number in listed}
-    ordered, likely = SendingOrder(which, chunks, others).order(todo, there)
-    return [size - 1 for _, size in ordered], {size - 1 for _, size in likely}
-
-
-def test_each_rank_begins_at_another_place_of_the_chunks_that_it_shares():
-    homes = [None, 0, 0, 1, 0, 0, None, 1]
-    orders = [order(rank, homes) for rank in range(4)]
-    assert [[number for number in numbers if homes[number] == 0] for numbers, _ in orders] == [
-        [1, 2, 4, 5],
-        [2, 4, 5, 1],
-        [4, 5, 1, 2],
-        [5, 1, 2, 4],
-    ]
-    assert all(numbers[-2:] == [0, 6] and sorted(numbers) == list(range(8)) for numbers, _ in orders)
-    assert not any(likely for _, likely in orders)
-
-
-def test_rank_leaves_the_chunks_that_others_are_sending_for_last():
-    """Two behind those that others have put are in transfer; what follows them is taken from the middle."""
-    homes = [*[0] * 12, None]
-    assert order(0, homes, listed={4, 5}, taken={0, 1}) == ([2, 3, 8, 9, 10, 11, 12, 6, 7, 4, 5], {6, 7})
-    numbers, likely = order(2, homes, listed={6})
-    assert (numbers[-4:], likely) == ([12, 8, 7, 6], {7, 8}) and sorted(numbers) == list(range(13))
-    assert order(1, homes, listed=set(range(11)), taken=()) == ([12, 11, *range(3, 11), 0, 1, 2], {11})
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -124,11 +91,20 @@ async def test_nodes_together_put_each_shared_chunk_once(nodes, tmp_path, encryp
     await check(nodes, parts, store, tmp_path)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+async def test_nodes_together_put_chunks_once_that_are_fewer_than_they_have_in_transfer(nodes, tmp_path, count):
+    store = Double()
+    parts = save(nodes[:count], 1, random.Random(1).randbytes(9 * count * CHUNK))
+    results = await send(nodes[:count], parts, store)
+    assert Counter(store.puts(is_chunk)).total() == (9 + 5) * count
+    assert [result.sent for result in results] == [(9 + 5) * CHUNK] * count
+
+
 async def test_later_node_sends_only_its_own_chunks(nodes, tmp_path):
     store = Double()
     parts = save(nodes, 1)
     for rank in (2, 0, 3, 1):
-        result = await flush(nodes[rank], parts[rank], TierUploadContext(store))
+        result = await flush(nodes[rank], parts[rank], TierUploadContext(store, timings=SOON))
         assert result.sent == (SHARED * (rank == 2) + 5) * CHUNK and result.stored == (SHARED + 5) * CHUNK
     await check(nodes, parts, store, tmp_path)
 
@@ -136,10 +112,10 @@ async def test_later_node_sends_only_its_own_chunks(nodes, tmp_path):
 async def test_chunk_of_another_node_that_is_corrupt_is_sent_again(nodes, tmp_path):
     store = Double()
     parts = save(nodes, 1)
-    await flush(nodes[0], parts[0], TierUploadContext(store))
+    await flush(nodes[0], parts[0], TierUploadContext(store, timings=SOON))
     shared = [chunk.stored.key for chunk in (await manifest_on(store, parts[0])).chunks() if chunk.home == 0]
     await flip(store.inner, f"run/{shared[7]}")
-    assert (await flush(nodes[1], parts[1], TierUploadContext(store))).sent == 6 * CHUNK
+    assert (await flush(nodes[1], parts[1], TierUploadContext(store, timings=SOON))).sent == 6 * CHUNK
     await check(nodes[:2], parts[:2], store, tmp_path)
 
 
@@ -173,7 +149,7 @@ async def test_shared_patches_are_put_once_too(nodes, tmp_path, monkeypatch):
     parts = save(nodes, 2, second)
     for rank, which in enumerate(parts):
         base = await manifest_on(store, part(1, rank=rank, world=WORLD))
-        await flush(nodes[rank], which, TierUploadContext(store), base=base)
+        await flush(nodes[rank], which, TierUploadContext(store, timings=SOON), base=base)
     patches = Counter(key for key in store.puts(is_chunk) if ".patch" in key)
     assert len(patches) == patches.total() == SHARED
     await check(nodes, parts, store, tmp_path, second)
@@ -202,7 +178,7 @@ async def test_quarantine_of_a_part_leaves_the_chunks_that_other_ranks_name(node
     assert await quarantine(store, parts[0])
     for which in parts[1:]:
         assert (await verify_part(store, which, lambda size: None))[1] == []
-    assert (await flush(nodes[0], parts[0], TierUploadContext(store))).sent == 0
+    assert (await flush(nodes[0], parts[0], TierUploadContext(store, timings=SOON))).sent == 0
     await check(nodes, parts, store, tmp_path)
 
 
@@ -210,24 +186,24 @@ async def test_flush_whose_chunks_are_pruned_meanwhile_puts_no_manifest(nodes, t
     """Another node's retention deletes the checkpoint while this node compares the chunks that lie there."""
     store = Double()
     parts = save(nodes, 1)
-    await flush(nodes[0], parts[0], TierUploadContext(store))
+    await flush(nodes[0], parts[0], TierUploadContext(store, timings=SOON))
     begun = asyncio.Event()
     store.before = lambda operation, key: begun.set() if operation == "put" and is_chunk(key) else None
-    work = asyncio.ensure_future(flush(nodes[1], parts[1], TierUploadContext(store)))
+    work = asyncio.ensure_future(flush(nodes[1], parts[1], TierUploadContext(store, timings=SOON)))
     await begun.wait()
     store.before = None
     assert (await prune(store, [parts[0].checkpoint])).deleted
     with pytest.raises(StoreUnavailable, match="were deleted while it was being flushed"):
         await work
     assert parts[1].manifest_key not in await contents(store)
-    await flush(nodes[1], parts[1], TierUploadContext(store))
+    await flush(nodes[1], parts[1], TierUploadContext(store, timings=SOON))
     assert (await verify_part(store, parts[1], lambda size: None))[1] == []
 
 
 async def test_prune_keeps_a_checkpoint_of_which_another_node_puts_a_manifest(nodes):
     store = Double()
     parts = save(nodes, 1)
-    await flush(nodes[0], parts[0], TierUploadContext(store))
+    await flush(nodes[0], parts[0], TierUploadContext(store, timings=SOON))
     pruned = []
 
     def before(operation: str, key: str) -> None:
@@ -235,7 +211,7 @@ async def test_prune_keeps_a_checkpoint_of_which_another_node_puts_a_manifest(no
             pruned.append(asyncio.ensure_future(prune(store, [parts[0].checkpoint])))
 
     store.before = before
-    await flush(nodes[1], parts[1], TierUploadContext(store))
+    await flush(nodes[1], parts[1], TierUploadContext(store, timings=SOON))
     (result,) = [await work for work in pruned]
     for which in parts[:2]:
         key = which.manifest_key
@@ -259,6 +235,6 @@ async def test_content_at_two_homes_and_at_none_is_stored_under_the_lowest(nodes
     store, zeros = Double(), bytes(2 * CHUNK)
     which = part(1, rank=2, world=WORLD)
     commit(nodes[0], which, {"a": zeros, "b": zeros, "c": zeros}, homes={"b": 2, "c": 1})
-    await flush(nodes[0], which, TierUploadContext(store))
+    await flush(nodes[0], which, TierUploadContext(store, timings=SOON))
     assert (await manifest_on(store, which)).directories == {chunk_directory(which.checkpoint, 1)}
     assert len(store.puts(is_chunk)) == 1

@@ -81,7 +81,8 @@ class Launch:
         saving: Callable[[PartId], None] = lambda part: None,
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
-        self.node_ranks: tuple[int, ...] = (ranks.rank,)  # the ranks that save in this spool, as far as they can talk
+        # The ranks that save in each spool, as far as they can talk, else those of this one.
+        self.nodes: tuple[tuple[int, ...], ...] = ((ranks.rank,),)
         self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
         self._shared = False  # whether another process may save for this launch
         self._spool, self._fixed_attempt, self._list_attempts, self._saving = spool, attempt, list_attempts, saving
@@ -142,7 +143,10 @@ class Launch:
                         "the ranks of a launch "
                         "are one run's, and share one attempt; give every rank the same"
                     )
-        self.node_ranks = tuple(rank for rank, beginning in enumerate(beginnings) if beginning.node == me.node)
+        nodes: dict[str, list[int]] = {}
+        for rank, beginning in enumerate(beginnings):
+            nodes.setdefault(beginning.node, []).append(rank)
+        self.nodes = tuple(map(tuple, nodes.values()))
         if self._fixed_attempt is None:
             self._current = CurrentAttempt(
                 agreed_attempt_name((), [beginning.clock for beginning in beginnings if beginning.clock])
@@ -252,10 +256,16 @@ class Launch:
         self._shared = True
         record_saved(self._spool.control, self.run, self.attempt, self.rank)
 
-    def manifest(self, part: PartId, metrics: Mapping[str, float], division: str = "") -> Manifest:
+    def manifest(
+        self,
+        part: PartId,
+        metrics: Mapping[str, float],
+        division: str = "",
+        senders: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+    ) -> Manifest:
         created, origin = self._clock.now(), self._origins.get(part.checkpoint.attempt)
         made = Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
-        return msgspec.structs.replace(made, division=division)
+        return msgspec.structs.replace(made, division=division, senders=dict(senders))
 
     def start_from(self, source: ResumeSource) -> None:
         """Record in the manifests from now on that the run started from another run's checkpoint."""

@@ -209,7 +209,7 @@ class StateSaver:
         self._gate.report_interrupted(save.part)
         self._layout = capture.layout
         deferred = self._gate.deferred_tensors(capture)
-        manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division)
+        manifest = functools.partial(self._launch.manifest, save.part, numbers, capture.division, capture.senders)
         replicas = capture.replicas(_replica_round(save.part, turn))
         late_replicas = self._gate.changed_by_steps(replicas) if deferred.names else frozenset()
         timings = client_timings.current_timings()

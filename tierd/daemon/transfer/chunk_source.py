@@ -82,7 +82,13 @@ class PatchBase:
 
 
 class ChunkSource(ABC):
-    """Provides the chunks of a part, one by one: a subclass may know a better order, and may share its work."""
+    """Provides the chunks of a part, one by one: a subclass may know a better order, and may share its work.
+
+    Attributes:
+        is_local: whether this node has the part, so that other nodes probably send theirs at the same time.
+    """
+
+    is_local = False
 
     def memory_copies(self, content: ContentId) -> int:
         """Return how many copies of a chunk's bytes are in memory at once."""
@@ -126,6 +132,8 @@ class ReferenceCopy:
 
 class SpoolChunkSource(ChunkSource):
     """The spool's copy of a part, in the encoding that the twin uses."""
+
+    is_local = True
 
     def __init__(self, spool: Spool, part: PartId, encoding: SharedEncoder, twin: ReferenceCopy | None) -> None:
         self._spool, self._home, self._part = spool, spool.path(part), part

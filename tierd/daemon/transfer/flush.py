@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -204,7 +205,16 @@ async def send_part(
     await listing.read(upload.encoded for upload in work.values())
     shared = await _shared_with(route.store, part, base, worn_out, route.timings)
     todo = OrderedDict((content, upload) for content, upload in work.items() if content not in shared)
-    order = SharedOrder(SendingOrder(part, [upload.encoded for upload in todo.values()], _CHUNKS), listing, todo)
+    sending = SendingOrder(
+        part,
+        [upload.encoded for upload in todo.values()],
+        _CHUNKS,
+        time.monotonic(),
+        route.timings.chunks_listed_s,
+        route.timings.chunks_awaited_s,
+        manifest.senders if source.is_local else {},
+    )
+    order = SharedOrder(sending, listing, todo)
     for content in work.keys() & shared.keys():
         work[content].name(shared[content])
     if base and (bases := _bases(manifest, todo, base, shared)):
@@ -225,29 +235,37 @@ async def send_part(
 
 
 class SharedOrder:
-    """Keeps the chunks that a flush has still to send in an order by which several nodes send each chunk about once."""
+    """Keeps the chunks that a flush has still to send in an order by which several nodes send each chunk about once.
+
+    Attributes:
+        waiting: the contents of `todo` that are left to other nodes now.
+    """
 
     def __init__(self, order: SendingOrder, listing: ObjectListing, todo: OrderedDict[ContentId, ChunkUpload]) -> None:
         self.todo, self._order, self._listing = todo, order, listing
-        self._version, self._likely = -1, set[ContentId]()
+        self._version, self.waiting = -1, set[ContentId]()
+        homed = {upload.encoded.home: upload.encoded for upload in todo.values() if upload.encoded.home is not None}
+        self._homed = list(homed.values())  # a chunk of each directory that other nodes fill as well
 
     async def update(self) -> None:
-        """Sort `todo` by what other nodes have put. While only chunks are left that they are likely sending, wait."""
+        """Sort `todo` by what other nodes have put. While only chunks are left that wait for them, wait."""
         while self.todo:
-            for alike in self._order.by_home.values():
-                if homed := next((self.todo[content] for content in alike if content in self.todo), None):
-                    await self._listing.refresh(homed.encoded)
+            for chunk in self._homed:
+                await self._listing.refresh(chunk, self._order.ended_s or 0.0)
             if self._version != self._listing.version:
                 self._sort()
-            first = next(iter(self.todo.items()), None)
-            if first is None or first[0] not in self._likely or self._listing.is_settled(first[1].encoded):
+            if not self.todo.keys() <= self.waiting:
                 return
             await self._listing.wait()
 
+    def finish(self, content: ContentId) -> None:
+        """Note that a chunk which was taken from `todo` is on the tier."""
+        self._order.finish(content, time.monotonic())
+
     def _sort(self) -> None:
         self._version = self._listing.version
-        listed = {content for content, upload in self.todo.items() if self._listing.keys(upload.encoded)}
-        ordered, self._likely = self._order.order(self.todo, listed)
+        listed = {content for content, upload in self.todo.items() if self._listing.is_put(upload.encoded)}
+        ordered, self.waiting = self._order.order(self.todo, listed, time.monotonic())
         for content in ordered:
             self.todo.move_to_end(content)
 
@@ -265,16 +283,20 @@ async def _send_each(
         await route.pause()
         await pauses()
         await order.update()
-        likely = source.next_content(todo, lambda _: True)
+        likely = source.next_content(todo, lambda content: content not in order.waiting)
         if likely is None:  # concurrent calls took the last ones
-            break
+            continue
         async with route.budget.take(todo[likely].weight) as hold:
             # Chosen again, because other chunks may have been encoded while this call waited for the budget.
             content = source.next_content(
-                todo, lambda content: route.budget.granted_size(todo[content].weight) <= hold.size
+                todo,
+                lambda content: (
+                    content not in order.waiting and route.budget.granted_size(todo[content].weight) <= hold.size
+                ),
             )
             if content is not None:
                 sent += await todo.pop(content).send(hold)
+                order.finish(content)
                 moved.done += content[1]
     return sent
 

@@ -23,9 +23,9 @@ class ObjectListing:
     def __init__(self, store: Store, part: PartId, timings: DaemonTimings) -> None:
         self._store, self._part, self._timings = store, part, timings
         self._keys: dict[str, dict[str, list[str]]] = {}  # directory -> digest -> keys
-        self._patches: dict[str, set[str]] = {}  # directory -> keys of patches, whose bases their names do not tell
+        # The same of patches, whose names do not tell their bases.
+        self._patches: dict[str, dict[str, list[str]]] = {}
         self._listed_s: dict[str, float] = {}  # directory -> when it was listed
-        self._changed_s: dict[str, float] = {}  # directory -> when a listing showed that it had changed
         self.version = 0  # grows with each listing
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -40,21 +40,23 @@ class ObjectListing:
 
     def has_patch(self, key: str) -> bool:
         """Whether a patch with this key was listed."""
-        return any(key in patches for patches in self._patches.values())
+        digest = key.rpartition("/")[2].partition(".")[0]
+        return any(key in patches.get(digest, ()) for patches in self._patches.values())
 
-    async def refresh(self, chunk: Chunk) -> None:
-        """List the chunk's directory again if other nodes may have put the chunk since."""
+    def is_put(self, chunk: Chunk) -> bool:
+        """Whether an object that holds the chunk, or a patch of it, was listed."""
+        return bool(self.keys(chunk)) or chunk.xxh3_128 in self._patches[self._directory(chunk)]
+
+    async def refresh(self, chunk: Chunk, since_s: float = 0.0) -> None:
+        """List the chunk's directory again if other nodes may have put the chunk since, and after `since_s`, in
+        monotonic seconds.
+        """
         directory = self._directory(chunk)
         if chunk.home is None:
             return
         async with self._locks[directory]:
-            if time.monotonic() - self._listed_s[directory] > self._timings.chunks_listed_s:
+            if self._listed_s[directory] < max(since_s, time.monotonic() - self._timings.chunks_listed_s):
                 await self._list(directory)
-
-    def is_settled(self, chunk: Chunk) -> bool:
-        """Whether no other node has put anything into the chunk's directory for a while."""
-        unchanged_s = time.monotonic() - self._changed_s[self._directory(chunk)]
-        return unchanged_s >= self._timings.chunks_awaited_s
 
     async def wait(self) -> None:
         """Wait until another listing is due."""
@@ -66,14 +68,9 @@ class ObjectListing:
     async def _list(self, directory: str) -> None:
         began_s = time.monotonic()
         keys: dict[str, list[str]] = {}
-        patches = set[str]()
+        patches: dict[str, list[str]] = {}
         for key in await list_chunks(self._store, self._part.checkpoint.run, [directory]):
             name, _, codec = key.rpartition("/")[2].partition(".")
-            if is_patch(codec):
-                patches.add(key)
-            else:
-                keys.setdefault(name, []).append(key)
-        if (self._keys.get(directory), self._patches.get(directory)) != (keys, patches):
-            self._changed_s[directory] = time.monotonic()
+            (patches if is_patch(codec) else keys).setdefault(name, []).append(key)
         self._keys[directory], self._patches[directory], self._listed_s[directory] = keys, patches, began_s
         self.version += 1
