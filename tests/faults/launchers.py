@@ -1,7 +1,7 @@
 """Launchers: a training under each launcher is hurt at a seeded place and launched again: torchrun (one agent, two as
 two nodes, and 1 to 4 as nodes that die and come), an emulated `srun` with requeue, `mp.spawn`, Open MPI, MPICH,
 Accelerate, Lightning and Ray Train. Divided launches have no launcher: forked ranks, of which each launch has another
-number on other nodes, hold replicated tensors and their own.
+number on other nodes, hold replicated tensors, or DTensors on a mesh of two dimensions, and their own.
 
 A rank is killed, stopped, or raises, before, in or after a save or in a restore; where nodes have daemons of their own,
 a daemon is killed or stopped, or a node is lost with its spool. Required: ranks resume together, from nothing older

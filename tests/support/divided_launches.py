@@ -73,7 +73,7 @@ class Cycle:
 
     def __init__(self, seed: int, home: Path) -> None:
         self.chance, self.seed, self.home = random.Random(seed), seed, home
-        self.kind = "ddp" if seed % 4 == 3 else "plain"
+        self.kind = ("plain", "hsdp", "plain", "ddp")[seed % 4]
         self.attached = seed % 5 == 1
         self.nodes: list[int] = []
         self.placed: tuple[int, ...] = ()
@@ -163,6 +163,7 @@ class Cycle:
             attached=self.attached,
             flushes=not harmed,
             frozen_elements=1_500_000 if self.seed % 3 == 0 else 3000,
+            shards=chance.choice([count for count in range(1, len(placed) + 1) if len(placed) % count == 0]),
         )
         failed = launch(plan)
         told = self.told()
@@ -234,7 +235,7 @@ class Cycle:
             self_saved = saved.get(rank)
             assert has["common"] == saved[0]["common"], f"{where}: rank {rank}: replicated entries of {origin} differ"
             assert event["epoch"] == origin.step, f"{where}: rank {rank}: the epoch is {event['epoch']}"
-            own = self_saved["own"] if self_saved else event["before"]["own"]
+            own = self_saved["own"] if self_saved and not event["common alone"] else event["before"]["own"]
             assert has["own"] == own, f"{where}: rank {rank}: own entries of {origin} are not the rank's"
             buffers = {self_saved["buffers"]} if self_saved else {one["buffers"] for one in saved.values()}
             if len(saved) == len(plan.nodes) or self_saved:

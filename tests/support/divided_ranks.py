@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import torch._dynamo  # an optimizer imports it, in seconds: once here, and not in each rank
+from support.divided_training import Training
 from support.launched import ORDERS
-from support.state_digests import state_digest
+from support.sharded_training import ShardedTraining
 from support.trainer import note
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import distributed
 
 import tierd
 from tierd.core.errors import StateMismatch, TierdError
@@ -61,7 +61,8 @@ class Plan:
 
     Attributes:
         nodes: the node of each rank, so that there are as many ranks.
-        kind: "plain" names replicated entries; "ddp" wraps the model and names only the moving average.
+        kind: "plain" names replicated entries; "ddp" wraps the model and names only the moving average; "hsdp" has
+            DTensors.
         waits: for each save the place that it is waited for; "" for none.
         harms: what is killed.
         refuses: `restore` is first called without `fresh`.
@@ -70,6 +71,7 @@ class Plan:
         attached: the optimizer is attached, so that it is copied behind training.
         flushes: `close` waits for the tier.
         frozen_elements: of a float32 parameter that is not trained, so that checkpoints share its chunks.
+        shards: of "hsdp", into how many a parameter is divided.
     """
 
     home: str
@@ -85,79 +87,7 @@ class Plan:
     attached: bool = False
     flushes: bool = False
     frozen_elements: int = 3000
-
-
-class Model(nn.Module):
-    """Parameters of all sizes: some are divided, some too small for that; one is frozen, two are one tensor."""
-
-    def __init__(self, frozen_elements: int) -> None:
-        super().__init__()
-        self.wide = nn.Linear(64, 96)
-        self.deep = nn.Linear(96, 64, bias=False)
-        self.tied = nn.Linear(64, 96, bias=False)
-        self.tied.weight = self.wide.weight
-        self.still = nn.Parameter(torch.arange(float(frozen_elements)), requires_grad=False)
-        self.nothing = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
-        self.rough = nn.Parameter(torch.ones(3001, dtype=torch.bfloat16), requires_grad=False)
-        self.turned = nn.Parameter(torch.arange(2400.0).view(40, 60).t(), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(1500))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.deep((self.wide(inputs) + self.tied(inputs)).tanh())
-
-
-class Training:
-    """A rank's state: the same model on all ranks, and tensors of the rank's own."""
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        torch.manual_seed(plan.seed)
-        self.rank, self.kind = rank, plan.kind
-        self.model = Model(plan.frozen_elements)
-        with torch.no_grad():
-            self.model.seen.fill_(1000.0 * plan.number + rank)
-        trained = [one for one in self.model.parameters() if one.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.01)
-        self.wrapped = DistributedDataParallel(self.model, broadcast_buffers=False) if plan.kind == "ddp" else None
-        origin = 7919 * plan.number + rank
-        self.state: dict[str, Any] = {
-            "model": self.wrapped or self.model,
-            "optimizer": self.optimizer,
-            "average": {name: one.detach().clone() for name, one in self.model.named_parameters()},
-            "own": torch.full((2000,), float(origin)),
-            "noise": torch.Generator().manual_seed(origin),
-            "apart": {"rank": rank, "row": torch.full((40,), origin), "launch": plan.number},
-            "epoch": 0,
-            "empty": {"names": ["a", "b"]},
-        }
-        self.replicated = ("average", "empty") if plan.kind == "ddp" else ("model", "optimizer", "average", "empty")
-        self.step = 0
-
-    def train(self) -> None:
-        inputs = torch.randn(4, 64, generator=self.state["noise"])
-        loss = (self.wrapped or self.model)(inputs).square().mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-        if self.wrapped is None:
-            for one in self.model.parameters():
-                if one.grad is not None:
-                    distributed.all_reduce(one.grad)
-                    one.grad /= distributed.get_world_size()
-        self.optimizer.step()
-        self.step += 1
-        with torch.no_grad():
-            for name, one in self.model.named_parameters():
-                self.state["average"][name].lerp_(one, 0.1 if one.is_floating_point() else 1)
-            self.state["own"].add_(self.rank + 1)
-            self.model.seen.add_(self.rank + 1)
-            self.model.rough.add_(1)
-        self.state["epoch"] = self.step
-
-    def digests(self) -> dict[str, str]:
-        """Of what is the same on all ranks; of this rank's own entries; and of the model's buffers."""
-        common = [self.optimizer.state_dict(), self.state["average"], self.state["epoch"], self.state["empty"]]
-        common.append(dict(self.model.named_parameters(remove_duplicate=False)))
-        own = [self.state["own"], self.state["noise"].get_state(), self.state["apart"]]
-        return {"common": state_digest(common), "own": state_digest(own), "buffers": state_digest(self.model.seen)}
+    shards: int = 1
 
 
 class Rank:
@@ -202,7 +132,7 @@ class Rank:
         torch.set_num_threads(1)
         meeting = f"file://{self.home / f'meeting-{plan.number}'}"
         distributed.init_process_group("gloo", meeting, timedelta(seconds=60), rank=self.rank, world_size=world)
-        training = Training(plan, self.rank)
+        training = self._training()
         with self.timed("Checkpointer"):
             checkpointer = tierd.Checkpointer(
                 self.spool, RUN, to=[f"file://{self.home / 'tier'}"], replicated=training.replicated, rank_timeout=20.0
@@ -219,33 +149,52 @@ class Rank:
         distributed.barrier()
         self.report("ended")
 
-    def restore(self, checkpointer: tierd.Checkpointer, training: Training, **which: Any) -> None:
+    def _training(self) -> Training | ShardedTraining:
+        plan = self.plan
+        if plan.kind == "hsdp":
+            return ShardedTraining(plan.seed, plan.number, self.rank, plan.shards)
+        return Training(plan.seed, plan.number, self.rank, plan.frozen_elements, is_wrapped=plan.kind == "ddp")
+
+    def restore(self, checkpointer: tierd.Checkpointer, training: Training | ShardedTraining, **which: Any) -> None:
         before = training.digests()
         self.harm("restoring")
-        fresh: tuple[str, ...] = OWN
+        tries: list[dict[str, Any]] = [{"fresh": OWN}]
         if self.plan.refuses:
+            tries.insert(0, {})
+        for options in tries:
             try:
                 with self.timed("restore"):
-                    restored = checkpointer.restore(training.state, **which)
+                    restored = checkpointer.restore(training.state, **options, **which)
             except StateMismatch as error:
                 self.report("refused", why=str(error), untouched=training.digests() == before)
+                if options and not isinstance(training, ShardedTraining):
+                    raise
             else:
                 self.resumed(checkpointer, training, restored, before)
                 return
-        with self.timed("restore"):
-            restored = checkpointer.restore(training.state, fresh=fresh, **which)
-        self.resumed(checkpointer, training, restored, before)
+        assert isinstance(training, ShardedTraining)
+        with self.timed("load"):
+            restored = training.load_common(checkpointer, **which)
+        self.resumed(checkpointer, training, restored, before, is_common=True)
 
-    def resumed(self, checkpointer: tierd.Checkpointer, training: Training, restored: Any, before: Any) -> None:
+    def resumed(
+        self,
+        checkpointer: tierd.Checkpointer,
+        training: Training | ShardedTraining,
+        restored: Any,
+        before: Any,
+        is_common: bool = False,
+    ) -> None:
         origin = (restored.attempt, restored.step) if restored else None
         training.step = restored.step if restored else 0
         skipped = [f"{skip}" for skip in restored.skipped] if restored else []
         facts = {"origin": origin, "skipped": skipped, "attempt": checkpointer.attempt, "node": self.node}
+        facts["common alone"] = is_common
         self.report("resumed", world=len(self.plan.nodes), before=before, epoch=training.state["epoch"], **facts)
         self.report("has", origin=origin, **training.digests())
         self.harm("restored")
 
-    def train(self, checkpointer: tierd.Checkpointer, training: Training) -> None:
+    def train(self, checkpointer: tierd.Checkpointer, training: Training | ShardedTraining) -> None:
         world = len(self.plan.nodes)
         for place in self.plan.waits:
             training.train()
