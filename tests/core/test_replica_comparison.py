@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from tierd.core.replica_comparison import MAX_RANKS, MAX_TENSORS, compare_replicas, replicas_digest
+from tierd.core.replica_comparison import MAX_RANKS, MAX_TENSORS, compare_replicas, replicas_digest, summarize_replicas
 
 NAMES = st.text(max_size=6)
 FINGERPRINTS = st.builds("{}:{:032x}".format, st.sampled_from(("xxh3", "sum")), st.integers(0, 3))
@@ -97,3 +97,15 @@ def test_result_of_many_ranks_and_tensors_is_bounded():
         assert (difference.agree_count, difference.differ_count) == (2000, 1000)
     assert len(str(differences)) < 4000 and "and 492 more tensors" in str(differences)
     assert json.dumps(str(differences))
+
+
+@settings(max_examples=examples(300))
+@given(st.sets(NAMES, min_size=1, max_size=6), st.integers(2, 6), st.data())
+def test_summaries_differ_exactly_if_ranks_with_the_same_tensors_differ(names, world, data):
+    fingerprints = st.fixed_dictionaries({name: st.sampled_from([fingerprint(0), fingerprint(1)]) for name in names})
+    replicas = {rank: data.draw(fingerprints) for rank in range(world)}
+    summaries = {rank: summarize_replicas(replicas[rank]) for rank in replicas}
+    whole, short = compare_replicas(replicas), compare_replicas(summaries)
+    assert bool(whole.tensors) == bool(short.tensors)
+    others = {"other": fingerprint(0)}
+    assert not compare_replicas({0: summarize_replicas(replicas[0]), 1: summarize_replicas(others), 2: {}}).tensors

@@ -68,6 +68,9 @@ class Checkpointer:
         replicated: names of the entries of the state that have the same bytes on every rank. They are then stored once,
             and restore on any number of ranks. A `DistributedDataParallel` module, and the optimizers, schedulers and
             scalers of its parameters, need not be named.
+        prefer_equal_replicas: `restore` passes over a checkpoint in which replicated tensors differ between ranks, as
+            far as its save compared them, and takes the next older one without a difference. If there is none, it
+            takes the newest one and warns. Without it, differences are only reported. The same on every rank.
 
     Raises:
         ConfigError: a name, rank, URL or policy cannot be used; the launcher sets a rank without the number of ranks,
@@ -94,6 +97,7 @@ class Checkpointer:
         rank_timeout: float = SILENT_S,
         start_timeout: float = START_S,
         replicated: Collection[str] = (),
+        prefer_equal_replicas: bool = False,
     ) -> None:
         self._noticed: str | None = None  # the last notice that was reported
         self.stats = Stats()
@@ -111,6 +115,7 @@ class Checkpointer:
             rank_timeout,
             start_timeout,
             replicated,
+            prefer_equal_replicas,
             stats=self.stats,
         )
         self._shutdown = Shutdown(self._inner)

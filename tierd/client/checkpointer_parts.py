@@ -73,6 +73,7 @@ class CheckpointerParts:
         rank_timeout: float,
         start_timeout: float,
         replicated: Collection[str],
+        prefer_equal_replicas: bool,
         *,
         stats: Stats,
     ) -> None:
@@ -100,6 +101,7 @@ class CheckpointerParts:
                         raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
                     check_run(run)
                     self._replicated = _entry_names(replicated)
+                    self._prefers_equal_replicas = bool(prefer_equal_replicas)
                     given_attempt = check_attempt(attempt) if attempt is not None else None
                     self.schedule = SaveSchedule(when, self.ranks)
                     attach()
@@ -115,6 +117,7 @@ class CheckpointerParts:
                     "to": self.daemon.to_text,
                     "retention": repr(retention),
                     "replicated": repr(sorted(self._replicated)),
+                    "prefer_equal_replicas": repr(self._prefers_equal_replicas),
                 }
                 self.launch = Launch(self.spool, run, self.ranks, given_attempt, list_attempts, options, self._saving)
                 self._make_savers(slots, when_busy)
@@ -178,6 +181,7 @@ class CheckpointerParts:
             self.pipeline,
             space,
             lambda: self.state_saver.group,
+            prefers_equal_replicas=self._prefers_equal_replicas,
         )
 
     @property

@@ -72,6 +72,22 @@ def replicas_digest(replicas: Mapping[str, str]) -> bytes:
     return xxhash.xxh3_128_digest(msgspec.json.encode(sorted(replicas.items())))
 
 
+def summarize_replicas(replicas: Mapping[str, str]) -> dict[str, str]:
+    """Return one fingerprint for all tensors of each function, of a few bytes, by how many and which tensors these are.
+
+    `compare_replicas` of the summaries shows which ranks differ, of those that have fingerprints of the same tensors.
+    """
+    by_function: dict[str, dict[str, str]] = {}
+    for name, fingerprint in replicas.items():
+        by_function.setdefault(fingerprint.partition(":")[0], {})[name] = fingerprint
+    return {
+        f"{len(of_function)} tensors, {xxhash.xxh3_64_hexdigest(msgspec.json.encode(sorted(of_function)))}": (
+            f"{function}:{replicas_digest(of_function).hex()}"
+        )
+        for function, of_function in by_function.items()
+    }
+
+
 def compare_replicas(replicas: Mapping[int, Mapping[str, str]]) -> ReplicaDifferences:
     """Compare the fingerprints of several ranks of one checkpoint and one world size.
 

@@ -115,7 +115,7 @@ def test_a_notice_during_a_restore_makes_a_checkpoint_due_after_it(spool, histor
 def test_restore_without_an_answer_is_no_fresh_start(spool, history, monkeypatch):
     with made(spool) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Restorer, "restore", lambda *_: fail(StoreUnavailable("the tier does not answer")))
+            patch.setattr(Restorer, "restore", lambda *_, **options: fail(StoreUnavailable("the tier does not answer")))
             with pytest.raises(StoreUnavailable):
                 checkpointer.restore(state(0))
         with pytest.raises(ConfigError, match=rf"{REFUSED} \(the tier does not answer\)"):
@@ -130,7 +130,9 @@ def test_a_launch_that_had_begun_saves_on_after_a_restore_that_loaded_nothing(sp
     with made(spool) as checkpointer:
         checkpointer.restore(state(0))
         attempt = checkpointer.attempt
-        monkeypatch.setattr(Restorer, "restore", lambda *_: fail(StoreUnavailable("the tier does not answer")))
+        monkeypatch.setattr(
+            Restorer, "restore", lambda *_, **options: fail(StoreUnavailable("the tier does not answer"))
+        )
         with pytest.raises(StoreUnavailable):
             checkpointer.restore(state(0), step=100)
         assert checkpointer.save(120, state(120)).part.checkpoint.attempt == attempt

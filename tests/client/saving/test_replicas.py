@@ -95,7 +95,7 @@ def test_each_node_stores_replicated_tensors_whole(tmp_path, launch):
         assert step == 1 and is_state_of(state, rank, 1)
 
 
-def test_manifest_tells_how_many_nodes_hold_the_shared_chunks(tmp_path, launch):
+def test_manifest_has_the_number_of_nodes_that_hold_the_shared_chunks(tmp_path, launch):
     spools = [tmp_path / "first", tmp_path / "second"]
     launch(4, spools, saving(1))
     manifests = {part.rank: spool.manifest(part) for spool in map(Spool, spools) for part in spool.parts("run")}
@@ -296,6 +296,58 @@ def test_damaged_share_makes_all_ranks_fall_back(tmp_path, launch):
     broken.write_bytes(data)
     for rank, (step, state) in enumerate(launch(4, [tmp_path], restoring())):
         assert step == 1 and is_state_of(state, rank, 1)
+
+
+def saving_with_flips(steps: range, flipped: set[int]):
+    """Save on each rank; at the `flipped` steps the last of three ranks holds other bits of every replicated tensor."""
+
+    def work(checkpointer, rank):
+        for step in steps:
+            state = state_of(rank, step, more=60)  # so that each save compares some
+            if step in flipped and rank == 2:
+                for tensor in state["model"].values():
+                    tensor.view(torch.int32)[0] ^= 1
+            checkpointer.save(step, state).wait()
+
+    return work
+
+
+def restored_steps(launch, spool: Path, world: int, **options) -> list:
+    def work(checkpointer, rank):
+        restored = checkpointer.restore(state_of(rank, 10**6, more=60), fresh=("own",))
+        return restored.step, [str(skip) for skip in restored.skipped]
+
+    return launch(world, [spool], work, **options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_restore_passes_over_checkpoints_whose_replicas_differ_if_it_is_to(tmp_path, launch, world):
+    launch(3, [tmp_path], saving_with_flips(range(1, 6), {4, 5}))
+    assert [step for step, _ in restored_steps(launch, tmp_path, world)] == [5] * world
+    results = restored_steps(launch, tmp_path, world, prefer_equal_replicas=True)
+    if world == 2:  # the rank whose bits differ is not there
+        assert [step for step, _ in results] == [5] * world
+        return
+    assert [step for step, _ in results] == [3] * world
+    for _, skipped in results:
+        assert [skip.partition(" (")[0] for skip in skipped] == ["step 5", "step 4"]
+        assert all("its ranks hold different replicas" in skip and "rank 2 differs" in skip for skip in skipped)
+
+
+def test_newest_checkpoint_is_restored_with_a_warning_if_all_have_replicas_that_differ(tmp_path, launch, caplog):
+    launch(3, [tmp_path], saving_with_flips(range(1, 4), {1, 2, 3}))
+    caplog.clear()
+    assert [step for step, _ in restored_steps(launch, tmp_path, 3, prefer_equal_replicas=True)] == [3] * 3
+    assert "step 3" in caplog.text and "is restored although its replicas differ" in caplog.text
+
+
+def test_step_that_was_asked_for_is_restored_though_its_replicas_differ(tmp_path, launch):
+    launch(3, [tmp_path], saving_with_flips(range(1, 3), {2}))
+
+    def work(checkpointer, rank):
+        return checkpointer.restore(state_of(rank, 10**6, more=60), step=2).step
+
+    assert launch(3, [tmp_path], work, prefer_equal_replicas=True) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("names", ["model", [1], [None]])

@@ -128,7 +128,7 @@ def test_nodes_of_about_one_speed_put_each_chunk_about_once(nodes, chunks, put_s
 
 @pytest.mark.parametrize("chunks", [36, 400])
 @pytest.mark.parametrize("begin_s", [NEVER, 3.0, 20.0])
-def test_chunks_of_a_node_that_does_not_come_are_put_once_by_their_deputies(chunks, begin_s):
+def test_deputies_put_the_chunks_of_an_absent_or_late_node_once(chunks, begin_s):
     nodes = [Node(0.1), Node(0.1), Node(0.1, begin_s), Node(0.1)]
     assert simulate(nodes, chunks) <= 1.2  # listings are a second old, in which the deputies put 240 chunks
     assert all(node.ended_s < 0.1 * chunks / SLOTS + SILENCE_S + 5 * LISTED_S for node in nodes[:2])
@@ -148,7 +148,7 @@ def test_slow_node_is_not_waited_for_longer_than_the_bound():
 
 
 @pytest.mark.parametrize("seed", seeds(60))
-def test_each_flush_ends_whatever_the_other_nodes_do(seed):
+def test_each_flush_ends_beside_dead_slow_and_absent_nodes(seed):
     chance = random.Random(seed)
     nodes = []
     for _ in range(chance.randint(1, 16)):
@@ -189,7 +189,7 @@ def test_chunks_of_each_home_are_divided_among_the_nodes_that_hold_them():
     assert numbers(order_of(0, 8, chunks, senders={0: (1, 2), 2: (2, 3)}).own) == [2, 3, 14, 15]
 
 
-def test_listed_chunks_come_behind_those_that_are_missing():
+def test_order_puts_listed_chunks_behind_those_that_are_missing():
     chunks = chunks_of(6)
     order, contents = order_of(0, 2, chunks), [chunk.content for chunk in chunks]
     ordered, waiting = order.order(contents, {contents[0], contents[4]}, 0.0)

@@ -58,6 +58,12 @@ def test_the_timeline_is_tried_newest_first_and_the_branch_only_named():
     assert (found.incomplete, found.unknown_origin, found.unreached) == ((), None, ())
 
 
+def test_checkpoints_whose_replicas_differ_are_tried_last():
+    view = run_view_of(Inventory(rolled_back(), {}), "r")
+    assert tried(restore_order([view], "r", differing={B210})) == [A200, A100, B210]
+    assert tried(restore_order([view], "r", differing={B210, A200, A100})) == [B210, A200, A100]
+
+
 def test_step_alone_selects_the_timeline_before_a_branch_and_the_newest_branch_otherwise():
     b300, c250 = checkpoint(2, 300), checkpoint(3, 250)
     place = solo(solo(solo(Place(), A100, A200, A300), b300, origin=A200), c250, origin=A200)

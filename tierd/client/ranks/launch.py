@@ -81,8 +81,8 @@ class Launch:
         saving: Callable[[PartId], None] = lambda part: None,
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
-        # The ranks that save in each spool, as far as they can talk, else those of this one.
-        self.nodes: tuple[tuple[int, ...], ...] = ((ranks.rank,),)
+        self.node_ranks: tuple[int, ...] = (ranks.rank,)  # the ranks that save in this spool, as far as they can talk
+        self.nodes: tuple[tuple[int, ...], ...] = (self.node_ranks,)  # those of each spool
         self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
         self._shared = False  # whether another process may save for this launch
         self._spool, self._fixed_attempt, self._list_attempts, self._saving = spool, attempt, list_attempts, saving
@@ -146,7 +146,7 @@ class Launch:
         nodes: dict[str, list[int]] = {}
         for rank, beginning in enumerate(beginnings):
             nodes.setdefault(beginning.node, []).append(rank)
-        self.nodes = tuple(map(tuple, nodes.values()))
+        self.node_ranks, self.nodes = tuple(nodes[me.node]), tuple(map(tuple, nodes.values()))
         if self._fixed_attempt is None:
             self._current = CurrentAttempt(
                 agreed_attempt_name((), [beginning.clock for beginning in beginnings if beginning.clock])

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from tierd.client.ranks.attempts import RankClock, make_rank_clock
@@ -22,6 +23,7 @@ from tierd.core.manifest import Manifest
 from tierd.core.save_rules import MetricGoal
 from tierd.core.timeline.launch_chain import check_origin
 from tierd.core.timeline.restore_order import (
+    DIFFERING,
     INCOMPLETE,
     QUARANTINED,
     UNKNOWN_METRIC,
@@ -99,13 +101,32 @@ class CandidateTrials:
         self._corruptions: Counter[CheckpointId] = Counter()  # how often a copy of a part was proven corrupt
         # Checkpoints that other nodes were asked to flush, and that were not tried since.
         self._flush_requested: set[CheckpointId] = set()
+        self._differing: set[CheckpointId] = set()  # those whose ranks hold different replicas, which are tried last
         self._has_vanished = False  # whether the last candidate's parts had vanished
         self._pruned: list[CheckpointId] = []  # candidates whose parts had vanished
         self.resume = RestoreOrder((), (), (), None, (), ())  # as of the last listing
 
-    def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> ConsensusResult:
-        """Report this rank's result for `candidate` to all ranks. Raises as `RestoreAgreement.settle`."""
-        settled = self.agreement.settle(error, unfit=unfit)
+    def settle(
+        self,
+        candidate: Candidate,
+        error: Exception | None,
+        *,
+        unfit: bool = False,
+        replicas: Mapping[str, str] = MappingProxyType({}),
+    ) -> ConsensusResult:
+        """Report this rank's result for `candidate` to all ranks. Raises as `RestoreAgreement.settle`.
+
+        Args:
+            replicas: the fingerprints in this rank's part, if a candidate whose ranks differ is to be tried last.
+        """
+        is_last_resort = candidate.checkpoint in self._differing
+        settled = self.agreement.settle(error, unfit=unfit, replicas={} if is_last_resort else replicas)
+        if settled.differ and not settled.corrupt:
+            self._differing.add(candidate.checkpoint)
+            self.source.deep = True  # because older ones come before it now
+            self._passed[candidate.checkpoint] = f"{DIFFERING}: {settled.differ}"
+        if settled.should_load and is_last_resort:
+            log.warning("%s is restored although its replicas differ, because no other can be", candidate.checkpoint)
         self._has_vanished = settled.is_gone
         if settled.corrupt:
             self._corruptions[candidate.checkpoint] += 1
@@ -174,7 +195,14 @@ class CandidateTrials:
         tries = _TRIES if self._ranks.world > 1 else 1
         while vanished < _LISTINGS:
             observe = functools.partial(
-                self.agreement.observe, step, attempt, everything=everything, best=best, at_least=at_least, only=only
+                self.agreement.observe,
+                step,
+                attempt,
+                everything=everything,
+                best=best,
+                at_least=at_least,
+                only=only,
+                differing=self._differing,
             )
             self.resume = resume = observe()
             if not resume.goes_deep_enough:
@@ -198,7 +226,7 @@ class CandidateTrials:
                     break
                 self._flush_requested.discard(checkpoint)
                 self._passed.pop(checkpoint, None)
-                before = self._corruptions[checkpoint]
+                before, differing = self._corruptions[checkpoint], len(self._differing)
                 self._has_vanished = False
                 yield candidate
                 vanished += self._has_vanished
@@ -206,7 +234,8 @@ class CandidateTrials:
                     self.source.flush(checkpoint)
                     self.agreement.settle(None)
                 self._pruned += [checkpoint] if self._has_vanished else []
-                if relist := self._has_vanished or before < self._corruptions[checkpoint] < tries:
+                is_put_last = differing < len(self._differing)
+                if relist := self._has_vanished or is_put_last or before < self._corruptions[checkpoint] < tries:
                     break
             if not relist and not self._is_cut(None):
                 if old is None:

@@ -7,8 +7,9 @@ makes them try an older checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,7 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, check_attempt, check_step
+from tierd.core.replica_comparison import compare_replicas, summarize_replicas
 from tierd.core.save_rules import MetricGoal, check_goal
 from tierd.core.timeline.restore_order import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView
@@ -52,11 +54,13 @@ class Outcome(msgspec.Struct, frozen=True):
     """A rank's result for its part: whole, proven corrupt in every place, gone from every place, or unfit for its
     target.
 
-    `failed` means that the rank could not find out.
+    `failed` means that the rank could not find out. `replicas` summarizes the fingerprints of replicated tensors, if
+    the ranks compare them.
     """
 
     what: Literal["whole", "corrupt", "gone", "unfit", "failed"]
     why: str = ""
+    replicas: dict[str, str] = {}
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
@@ -67,14 +71,17 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ConsensusResult:
-    """What all ranks do next: load; try the next candidate if parts are `corrupt`; or list again if one `is_gone`."""
+    """What all ranks do next: load; try the next candidate if parts are `corrupt` or their replicas `differ`; or list
+    again if one `is_gone`.
+    """
 
     corrupt: str = ""
     is_gone: bool = False
+    differ: str = ""
 
     @property
     def should_load(self) -> bool:
-        return not self.corrupt and not self.is_gone
+        return not self.corrupt and not self.is_gone and not self.differ
 
 
 class RestoreAgreement:
@@ -105,6 +112,7 @@ class RestoreAgreement:
         best: MetricGoal | None = None,
         at_least: int | None = None,
         only: Collection[str] | None = None,
+        differing: Collection[CheckpointId] = (),
     ) -> RestoreOrder:
         """Observe on every rank, exchange the views in one gather, and order the checkpoints by what all ranks see.
 
@@ -152,7 +160,16 @@ class RestoreAgreement:
         self.can_exchange = all(view.can_exchange for view in rank_views)
         self.clocks = [view.clock for view in rank_views]
         views = [view.sight for view in rank_views]
-        return restore_order(views, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
+        return restore_order(
+            views,
+            self._run,
+            step,
+            attempt,
+            world=self._ranks.world,
+            everything=everything,
+            best=best,
+            differing=differing,
+        )
 
     def exchange_load_result(self, checkpoint: CheckpointId, error: Exception | None) -> None:
         """Exchange in one gather whether each rank has loaded the checkpoint: all ranks continue from it, or none does.
@@ -169,19 +186,23 @@ class RestoreAgreement:
                     "goes on from it: restore again on all ranks, or end"
                 )
 
-    def settle(self, error: Exception | None, *, unfit: bool = False) -> ConsensusResult:
+    def settle(
+        self, error: Exception | None, *, unfit: bool = False, replicas: Mapping[str, str] = MappingProxyType({})
+    ) -> ConsensusResult:
         """Exchange each rank's result for a candidate in one gather, and return what all ranks do next.
 
         Args:
             error: why this rank's part is not verified and fitting. `CorruptChunk` and `ManifestError` mean proven
                 corruption in every place, `ObjectNotFound` that no place has the part any more.
             unfit: the part is right, but does not fit its target state.
+            replicas: the fingerprints in this rank's part, if ranks compare them.
 
         Raises:
             StoreUnavailable: another rank could not find out whether its part is right; or this rank's own error.
             StateMismatch: another rank's part does not fit.
         """
-        outcomes = self._ranks.gather(_outcome(error, unfit=unfit))
+        own_outcome = msgspec.structs.replace(_outcome(error, unfit=unfit), replicas=summarize_replicas(replicas))
+        outcomes = self._ranks.gather(own_outcome)
         outcome_kinds = {outcome.what for outcome in outcomes}
         if error is not None and _outcome(error, unfit=unfit).what in ("unfit", "failed"):
             raise error
@@ -200,7 +221,8 @@ class RestoreAgreement:
             ) from error
         name = "rank {}: {}" if self._ranks.world > 1 else "{1}"
         corrupt = [name.format(rank, outcome.why) for rank, outcome in enumerate(outcomes) if outcome.what == "corrupt"]
-        return ConsensusResult(corrupt="; ".join(corrupt))
+        differences = compare_replicas({rank: outcome.replicas for rank, outcome in enumerate(outcomes)})
+        return ConsensusResult(corrupt="; ".join(corrupt), differ=str(differences))
 
 
 def _outcome(error: Exception | None, *, unfit: bool) -> Outcome:

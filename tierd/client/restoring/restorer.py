@@ -110,6 +110,8 @@ class Restorer(CandidateTrials):
         build_tree: Callable[[VerifiedPart], dict[str, Any]] = lambda verified: {},
         best: MetricGoal | None = None,
         at_least: int | None = None,
+        *,
+        equal_replicas: bool = False,
     ) -> VerifiedPart | None:
         """Read the checkpoint to resume from, the same on every rank; None if the run has no checkpoint.
 
@@ -120,6 +122,7 @@ class Restorer(CandidateTrials):
             build_tree: makes `VerifiedPart.tree`, and raises if the checkpoint does not fit its target; then no rank
                 gets it.
             best: try the best checkpoint first.
+            equal_replicas: try checkpoints whose ranks hold different replicas last.
 
         Raises:
             CheckpointNotFound: checkpoints exist, and none could be verified, or not the requested one.
@@ -132,7 +135,8 @@ class Restorer(CandidateTrials):
         try:
             for candidate in self.candidates(step, attempt, best, at_least, everything=False, only=self._only):
                 verified, error, unfit = self._try(candidate, build_tree)
-                if self.settle(candidate, error, unfit=unfit).should_load:
+                replicas = verified.manifest.replicas if verified is not None and equal_replicas else {}
+                if self.settle(candidate, error, unfit=unfit, replicas=replicas).should_load:
                     assert verified is not None
                     elapsed_s = time.monotonic() - began
                     self._report(ReportRestored(part=verified.part, place=verified.tier[:64], seconds=elapsed_s))

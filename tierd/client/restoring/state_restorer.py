@@ -51,7 +51,10 @@ class StateRestorer:
         pipeline: SavePipeline,
         space: SpaceCheck,
         group: Callable[[], ReplicaGroup],
+        *,
+        prefers_equal_replicas: bool,
     ) -> None:
+        self._prefers_equal_replicas = prefers_equal_replicas
         self._group = group  # asked at each restore, because an adapter may declare entries later
         self._spool, self._ranks, self._launch, self._schedule = spool, ranks, launch, schedule
         self._daemon, self._handoff = daemon, handoff
@@ -100,7 +103,8 @@ class StateRestorer:
         with self._ranks.attending(), contextlib.ExitStack() as ending:
             if uploads:
                 ending.callback(uploads.close)
-            verified = restorer.restore(step, attempt, build_tree, goal, at_least)
+            avoids = self._prefers_equal_replicas and step is None
+            verified = restorer.restore(step, attempt, build_tree, goal, at_least, equal_replicas=avoids)
             if verified is not None:
                 self._hold = verified.hold
                 self._launch.started_from = verified.manifest.started_from

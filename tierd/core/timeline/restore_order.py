@@ -61,6 +61,7 @@ UNPROVEN = (
     "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
     "`tierd disown RUN ATTEMPT URL`)"
 )
+DIFFERING = "its ranks hold different replicas"
 UNKNOWN_METRIC = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
 
 
@@ -158,6 +159,7 @@ def restore_order(
     world: int | None = None,
     everything: bool = False,
     best: MetricGoal | None = None,
+    differing: Collection[CheckpointId] = (),
 ) -> RestoreOrder:
     """Order the checkpoints of `run` for a restore, by the run views of all ranks together.
 
@@ -169,6 +171,7 @@ def restore_order(
         everything: whether every rank needs every rank's part, and not only its own.
         best: order by this goal, the best first, and of equals the newest. Only checkpoints with a number for the
             metric in rank 0's manifest are candidates.
+        differing: checkpoints whose ranks hold different replicas: they come last, because the restore prefers others.
     """
     isolated = (
         world is not None and len(views) < world
@@ -207,6 +210,7 @@ def restore_order(
     unknown = tuple(checkpoint for checkpoint in reach if best and checkpoint not in numbers)
     corrupt = corrupt_metrics(views, run) & set(unknown)
     first = order[0] if order else None
+    order = tuple(sorted(order, key=lambda checkpoint: checkpoint in differing))
     unusable = quarantined | hollow
     if step is None and attempt is None:
         unusable &= hollow | set(order_by_timeline(existing, existing, origins).path) - set(line.unproven)
