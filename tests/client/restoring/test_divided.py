@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 from support.divided import DividedPart, divided, divided_state, elsewhere_of, header_of, with_elsewhere, write_divided
 from support.state_files import files_of
+from support.world import described
 
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_elsewhere, read_entries, read_header
 from tierd.client.restoring.tensor_locations import TensorComparison, TensorLocator, read_layout, read_tensor
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StateMismatch
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StateMismatch, StepRefused
 from tierd.core.manifest import TENSORS, TREE
 from tierd.dcp.load_sources import SavedState
+from tierd.spool.commit import write_part
+from tierd.spool.spool import Spool
 from tierd.state.state_loading import unflatten
 
 STATES = [divided_state(rank) for rank in range(4)]
@@ -68,6 +73,27 @@ def test_locator_finds_tensors_of_every_rank_and_reads_each_header_once(spool, p
             tensors.locate("none")
         assert set(tensors.replicated) == {"model", "optimizer", "list", "array"}
     assert [files.reads.count((rank, TENSORS, 0)) for rank in range(4)] == [1, 1, 1, 1]
+
+
+def test_siblings_that_are_not_in_the_spool_are_asked_for_one_after_the_other(spool, tmp_path, parts):
+    """Two threads read siblings, and a connection that carried two requests at once gave neither its answer."""
+    whole, under_way, most = Spool(tmp_path / "whole"), set(), []
+    named = write_divided(whole, 1, parts)
+
+    class Link:
+        def ask(self, request, on_progress):
+            under_way.add(request.part)
+            most.append(len(under_way))
+            time.sleep(0.05)
+            with suppress(StepRefused):
+                write_part(spool, described(request.part, division=parts[0].division), parts[request.part.rank].files)
+            under_way.discard(request.part)
+            return {"tiers": ["file"]}
+
+    files = PartFiles(spool, named[0].checkpoint, len(parts), Link(), "")
+    layout = read_layout(files, files.part(0))
+    contents = read_elsewhere(files, files.part(0), layout)
+    assert len(contents) == 3 and max(most) == 1
 
 
 def test_threads_share_one_read_of_a_header(spool, parts):

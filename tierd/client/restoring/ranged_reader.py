@@ -126,6 +126,7 @@ class PartFiles(PartRanges):
         self._manifests: dict[PartId, Manifest] = {}
         self._memory = memoryview(b"")
         self._filling = Lock()  # `read` has one memory, and other threads may read headers meanwhile
+        self._asking = Lock()  # a connection carries one request at a time, and threads may find manifests meanwhile
 
     def is_in_spool(self, part: PartId) -> bool:
         return self._spool.has(part)
@@ -247,7 +248,7 @@ class PartFiles(PartRanges):
             self._put_right(part, chunk_runs, ObjectNotFound(f"{part} is not in the spool"))
             return
         for portion in (None,) if chunk_runs is None else _portions(chunk_runs):
-            with FetchProgress(part) as fetching:
+            with self._asking, FetchProgress(part) as fetching:
                 tier_names = self._link.ask(Fetch(part=part, wanted=portion), on_progress=fetching)["tiers"]
             self.tiers += [name for name in tier_names if name not in self.tiers]
 
