@@ -67,7 +67,7 @@ def commit(
     created: str | None = None,
     homes: Mapping[str, int] | None = None,
     replicas: Mapping[str, str] | None = None,
-    senders: Mapping[int, tuple[int, int]] | None = None,
+    senders: Mapping[int, tuple[int, int, bool]] | None = None,
 ) -> dict[str, bytes]:
     """Commit a part as a trainer would; what its files hold. `created`: what its node's clock says, RFC 3339. `homes`:
     by a file that several ranks hold, the lowest of these. `senders`: as a manifest has it."""

@@ -134,7 +134,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `started_from` is as the trainer told it. `division` is the digest of how the ranks of a node divide replicated
     tensors; parts that lack some tensors belong together if it is the same. It is empty for a part that has all.
     `replicas` are fingerprints of some tensors that should be the same on all ranks, as this rank held them. `senders`
-    has, by home, this node's number among the nodes that hold the home's chunks, and how many they are.
+    has, by home, this node's number among the nodes that hold the home's chunks, how many they are, and whether their
+    parts have the same of them.
     """
 
     version: int
@@ -152,7 +153,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started_from: Ancestor | None = None
     division: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
     replicas: Annotated[dict[TensorName, Fingerprint], Meta(max_length=MAX_REPLICAS)] = {}
-    senders: Annotated[dict[RankNumber, tuple[RankNumber, RankNumber]], Meta(max_length=MAX_SENDERS)] = {}
+    senders: Annotated[dict[RankNumber, tuple[RankNumber, RankNumber, bool]], Meta(max_length=MAX_SENDERS)] = {}
 
     @classmethod
     def of(

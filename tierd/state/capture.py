@@ -260,7 +260,7 @@ class Capture:
     rounds: tuple[tuple[str, ...], ...] = ()  # as in `ReplicaShare`
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all tensors, if there are rounds
     division: str = ""  # the digest of the division of replicated tensors; empty if nothing is divided
-    senders: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # as in `ReplicaShare`
+    senders: Mapping[int, tuple[int, int, bool]] = field(default_factory=dict)  # as in `ReplicaShare`
 
     def replicas(self, number: int) -> dict[str, torch.Tensor]:
         """Return the tensors that are the same on all ranks and that the save of this number compares."""

@@ -101,14 +101,16 @@ class ReplicaGroup:
             senders=self._senders(groups),
         )
 
-    def _senders(self, groups: Sequence[_Ranks]) -> dict[int, tuple[int, int]]:
-        """Return, by the lowest rank of each group, the number of this node among those with ranks of the group."""
-        senders: dict[int, tuple[int, int]] = {}
+    def _senders(self, groups: Sequence[_Ranks]) -> dict[int, tuple[int, int, bool]]:
+        """Return, by the lowest rank of each group, the number of this node among those with ranks of the group, how
+        many these are, and whether each has equally many of the ranks.
+        """
+        senders: dict[int, tuple[int, int, bool]] = {}
         number_of = {rank: number for number, ranks in enumerate(self.nodes) for rank in ranks}
         ambiguous = set[int]()
         for ranks in groups:
-            numbers = sorted({number_of[rank] for rank in ranks if rank in number_of})
-            place = numbers.index(self._number), len(numbers)
+            counts = Counter(number_of[rank] for rank in ranks if rank in number_of)
+            place = sorted(counts).index(self._number), len(counts), len(set(counts.values())) == 1
             if senders.setdefault(ranks[0], place) != place:
                 ambiguous.add(ranks[0])
         return {home: place for home, place in senders.items() if place[1] > 1 and home not in ambiguous}

@@ -98,7 +98,8 @@ class ReplicaShare:
         forms: dtype and shape of the tensors elsewhere, at offset 0.
         digest: of the names, dtypes, shapes and owners of what is the same on all ranks, 32 hex digits. It is the same
             on all ranks that divide alike, and empty if nothing is divided.
-        senders: by home, the number of this rank's node among the nodes that hold these tensors, and how many they are.
+        senders: by home, the number of this rank's node among the nodes that hold these tensors, how many they are, and
+            whether equally many ranks of each divide them.
         rounds: the tensors that are the same on all ranks, in rounds of about as many bytes. The ranks compare those of
             one round at each save.
     """
@@ -108,7 +109,7 @@ class ReplicaShare:
     entries: tuple[str, ...] = ()
     forms: Mapping[str, TensorEntry] = field(default_factory=dict)
     digest: str = ""
-    senders: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    senders: Mapping[int, tuple[int, int, bool]] = field(default_factory=dict)
     rounds: tuple[tuple[str, ...], ...] = ()
 
 

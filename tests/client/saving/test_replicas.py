@@ -99,7 +99,13 @@ def test_manifest_has_the_number_of_nodes_that_hold_the_shared_chunks(tmp_path, 
     spools = [tmp_path / "first", tmp_path / "second"]
     launch(4, spools, saving(1))
     manifests = {part.rank: spool.manifest(part) for spool in map(Spool, spools) for part in spool.parts("run")}
-    assert [manifests[rank].senders for rank in range(4)] == [{0: (0, 2)}, {0: (0, 2)}, {0: (1, 2)}, {0: (1, 2)}]
+    assert [manifests[rank].senders for rank in range(4)] == [
+        *([{0: (0, 2, True)}] * 2),
+        *([{0: (1, 2, True)}] * 2),
+    ]
+    launch(3, [tmp_path / "uneven", tmp_path / "other"], saving(1))
+    uneven = Spool(tmp_path / "uneven")
+    assert {uneven.manifest(part).senders[0] for part in uneven.parts("run")} == {(0, 2, False)}
     launch(2, [tmp_path / "alone"], saving(1))
     alone = Spool(tmp_path / "alone")
     assert all(not alone.manifest(part).senders for part in alone.parts("run"))

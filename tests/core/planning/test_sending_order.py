@@ -24,7 +24,7 @@ def order_of(
     number: int, count: int, chunks: list[Chunk], began_s: float = 0.0, senders: dict | None = None
 ) -> SendingOrder:
     part = PartId(CheckpointId("run", "a", 1), number, count)
-    given = {0: (number, count)} if senders is None else senders
+    given = {0: (number, count, True)} if senders is None else senders
     return SendingOrder(part, chunks, SLOTS, began_s, LISTED_S, SILENCE_S, given)
 
 
@@ -186,7 +186,7 @@ def test_chunks_whose_other_holders_are_unknown_are_sent_at_once_from_another_pl
 
 def test_chunks_of_each_home_are_divided_among_the_nodes_that_hold_them():
     chunks = [*chunks_of(4), *(Chunk(size=1, xxh3_128=f"{number:032x}", home=2) for number in range(10, 16))]
-    assert numbers(order_of(0, 8, chunks, senders={0: (1, 2), 2: (2, 3)}).own) == [2, 3, 14, 15]
+    assert numbers(order_of(0, 8, chunks, senders={0: (1, 2, True), 2: (2, 3, True)}).own) == [2, 3, 14, 15]
 
 
 def test_order_puts_listed_chunks_behind_those_that_are_missing():
@@ -194,3 +194,27 @@ def test_order_puts_listed_chunks_behind_those_that_are_missing():
     order, contents = order_of(0, 2, chunks), [chunk.content for chunk in chunks]
     ordered, waiting = order.order(contents, {contents[0], contents[4]}, 0.0)
     assert (numbers(ordered), numbers(sorted(waiting))) == ([1, 2, 0, 4, 3, 5], [3, 5])
+
+
+def test_nodes_with_different_parts_agree_on_the_sender_of_each_chunk_by_its_digest():
+    """Two ranks on one node divide what one rank on the other node stores alone."""
+    chance = random.Random(1)
+    chunks = [Chunk(size=9, xxh3_128=f"{chance.getrandbits(128):032x}", home=0) for _ in range(60)]
+    halves = [order_of(0, 2, part, senders={0: (0, 2, False)}) for part in (chunks[::2], chunks[1::2])]
+    whole = order_of(1, 2, chunks, senders={0: (1, 2, False)})
+    sent = sorted(content for order in (*halves, whole) for content in order.own)
+    assert sent == sorted(chunk.content for chunk in chunks)
+
+
+def test_order_shows_whether_it_waited_for_other_nodes_in_vain():
+    chunks = chunks_of(4)
+    contents = [chunk.content for chunk in chunks]
+    for sent, was_vain in ((contents[2:3], False), ([], True)):
+        order = order_of(0, 2, chunks)
+        for content in contents[:2]:
+            order.finish(content, 1.0)
+        order.order(contents[2:], (), 1.0)
+        assert order.was_vain is None
+        order.order(contents[2:], sent, 2.5)
+        order.order(contents[2:], sent, 6.5)
+        assert order.was_vain is was_vain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import zstandard
@@ -47,7 +48,7 @@ def files(step: int, rank: int, shared: bytes | None = None) -> dict[str, bytes]
 def save(nodes: list[Spool], step: int, shared: bytes | None = None) -> list[PartId]:
     parts = [part(step, rank=rank, world=len(nodes)) for rank in range(len(nodes))]
     for rank, which in enumerate(parts):
-        senders = {0: (rank, len(nodes))}
+        senders = {0: (rank, len(nodes), True)}
         commit(nodes[rank], which, files(step, rank, shared), homes={"shared": 0}, senders=senders)
     return parts
 
@@ -107,6 +108,16 @@ async def test_later_node_sends_only_its_own_chunks(nodes, tmp_path):
         result = await flush(nodes[rank], parts[rank], TierUploadContext(store, timings=SOON))
         assert result.sent == (SHARED * (rank == 2) + 5) * CHUNK and result.stored == (SHARED + 5) * CHUNK
     await check(nodes, parts, store, tmp_path)
+
+
+async def test_node_that_waited_for_others_in_vain_waits_less_the_next_time(nodes, tmp_path):
+    context = TierUploadContext(Double(), timings=SOON)
+    await flush(nodes[0], save(nodes, 1)[0], context)
+    assert context.silences == {"run": SOON.chunks_listed_s}
+    parts = save(nodes, 2)
+    await asyncio.gather(*(flush(nodes[rank], parts[rank], replace(context, silences={})) for rank in range(1, WORLD)))
+    await flush(nodes[0], parts[0], context)
+    assert context.silences == {"run": SOON.chunks_listed_s}, "nothing was missing, so nothing is known"
 
 
 async def test_chunk_of_another_node_that_is_corrupt_is_sent_again(nodes, tmp_path):

@@ -261,7 +261,7 @@ class Launch:
         part: PartId,
         metrics: Mapping[str, float],
         division: str = "",
-        senders: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+        senders: Mapping[int, tuple[int, int, bool]] = MappingProxyType({}),
     ) -> Manifest:
         created, origin = self._clock.now(), self._origins.get(part.checkpoint.attempt)
         made = Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)

@@ -39,8 +39,8 @@ class SendingOrder:
     """The chunks of one flush. All times are in seconds of one monotonic clock.
 
     Args:
-        senders: by home, this node's number among the nodes that hold these chunks, and how many they are. Chunks of
-            another home are this node's to send.
+        senders: by home, this node's number among the nodes that hold these chunks, how many they are, and whether the
+            parts of all of them have the same chunks in the same order. Chunks of another home are this node's to send.
         others: how many chunks another node has in transfer at once.
         began_s: when the flush began.
         listed_s: how old a listing may be.
@@ -48,6 +48,7 @@ class SendingOrder:
 
     Attributes:
         ended_s: when the last chunk that is this node's to send was put; None before.
+        was_vain: whether other nodes were waited for and sent nothing; None if nothing was missing.
     """
 
     part: PartId
@@ -56,8 +57,9 @@ class SendingOrder:
     began_s: float
     listed_s: float
     silence_s: float
-    senders: Mapping[int, Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
+    senders: Mapping[int, tuple[int, int, bool]] = field(default_factory=lambda: MappingProxyType({}))
     ended_s: float | None = field(init=False, default=None)
+    was_vain: bool | None = field(init=False, default=None)
     own: list[ContentId] = field(init=False, default_factory=list)  # those that this node sends, in order
     _shared: dict[ContentId, _Shared] = field(init=False, default_factory=dict)  # those that others send
     _unsent: set[ContentId] = field(init=False)  # of `own`
@@ -70,23 +72,25 @@ class SendingOrder:
             by_home.setdefault(chunk.home, []).append(chunk.content)
         unshared = by_home.pop(None, [])
         for home, contents in sorted((home, contents) for home, contents in by_home.items() if home is not None):
-            number, count = self.senders.get(home, (0, 1))
+            number, count, is_alike = self.senders.get(home, (0, 1, True))
             if not 0 <= number < count > 1:  # it is not known who else sends them, so each part begins elsewhere
                 self.own += _rotated(contents, self.part.rank, self.part.world)
             else:
-                self._divide(home, contents, number, count)
+                self._divide(home, contents, number, count, is_alike=is_alike)
         self.own += unshared
         self._unsent = set(self.own)
         self._own_count = len(self.own)
         if not self.own:
             self.ended_s = self.began_s
 
-    def _divide(self, home: int, contents: Sequence[ContentId], number: int, count: int) -> None:
-        """Give each node a run of the chunks, of about as many bytes."""
+    def _divide(self, home: int, contents: Sequence[ContentId], number: int, count: int, *, is_alike: bool) -> None:
+        """Give each node a run of the chunks, of about as many bytes; or if parts differ, chunks by their digests."""
         total, at, places = sum(size for _, size in contents), 0, [0] * count
         for content in contents:
             sender = (2 * at + content[1]) * count // (2 * total)
             at += content[1]
+            if not is_alike:
+                sender = int(content[0][:8], 16) * count >> 32
             if sender == number:
                 self.own.append(content)
             else:
@@ -118,6 +122,8 @@ class SendingOrder:
         if not self._present.issuperset(arrived := self._shared.keys() & listed):
             self._present |= arrived
             self._changed_s = now_s
+            if self.ended_s is not None and self.was_vain is None:
+                self.was_vain = False
         missing = [content for content in self._shared if content in todo and content not in listed]
         taken = self._taken(missing, now_s)
         chosen = set(taken)
@@ -136,6 +142,7 @@ class SendingOrder:
         level = min(2, max(int(silent_s / self._patience_s), int(waited_s / self.longest_wait_s)))
         if not level and waited_s < self.listed_s:
             return []
+        self.was_vain = self.was_vain or bool(level)
         deputed: list[ContentId] = []
         places: dict[tuple[int, int], int] = {}
         for content in missing:
@@ -147,7 +154,8 @@ class SendingOrder:
         if level < 2:
             return deputed
         known = set(deputed)
-        return deputed + _rotated([content for content in missing if content not in known], *self._place(missing[0]))
+        number, count, _ = self.senders[self._shared[missing[0]].home]
+        return deputed + _rotated([content for content in missing if content not in known], number, count)
 
     @property
     def _patience_s(self) -> float:
@@ -155,9 +163,6 @@ class SendingOrder:
         assert self.ended_s is not None
         own_s = self.ended_s - self.began_s
         return max(self.silence_s, own_s * min(1.0, 2 * self.others / max(self._own_count, 1)))
-
-    def _place(self, content: ContentId) -> Sequence[int]:
-        return self.senders[self._shared[content].home]
 
 
 def _rotated(contents: Sequence[ContentId], number: int, count: int) -> list[ContentId]:

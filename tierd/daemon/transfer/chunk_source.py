@@ -61,6 +61,8 @@ class TierUploadContext:
     budget: MemoryBudget = field(default_factory=lambda: MemoryBudget(FLUSH_BYTES))
     encoding: SharedEncoder = field(default_factory=SharedEncoder)  # the encoder that all flushes of a daemon share
     pause: Pause = no_pause
+    # By run, how long other nodes may send nothing: less once they were waited for in vain.
+    silences: dict[str, float] = field(default_factory=dict)
     progress_by_part: dict[PartId, FlushProgress] = field(default_factory=dict)
     timings: DaemonTimings = USUAL
 

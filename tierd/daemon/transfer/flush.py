@@ -211,7 +211,7 @@ async def send_part(
         _CHUNKS,
         time.monotonic(),
         route.timings.chunks_listed_s,
-        route.timings.chunks_awaited_s,
+        route.silences.get(part.checkpoint.run, route.timings.chunks_awaited_s),
         manifest.senders if source.is_local else {},
     )
     order = SharedOrder(sending, listing, todo)
@@ -227,6 +227,9 @@ async def send_part(
             sent = await gather_limited(_CHUNKS, hands)
         finally:
             route.progress_by_part.pop(part, None)
+    if sending.was_vain is not None:
+        timings = route.timings
+        route.silences[part.checkpoint.run] = timings.chunks_listed_s if sending.was_vain else timings.chunks_awaited_s
     tiered = manifest.with_chunks({where: work[chunk.content].encoded for where, chunk in manifest.places()})
     await _show(route, part, tiered)
     await delete_if_permitted(route.store, [part.quarantine_key])
