@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import tierd
 from tierd.cli import app
 from tierd.cli.command_runtime import EXIT_CODES
+from tierd.cli.places import CONFIG, KEY_FILE, SPOOL
 from tierd.core.store_schemes import PLACES
 from tools.reference import ROOT, commands, parameters, usage
 
@@ -49,8 +50,17 @@ def _lines() -> Iterator[str]:
     yield ".SH EXIT STATUS"
     for code, means in EXIT_CODES.items():
         yield from (".TP", f".B {code}", escaped(means))
+    yield ".SH ENVIRONMENT"
+    for name, means in {
+        CONFIG: "The configuration of commands that name no place.",
+        SPOOL: "Without it, the spool of commands that name no place.",
+        KEY_FILE: "The key of tiers that are named by their URLs.",
+    }.items():
+        yield from (".TP", f".B {name}", escaped(means))
     yield ".SH FILES"
     for name, means in {
+        "~/.config/tierd/tierd.toml, /etc/tierd/tierd.toml": "The configuration, if neither the command line nor the "
+        "environment names a place; the first that exists.",
         ".tierd/daemon.log": "In a spool: the log of a daemon that a trainer started. From 8 MiB on it is continued in "
         "a new file, and one older file is kept, daemon.log.1.",
         ".tierd/status.json": "In a spool: the last known state, which tierd status shows when no daemon runs.",

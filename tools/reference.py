@@ -32,6 +32,7 @@ from tierd.cli.commands.flush_waits import DrainResult, WaitResult
 from tierd.cli.commands.inspect_command import InspectReport
 from tierd.cli.commands.prune_commands import DisownResult, PruneVerdict
 from tierd.cli.commands.run_commands import Removal, RunOverviews, UsageReport
+from tierd.cli.places import DefaultSource
 from tierd.client.saving.save_jobs import Stats
 from tierd.core.advice.run_estimates import SaveFit
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig
@@ -83,6 +84,7 @@ SHAPES: dict[str, Any] = {
     "pause": {"spool": str, "paused": str | None},
     "drain": DrainResult,
     "wait": WaitResult,
+    "config show": {"sources": list[DefaultSource], "config": Config | None},
     "config check": {"config": Config, "reach": dict[str, str], "modes": dict[str, dict[str, str | None]]},
     "inspect": InspectReport,
     "check-resume": Checked,

@@ -381,7 +381,7 @@ def test_config_check_reaches_tiers(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["ls", "gopher://x"], 3, "gopher"),
         (["run"], 3, "no spool"),
         (["run", "--spool", "/tmp"], 3, "no tier"),
-        (["restore", "/tmp"], 3, "--run"),
+        (["restore", "/tmp"], 3, "--into"),
         (["verify", "/does/not/exist"], 6, ""),
         (["ls", "/does/not/exist"], 6, ""),
         (["show", "r", "1", "/does/not/exist"], 6, "did not answer"),

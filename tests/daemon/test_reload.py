@@ -22,7 +22,7 @@ from support.waiting import until
 from support.world import commit, part, read, steps_in
 
 import tierd
-from tierd.cli.options import load_config
+from tierd.cli.places import load_config
 from tierd.core.errors import ConfigError, SpoolHeld, StoreUnavailable
 from tierd.daemon import daemon_service
 from tierd.ipc.daemon_connection import DaemonConnection

@@ -27,7 +27,8 @@ from tierd.ipc.protocol import PROTOCOL
 from tierd.logs import make_formatter
 
 MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help shows the modules in this order
-    "commands.daemon_commands": ("run", "pin", "unpin", "config"),
+    "commands.daemon_commands": ("run", "pin", "unpin"),
+    "commands.config_commands": ("config",),
     "commands.prune_commands": ("prune", "disown"),
     "commands.checkpoint_commands": ("ls", "show", "verify"),
     "commands.run_commands": ("runs", "rm", "du"),

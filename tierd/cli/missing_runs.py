@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Collection, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 
-from tierd.cli.options import Places
 from tierd.cli.output import complain
-from tierd.core.errors import CheckpointNotFound, TierdError
+from tierd.cli.places import Places
+from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.core.timeline.restore_order import describe_runs, describe_steps
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.ipc import messages
@@ -49,6 +49,22 @@ def check_run_exists(where: Places, run: str) -> None:
     """Raise `CheckpointNotFound` with the runs that there are if no place has this one."""
     if known_runs := known_runs_text(where, run):
         raise CheckpointNotFound(f"run {run!r}: no place has a checkpoint of it\n  {known_runs}")
+
+
+def only_run(where: Places) -> str:
+    """Return the run of the places.
+
+    Raises:
+        CheckpointNotFound: they hold none.
+        ConfigError: they hold several; the message names them.
+        StoreUnavailable: a tier does not answer.
+    """
+    names = sorted(asyncio.run(_list_runs(where)))
+    if not names:
+        raise CheckpointNotFound("the places named hold no run")
+    if len(names) > 1:
+        raise ConfigError(f"name the run, because there are several: {', '.join(names)}")
+    return names[0]
 
 
 def known_runs_text(where: Places, run: str) -> str | None:

@@ -34,11 +34,11 @@ from tierd.core.urls import StoreUrl, parse_url
 
 MAX_CONFIG_CHARS = 64 << 10  # characters in a file
 _DEEP = re.compile(r"^(?:[^.#\n]*\.){65}", re.MULTILINE)  # tomllib takes quadratic time or more for a dotted key
-_TIER_NAME, _ABSOLUTE, _DIRECTORY = r"^[a-z][a-z0-9-]{0,31}\Z", "^/", r"^/[^\x00]*\Z"
+TIER_NAME, _ABSOLUTE, _DIRECTORY = r"^[a-z][a-z0-9-]{0,31}\Z", "^/", r"^/[^\x00]*\Z"
 _FORMS = {  # what to write where a pattern does not match, for messages
     RATE_PATTERN: "a rate, such as 800kB/s, 200MB/s or 1GiB/s",
     DURATION_PATTERN: "a time, such as 90s, 10m, 12h or 7d",
-    _TIER_NAME: "at most 32 lower case letters, digits and hyphens, a letter first",
+    TIER_NAME: "at most 32 lower case letters, digits and hyphens, a letter first",
     _ABSOLUTE: "an absolute path",
     _DIRECTORY: "an absolute path",
 }
@@ -61,7 +61,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             tiers; `retention` says which of their checkpoints.
     """
 
-    name: Annotated[str, Meta(pattern=_TIER_NAME)]
+    name: Annotated[str, Meta(pattern=TIER_NAME)]
     url: str
     retention: RetentionPolicy | None = None
     verify: Literal["checksum", "read"] = "checksum"

@@ -18,16 +18,9 @@ from msgspec import Meta
 
 from tierd.cli.commands.checkpoint_commands import observe_inventory
 from tierd.cli.missing_runs import naming_known_runs
-from tierd.cli.options import (
-    LONGEST_S,
-    SHORTEST_S,
-    format_duration,
-    parse_bandwidth,
-    parse_size,
-    parse_time,
-    resolve_places,
-)
+from tierd.cli.options import LONGEST_S, SHORTEST_S, format_duration, parse_bandwidth, parse_size, parse_time
 from tierd.cli.output import console, make_table, print_lines
+from tierd.cli.places import resolve_places
 from tierd.core.advice.run_estimates import RunHistory, SaveFit, SaveMode, TableRow, run_history
 from tierd.core.advice.save_interval import Advice, Costs, IntervalChoice, goodput
 from tierd.core.errors import ConfigError

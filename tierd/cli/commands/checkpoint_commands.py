@@ -17,16 +17,15 @@ from tierd.cli.options import (
     ConfigOption,
     JsonOption,
     KeyFileOption,
-    Places,
     RunArgument,
     RunOption,
     SpoolOption,
     StepArgument,
     StepOption,
     UrlArgument,
-    resolve_places,
 )
 from tierd.cli.output import checkpoint_table, complain, console, format_size, make_table, print_checkpoints, print_json
+from tierd.cli.places import Places, resolve_places
 from tierd.core.errors import (
     CheckpointNotFound,
     DaemonAbsent,

@@ -22,10 +22,11 @@ import typer
 
 from tierd.cli.command_runtime import show_progress
 from tierd.cli.commands.checkpoint_commands import observe_inventory
-from tierd.cli.missing_runs import naming_known_runs
-from tierd.cli.options import AttemptOption, JsonOption, KeyFileOption, Places, ToOption
+from tierd.cli.missing_runs import naming_known_runs, only_run
+from tierd.cli.options import AttemptOption, JsonOption, KeyFileOption, OnlyRunOption, ToOption
 from tierd.cli.output import complain, console, format_size, make_table, print_json, print_table
-from tierd.core.config import Config, from_urls
+from tierd.cli.places import Places, make_config
+from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, ConfigError, SpoolUnusable, TierdError
 from tierd.core.ids import check_run
 from tierd.core.run_report import make_report
@@ -130,9 +131,11 @@ class ImportResult(msgspec.Struct, frozen=True):
 
 
 def copy(
-    source: Annotated[str, typer.Argument(metavar="FROM", help=f"The tier to read: {PLACES}.")],
+    source: Annotated[
+        str, typer.Argument(metavar="FROM", help=f"The tier to read: {PLACES}; or its name in the configuration.")
+    ],
     target: Annotated[str, typer.Argument(metavar="TO", help="The tier to write.")],
-    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")],
+    run: OnlyRunOption = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", help="Only this step, pinned there.", show_default=False)
     ] = None,
@@ -148,11 +151,12 @@ def copy(
 ) -> None:
     """Copy a run from one tier to another, verified, and only what TO lacks. Killed, the same command continues.
     --key-file is FROM's key. Needs no daemon."""
-    run = check_run(name)
+    source_config = make_config("/", [source], None, key_file)
+    target_config = make_config("/", [target], None, to_key_file, default_key=False)
+    run = check_run(run or only_run(Places(None, source_config, has_policy=False)))
     to_run = check_run(new_name) if new_name else run
-    if parse_url(source) == parse_url(target) and run == to_run:
+    if [*source_config.urls().values()] == [*target_config.urls().values()] and run == to_run:
         raise ConfigError(f"{target}: FROM and TO are one place; --as gives the copy another name there")
-    source_config, target_config = _tier_config(source, key_file), _tier_config(target, to_key_file)
     with naming_known_runs(Places(None, source_config, has_policy=False), run):
         copied = asyncio.run(_copy(source_config, target_config, run, to_run, step, attempt))
     answer = CopyResult(
@@ -164,10 +168,6 @@ def copy(
     print_json(answer) if json else _show(answer)
     if copied.failed:
         raise typer.Exit(_EXIT_CORRUPT)
-
-
-def _tier_config(url: str, key_file: Path | None) -> Config:
-    return from_urls("/", [url], key_file=str(key_file.absolute()) if key_file else None)
 
 
 async def _copy(
@@ -225,7 +225,7 @@ def import_(
     in the order of steps. PATH is not written to. What lies in a bucket is brought below $TMPDIR, one checkpoint at a
     time. Needs no daemon."""
     run, where = check_run(name), _parse_place(path)
-    config = from_urls("/", to or [], key_file=str(key_file.absolute()) if key_file else None)
+    config = make_config("/", to or [], None, key_file)
     imported = asyncio.run(_import(config, path, where, run, step))
     answer = ImportResult(
         imported, _steps_to_prune(config, run, {(unit.step, unit.attempt) for unit in imported.units})

@@ -1,4 +1,4 @@
-"""The daemon's own command, `run`; pin and unpin; and `config check`, which writes a probe."""
+"""The daemon's own command, `run`; pin and unpin."""
 
 from __future__ import annotations
 
@@ -21,38 +21,30 @@ from tierd.cli.options import (
     ConfigOption,
     JsonOption,
     KeyFileOption,
-    Places,
     RunArgument,
     SpoolOption,
     StepArgument,
     ToOption,
     UrlArgument,
-    load_config,
-    resolve_places,
 )
 from tierd.cli.output import complain, console, print_json
-from tierd.core.config import Config, from_urls, without_addresses
+from tierd.cli.places import DEFAULTS, Places, default_places, default_spool, load_config, make_config, resolve_places
+from tierd.core.config import Config
 from tierd.core.errors import ConfigError, DaemonUnavailable, printable_json
 from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.restore_order import restore_order
 from tierd.core.timeline.run_view import RunView
-from tierd.core.urls import parse_url
-from tierd.daemon.daemon_service import open_all, serve
+from tierd.daemon.daemon_service import serve
 from tierd.daemon.intake.active_watch import NothingTaken
 from tierd.daemon.tiers import intents
-from tierd.daemon.tiers.tier_identity import check_identities
 from tierd.daemon.tiers.tier_observer import observe_places
-from tierd.daemon.tiers.tier_probes import TierAccess
-from tierd.daemon.tiers.tier_probes import probe_access as try_out
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.message_codec import read_member
 from tierd.logs import LogFormat
 from tierd.logs import use_format as use_format
-from tierd.spool.spool import Spool
-from tierd.stores.encryption_keys import read_key
 from tierd.stores.open import open_tiers
 
 
@@ -60,10 +52,6 @@ def register(app: typer.Typer) -> None:
     """Add this module's commands."""
     for command in (run, pin, unpin):
         app.command()(command)
-    config = typer.Typer(help="The configuration file.", no_args_is_help=True)
-    config.callback()(lambda: None)
-    config.command("check")(config_check)
-    app.add_typer(config, name="config")
 
 
 def run(
@@ -89,6 +77,8 @@ def run(
 ) -> None:
     """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
     use_format(log_format)
+    if spool is None and config is None:
+        spool, config = default_places() if not to else (default_spool(), None)
     where = _daemon_config(spool, to, config, keep_last, key_file)
     on_event = print_event if json else None
     reread = (lambda: _load_config(config, keep_last)) if config is not None else None
@@ -122,12 +112,11 @@ def _daemon_config(
             )
         return _load_config(config, keep_last)
     if spool is None:
-        raise ConfigError("no spool: give --spool DIR, or --config FILE")
+        raise ConfigError(f"no spool: give --spool DIR, or --config FILE; or {DEFAULTS}")
     if not to:
         raise ConfigError("no tier: name at least one with --to URL, or give --config FILE")
-    key = str(key_file.absolute()) if key_file else None
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
-    return from_urls(str(spool.absolute()), to, retention, key)
+    return make_config(str(spool.absolute()), to, retention, key_file)
 
 
 def _load_config(path: Path, keep_last: int | None) -> Config:
@@ -210,51 +199,3 @@ async def _pin_directly(where: Places, run: str, step: int, attempt: str | None,
         checkpoint = choose_checkpoint(inventory, run, step, attempt)
         await (intents.pin if pinned else intents.unpin)(where.spool, stores.values(), checkpoint)
         return checkpoint
-
-
-def config_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A tierd.toml.")],
-    reach: Annotated[
-        bool, typer.Option("--reach", help="Also try whether every tier answers, and what it allows.")
-    ] = False,
-    json: JsonOption = False,
-) -> None:
-    """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer
-    or takes nothing, or a watched directory does not exist."""
-    config = load_config(file)
-    Spool(Path(config.spool), write=False)
-    reached = asyncio.run(_reach_tiers(config, reach=reach))
-    answers = {name: "answers" if tier_reach.mode else tier_reach.why for name, tier_reach in reached.items()}
-    keys = {tier.name: read_key(Path(tier.key_file)) for tier in config.tier if tier.key_file}
-    if json:
-        print_json({"config": without_addresses(config), "reach": answers, "modes": reached})
-    else:
-        out = console()
-        out.print(f"{file}: spool {config.spool}, rescan {config.rescan}, drain {config.drain}")
-        for tier in config.tier:
-            key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
-            out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
-        for index, watch in enumerate(config.watch):
-            where = Path(watch.directory)
-            note = "" if where.is_dir() else "  not a directory" if where.exists() else "  does not exist yet"
-            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}{note}")
-        for index, receiver in enumerate(without_addresses(config).notify):
-            out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
-    absent = [watch.directory for watch in config.watch if not Path(watch.directory).is_dir()]
-    if absent or any(tier_reach.mode in (None, "read-only") for tier_reach in reached.values()):
-        raise typer.Exit(6)
-
-
-def _describe_reach(reached: TierAccess | None) -> str:
-    if reached is None or reached.mode is None:
-        return reached.why if reached else ""
-    return f"answers; {reached.mode}{f': {reached.why}' if reached.why else ''}"
-
-
-async def _reach_tiers(config: Config, *, reach: bool) -> dict[str, TierAccess]:
-    """Open all places of a configuration, as a starting daemon does; with `reach`, return what each tier permits."""
-    async with AsyncExitStack() as stack:
-        stores, _ = await open_all(config, stack, trial=True)
-        if reach:
-            await check_identities(config.urls(), stores, keep=False)
-        return {name: await try_out(store) for name, store in stores.items()} if reach else {}

@@ -16,9 +16,10 @@ import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
-from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument, load_config
+from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument
 from tierd.cli.output import Table, console, make_table, print_json
-from tierd.core.config import Config, TierConfig, from_urls
+from tierd.cli.places import default_places, load_config, make_config
+from tierd.core.config import Config, TierConfig
 from tierd.core.diagnosis.findings import Finding, Severity, finding, worst_severity
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy, parse_duration
@@ -121,6 +122,8 @@ def _resolve_places(
     urls: list[str] | None, spool: Path | None, file: Path | None, key_file: Path | None
 ) -> tuple[Config | None, Path | None]:
     """Return the configuration and the spool's path, which may be absent as yet. Raises `ConfigError`."""
+    if not (spool or urls or file):
+        spool, file = default_places()
     if file is not None:
         if spool or urls or key_file:
             raise ConfigError("--config names the spool, the tiers and their keys itself; leave the others out")
@@ -131,8 +134,7 @@ def _resolve_places(
     if key_file and not urls:
         raise ConfigError("--key-file is for tiers that are named by their URLs; name one")
     root = spool.absolute() if spool else None
-    key = str(key_file.absolute()) if key_file else None
-    return (from_urls(str(root or "/"), urls, key_file=key, where="URL") if urls else None), root
+    return (make_config(str(root or "/"), urls, None, key_file, where="URL") if urls else None), root
 
 
 def _read_key(tier: TierConfig) -> tuple[EncryptionKey | None, list[Finding]]:

@@ -6,7 +6,6 @@ Invariant: neither command changes the daemon's plan. They ask it to observe and
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -14,27 +13,23 @@ import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_UNFINISHED, Meter, show_progress
-from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs
-from tierd.cli.options import (
-    AttemptOption,
-    ConfigOption,
-    JsonOption,
-    RunArgument,
-    SpoolOption,
-    resolve_places,
-)
+from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs, only_run
+from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, SpoolOption
 from tierd.cli.output import console, format_size, make_table, pause_text, print_json, print_lines
+from tierd.cli.places import Places, resolve_places
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
 from tierd.core.planning.unflushed_parts import UnflushedPart, UnflushedParts, parse_backlog, unflushed_by_tier
 from tierd.core.retention.policy import parse_duration
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection
-from tierd.spool.spool import Spool
 
 _MARGIN_S = 10.0  # that the daemon's answer may take beyond the time in the request
 _LONGEST_S = 7 * 86400.0
 
+OptionalRun = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="The run's name.", show_default="the only one")
+]
 OptionalStep = Annotated[
     int | None, typer.Argument(metavar="[STEP]", help="The checkpoint's step.", show_default="the newest")
 ]
@@ -100,7 +95,7 @@ def drain(
 ) -> None:
     """Have the daemon flush everything now, newest first, and wait for it; exit code 9 when something is left."""
     end = time.monotonic() + _parse_time("--deadline", deadline)
-    with _connect(resolve_places(spool, None, config).node_spool, config) as link:
+    with _connect(resolve_places(spool, None, config)) as link:
         backlog = _drain(link, end)
     remaining = tuple(_left_part(part) for part in backlog.left)
     if json:
@@ -173,7 +168,7 @@ def _tier_columns(part: PendingPart) -> tuple[str, str]:
 
 
 def wait(
-    run: RunArgument,
+    run: OptionalRun = None,
     step: OptionalStep = None,
     spool: SpoolOption = None,
     config: ConfigOption = None,
@@ -184,13 +179,13 @@ def wait(
 ) -> None:
     """Wait until a checkpoint is whole and verified on a tier; exit code 6 when a tier refuses or the time is over."""
     end = time.monotonic() + _parse_time("--timeout", timeout)
-    check_run(run)
     if step is not None:
         check_step(step)
     where = resolve_places(spool, None, config)
+    run = check_run(run or only_run(where))
     with (
         naming_known_runs(where, run),
-        _connect(where.node_spool, config) as link,
+        _connect(where) as link,
         show_progress("flushing") as meter,
     ):
         names = [status["name"] for status in link.ask(messages.StatusRequest())["status"]["tiers"]]
@@ -246,12 +241,13 @@ def _wait(
         summary = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
 
 
-def _connect(spool: Spool, config: Path | None) -> DaemonConnection:
+def _connect(where: Places) -> DaemonConnection:
     """Connect to the daemon of the spool; the error says how to flush without a daemon."""
+    spool = where.node_spool
     try:
         return DaemonConnection(spool)
     except DaemonUnavailable as error:
-        options = f"--config {config}" if config else f"--spool {spool.root} --to URL"
+        options = f"--config {where.config_file}" if where.config_file else f"--spool {spool.root} --to URL"
         raise DaemonUnavailable(f"{error}; to flush once and end: tierd run {options} --until-idle") from None
 
 

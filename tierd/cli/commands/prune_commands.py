@@ -15,18 +15,9 @@ from typing import Annotated
 import typer
 
 from tierd.cli.missing_runs import check_run_exists, naming_known_runs
-from tierd.cli.options import (
-    ConfigOption,
-    JsonOption,
-    KeyFileOption,
-    Places,
-    RunArgument,
-    RunOption,
-    SpoolOption,
-    UrlArgument,
-    resolve_places,
-)
+from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, RunArgument, RunOption, SpoolOption, UrlArgument
 from tierd.cli.output import console, make_table, print_json
+from tierd.cli.places import Places, resolve_places
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -104,7 +95,7 @@ def prune(
 ) -> None:
     """Apply retention to the tiers now: each run's own policy, or the one given. A spool is pruned by its daemon alone,
     which does both by itself."""
-    where = resolve_places(None, url, config, keep_last, key_file)
+    where = resolve_places(None, url, config, keep_last, key_file, tiers=True)
     judged = asyncio.run(_prune(where, run, dry_run=dry_run))
     if json:
         print_json({"verdicts": judged})
@@ -255,7 +246,7 @@ def disown(
     json: JsonOption = False,
 ) -> None:
     """Delete a launch's names (manifests, quarantined ones, intents, pins, marks) from tiers: they are nobody's."""
-    where = resolve_places(spool, url, config, key_file=key_file)
+    where = resolve_places(spool, url, config, key_file=key_file, tiers=True)
     if where.config is None:
         raise ConfigError("disown takes names from tiers: give their URLs, or --config FILE")
     _check_leases(where, check_run(run), check_attempt(attempt))

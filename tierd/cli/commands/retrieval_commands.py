@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from tierd.cli.command_runtime import EXIT_UNDELIVERED, collector_paused, show_progress
-from tierd.cli.missing_runs import check_run_exists, naming_known_runs, warn_of_unknown_run
+from tierd.cli.missing_runs import check_run_exists, naming_known_runs, only_run, warn_of_unknown_run
 from tierd.cli.options import (
     AttemptOption,
     BestOption,
@@ -23,17 +23,17 @@ from tierd.cli.options import (
     JsonOption,
     KeyFileOption,
     ModeOption,
+    OnlyRunOption,
     StepOption,
     UrlArgument,
     best_goal,
-    resolve_places,
 )
 from tierd.cli.output import complain, console, format_size, print_json, print_lines
+from tierd.cli.places import Places, resolve_places
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError, printable_json
 from tierd.core.ids import check_run
 from tierd.core.retention.policy import parse_duration
-from tierd.core.urls import parse_url
 from tierd.daemon.intake.in_place_restore import RestoredUnit
 from tierd.daemon.intake.series_restore import restore_in_place
 from tierd.daemon.transfer.download import Progress
@@ -54,7 +54,7 @@ def register(app: typer.Typer) -> None:
 
 def restore(
     url: UrlArgument = None,
-    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
+    run: OnlyRunOption = None,
     to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="An empty or absent directory.")] = None,
     into: Annotated[
         Path | None,
@@ -70,12 +70,12 @@ def restore(
 ) -> None:
     """Copy the newest verified checkpoint, or the best, out of the tiers: one directory a rank, or back in place. Needs
     no daemon."""
-    if not name or (to is None) == (into is None):
-        raise ConfigError("restore needs --run RUN, and either --to DIR or --into DIR")
+    if (to is None) == (into is None):
+        raise ConfigError("restore needs either --to DIR or --into DIR")
     goal = best_goal(best, mode, step)
-    where = resolve_places(None, url, config, key_file=key_file)
+    where = resolve_places(None, url, config, key_file=key_file, tiers=True)
     assert where.config is not None
-    moved, run = Progress(), check_run(name)
+    moved, run = Progress(), check_run(run or only_run(where))
     if into is not None:
         directory = into.absolute()
         with naming_known_runs(where, run):
@@ -146,7 +146,7 @@ _REFUSES = {"torch": "torch.load refuses them by default", "dcp": "only a restor
 
 def export_command(
     url: UrlArgument = None,
-    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
+    run: OnlyRunOption = None,
     to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="An empty or absent directory.")] = None,
     format: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="safetensors, hf, torch or dcp.")
@@ -168,8 +168,8 @@ def export_command(
     json: JsonOption = False,
 ) -> None:
     """Write the newest verified checkpoint, or the best, in another format, streamed. Needs no daemon."""
-    if not url or not name or to is None:
-        raise ConfigError("export needs a tier's URL, --run RUN and --to DIR")
+    if to is None:
+        raise ConfigError("export needs --to DIR")
     best_goal(best, mode, step)
     try:
         with collector_paused():
@@ -178,10 +178,11 @@ def export_command(
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
 
-    where = resolve_places(None, list(url), None, key_file=key_file)
+    where = resolve_places(None, url, None, key_file=key_file, tiers=True)
+    run = run or only_run(where)
     with (
-        naming_known_runs(where, name),
-        open_run(list(url), name, key_file) as reader,
+        naming_known_runs(where, run),
+        open_run(*_reader_arguments(where, run)) as reader,
         show_progress("exporting") as meter,
     ):
         exported = reader.export(
@@ -221,7 +222,7 @@ def export_command(
 
 def follow(
     url: UrlArgument = None,
-    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
+    run: OnlyRunOption = None,
     command: Annotated[
         str,
         typer.Option(
@@ -241,8 +242,8 @@ def follow(
 
     Its files are fetched and verified if the command names {directory}; otherwise only its manifests are read.
     A run that begins later is waited for, without --once."""
-    if not url or not name or not command or to is None:
-        raise ConfigError("follow needs a tier's URL, --run RUN, --exec COMMAND and --to DIR")
+    if not command or to is None:
+        raise ConfigError("follow needs --exec COMMAND and --to DIR")
     try:
         period_s = parse_duration(period)
     except ValueError as error:
@@ -262,18 +263,28 @@ def follow(
             )
 
     words = parse_command(command)
-    _check_apart(to, url)
+    where = resolve_places(None, url, None, key_file=key_file, tiers=True)
+    _check_apart(to, where)
+    run = run or only_run(where)
     # A follower may be started before the run's first save, but what ends at once has nothing to wait for.
-    (check_run_exists if once else warn_of_unknown_run)(resolve_places(None, list(url), None, key_file=key_file), name)
-    with open_run(list(url), name, key_file) as reader:
+    (check_run_exists if once else warn_of_unknown_run)(where, run)
+    with open_run(*_reader_arguments(where, run)) as reader:
         follower = CommandFollower(reader.tiers, to, words, show)
         if not follower.run(latest=latest, period_s=period_s, once=once):
             raise typer.Exit(EXIT_UNDELIVERED)
 
 
-def _check_apart(to: Path, urls: list[str]) -> None:
+def _reader_arguments(where: Places, run: str) -> tuple[list[str], str, str | None]:
+    """Return the arguments of `tierd.open` for the tiers; raises `ConfigError` if these have several keys."""
+    assert where.config is not None
+    keys = {tier.key_file for tier in where.config.tier}
+    if len(keys) > 1:
+        raise ConfigError("the tiers have different keys, so name one of them")
+    return [tier.url for tier in where.config.tier], run, keys.pop()
+
+
+def _check_apart(to: Path, where: Places) -> None:
     """Refuse a state directory in a tier, because everything in a tier belongs to a run; raises `ConfigError`."""
-    for url in urls:
-        place = parse_url(url)
+    for url, place in where.config.urls().items() if where.config else ():
         if place.is_directory and to.resolve().is_relative_to(Path(place.path).resolve()):
             raise ConfigError(f"--to {to}: it lies in the tier {url}; name a directory of the follower's own")

@@ -22,15 +22,14 @@ from tierd.cli.options import (
     ConfigOption,
     JsonOption,
     KeyFileOption,
-    Places,
     RunArgument,
     RunOption,
     SpoolOption,
     UrlArgument,
     format_duration,
-    resolve_places,
 )
 from tierd.cli.output import complain, console, format_size, make_table, print_json, print_table
+from tierd.cli.places import Places, resolve_places
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -97,7 +96,7 @@ def runs(
     json: JsonOption = False,
 ) -> None:
     """Every run of whole tiers: its newest verified step, how old it is, how far newer ones are ahead, and its size."""
-    where = resolve_places(spool, url, config, key_file=key_file)
+    where = resolve_places(spool, url, config, key_file=key_file, tiers=True)
     if where.config is None:
         raise ConfigError("runs lists tiers: name their URLs, or give --config FILE; --spool DIR only adds its steps")
     overviews = asyncio.run(_observe(where))

@@ -19,7 +19,7 @@ import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
-from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, resolve_places
+from tierd.cli.options import ConfigOption, JsonOption, SpoolOption
 from tierd.cli.output import (
     Table,
     complain,
@@ -31,6 +31,7 @@ from tierd.cli.output import (
     print_json,
     print_lines,
 )
+from tierd.cli.places import resolve_places
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, RequestUnknown, SpoolHeld, VersionMismatch
 from tierd.core.retention.policy import parse_duration
 from tierd.core.timeline.concurrent_launches import Lease, Rival, concurrency_warning, describe_leases

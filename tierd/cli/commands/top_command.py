@@ -22,8 +22,9 @@ from rich.live import Live
 from rich.text import Text
 
 from tierd.cli.commands.top_lines import headline, top_lines
-from tierd.cli.options import ConfigOption, SpoolOption, format_duration, resolve_places
+from tierd.cli.options import ConfigOption, SpoolOption, format_duration
 from tierd.cli.output import console
+from tierd.cli.places import resolve_places
 from tierd.core.errors import DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
 from tierd.daemon import status_file
 from tierd.ipc import messages

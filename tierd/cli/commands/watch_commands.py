@@ -14,9 +14,10 @@ import typer
 from tierd.cli.commands.daemon_commands import print_event, run_daemon
 from tierd.cli.commands.retrieval_commands import with_tiers
 from tierd.cli.missing_runs import warn_of_unknown_run
-from tierd.cli.options import JsonOption, KeyFileOption, Places, SpoolOption, ToOption, check_account_access
+from tierd.cli.options import JsonOption, KeyFileOption, ToOption
 from tierd.cli.output import complain, console, format_size, make_table, print_json
-from tierd.core.config import WatchConfig, check_user_layout, from_urls
+from tierd.cli.places import Places, check_account_access, make_config
+from tierd.core.config import WatchConfig, check_user_layout
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
 from tierd.core.retention.policy import RetentionPolicy
@@ -34,6 +35,10 @@ from tierd.watching.unit_description import explain_listing as explain_listing
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory below which the program writes.")]
 
 
+BesideSpoolOption = Annotated[
+    Path | None,
+    typer.Option("--spool", metavar="DIR", help="The spool; not given: `.NAME.tierd` beside DIR.", readable=False),
+]
 UnitOption = Annotated[
     list[str] | None,
     typer.Option("--unit", metavar="GLOB", help="Paths below DIR that are one checkpoint each; nothing else is one."),
@@ -65,7 +70,7 @@ def watch(
         typer.Option("--run", metavar="RUN", help="The run that the checkpoints become; needed to take any."),
     ] = None,
     to: ToOption = None,
-    spool: SpoolOption = None,
+    spool: BesideSpoolOption = None,
     keep_last: Annotated[
         int | None,
         typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place; not given: the run's own policy."),
@@ -108,12 +113,11 @@ def watch(
         return
     if name is None:
         raise typer.BadParameter("name the run that the checkpoints become", param_hint="--run")
-    key = str(key_file.absolute()) if key_file else None
-    config = from_urls(
+    config = make_config(
         str((spool or default_spool(where)).absolute()),
         to or [],
         RetentionPolicy(keep_last=keep_last) if keep_last else None,
-        key,
+        key_file,
         watch=[watched],
     )
     run_daemon(serve(config, until_idle=until_idle, on_event=print_event if json else None))
@@ -186,7 +190,7 @@ def prepare(
     directory: DirectoryArgument,
     name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run as which it is watched.")],
     to: ToOption = None,
-    spool: SpoolOption = None,
+    spool: BesideSpoolOption = None,
     unit: UnitOption = None,
     step: StepOption = None,
     complete_when: CompleteOption = None,
@@ -202,7 +206,7 @@ def prepare(
     home = (spool or default_spool(where)).absolute()
     check_account_access(home)
     own_spool = Spool(home, write=False) if (home / ".tierd").is_dir() else None
-    config = from_urls(str(home), to or [], None, str(key_file.absolute()) if key_file else None)
+    config = make_config(str(home), to or [], None, key_file)
     prepared = asyncio.run(
         with_tiers(config, moved, lambda stores: prepare_directory(where, run, own_spool, stores, moved, rules))
     )
