@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from tierd.cli.output import lay_out_table, wrap_text
+from tierd.cli.tables import lay_out_table, wrap_text
 
 COLUMNS = ("RUN", "STEP", "ATTEMPT", "WHERE", "STATE", "KEPT BECAUSE")
 A, B = "018f0aab1234-00000001", "018f0aab1234-00000002"

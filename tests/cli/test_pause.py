@@ -48,7 +48,8 @@ def test_pause_reaches_a_running_daemon(spool: Spool, capsys: pytest.CaptureFixt
         assert abs(datetime.fromisoformat(ends) - datetime.now(UTC) - timedelta(hours=2)) < timedelta(minutes=5)
         assert daemon.reconciler.pause.until == ends
         assert run(["status", "--spool", root]) == 0
-        assert f"paused until {ends}: nothing is flushed; to go on: tierd resume" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"paused until {ends[:19].replace('T', ' ')} UTC" in shown and "to go on: tierd resume" in shown
         assert run(["pause", "--spool", root]) == 0
         assert capsys.readouterr().out == "paused until resumed\n"
         for _ in range(2):

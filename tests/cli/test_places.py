@@ -114,3 +114,17 @@ def test_several_runs_need_a_name(
     commit(Spool(tmp_path / "spool"), part(1, run="other"))
     assert run(["restore", "--config", str(config_file), "--to", str(tmp_path / "out")]) == 3
     assert "bert, other" in capsys.readouterr().err
+
+
+def test_first_digits_name_an_attempt(
+    home: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spool = Spool(tmp_path / "spool")
+    commit(spool, part(20, launch=2, run="bert"))
+    first = part(10, run="bert").checkpoint.attempt
+    where = ["--spool", str(spool.root)]
+    assert run(["show", "bert", "10", *where, "--attempt", first[-8:]]) == 0
+    assert first in capsys.readouterr().out
+    assert run(["show", "bert", "10", *where, "--attempt", "0000"]) == 3  # the beginning of two
+    assert "several" in capsys.readouterr().err
+    assert run(["show", "bert", "10", *where, "--attempt", "ffff"]) == 4

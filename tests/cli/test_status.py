@@ -99,13 +99,15 @@ def test_check_exits_by_severity(spool: Spool, capsys: pytest.CaptureFixture[str
         for _ in range(3):
             daemon.reconciler.journal.record_failure(("worker", "x"), "prune", "tier", "backlog", "refused")
         assert run(["status", "--check", *where]) == EXIT_ALERT
-        assert capsys.readouterr().out.startswith("ALERT tier: prune backlog failed 3 times in a row: refused\nWARNING")
+        first, second = capsys.readouterr().out.splitlines()
+        assert first.startswith("ALERT tier, for ") and first.endswith("prune backlog failed 3 times in a row: refused")
+        assert second.startswith("WARNING")
         for _ in range(3):
             daemon.reconciler.journal.record_failure(
                 ("lane", "y"), action_verb(None), "other", action_subject(None), "no route"
             )
         assert run(["status", "--check", *where]) == EXIT_ALERT
-        assert "ALERT other: observing failed 3 times in a row: no route\n" in capsys.readouterr().out
+        assert ": observing failed 3 times in a row: no route\n" in capsys.readouterr().out
         daemon.reconciler.journal.record_success(("lane", "y"))
         assert run(["status", "--check", "--json", *where]) == EXIT_ALERT
         assert [one["severity"] for one in json.loads(capsys.readouterr().out)["problems"]] == ["alert", "warning"]
@@ -127,7 +129,7 @@ def test_after_the_daemon_has_ended_its_last_state_is_shown(
     where = ["--spool", str(spool.root)]
     assert run(["status", *where]) == 0
     shown = capsys.readouterr()
-    assert "no daemon runs; this is the last known state, " in shown.err and " s old (20" in shown.err
+    assert "no daemon runs; this is the last known state, of " in shown.err and " s ago (20" in shown.err
     assert ", not running" in shown.out and "durable" in shown.out and "disk" in shown.out
     assert run(["status", "--json", *where]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -154,14 +156,14 @@ def test_a_damaged_last_state_is_none(spool: Spool, damage: bytes | None, tmp_pa
 
 
 def test_the_age_of_a_last_state(spool: Spool, calm: Status, capsys: pytest.CaptureFixture[str]) -> None:
-    for seconds, age in ((5, "5 s old"), (125, "2 min old"), (7300, "2 h old"), (3 * 86400, "3 d old")):
+    for seconds, age in ((5, "5 s ago"), (125, "2 min ago"), (7300, "2 h ago"), (3 * 86400, "3 d ago")):
         at = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
         status_file.write_status(spool.control, replace(calm, at=at))
         assert run(["status", "--spool", str(spool.root)]) == 0
         assert age in capsys.readouterr().err
     status_file.write_status(spool.control, replace(calm, at="never"))
     assert run(["status", "--spool", str(spool.root)]) == 0
-    assert "of unknown age" in capsys.readouterr().err
+    assert "unknown ago" in capsys.readouterr().err
 
 
 def test_a_last_state_is_private_and_replaced_whole(spool: Spool, calm: Status) -> None:

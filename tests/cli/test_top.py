@@ -55,17 +55,18 @@ def test_top_shows_the_same_rows_as_the_page(spool: Spool) -> None:
         shown = lines(seen)
         text = "\n".join(shown)
         for words in (
-            "PROBLEMS", "TIERS", "RUNS", "EVENTS", "none", "disk", "idle", "█", "run: step 20 is on a tier",
-            "half: on no tier", "rolled back by 20 steps", "a restore tries this first", "kept: ", "verified",
-            "committed", "incomplete: not all of 2 ranks", "loss 0.05", "●──", "└──", "flushed disk", "durable disk",
+            "PROBLEMS", "TIERS", "RUNS", "EVENTS", "nothing is wrong", "disk", "idle", "█", "run: step 20 is on a tier",
+            "half: on no tier", "rolled back by 20", "resumes next", "verified",
+            "committed", "committed 1/2", "flushed", "durable",
         ):  # fmt: skip
             assert words in text, words
         assert "\\u202e" in text and EVIL not in text
-        assert sum(line.startswith("20  ") for line in shown) == 2  # one of each launch
+        assert sum(line.startswith("20  ") for line in shown) == 2  # one line for each checkpoint
+        assert all(word in "\n".join(lines(seen, 200)) for word in ("loss 0.05", "newest", "●──", "└──"))
         for width in (80, 40, 200):
             assert [line for line in lines(seen, width) if cell_len(line) > width] == []
         daemon.reconciler.repairs.hold(part(30))
-        assert any("held by a restore" in line for line in lines(seen))
+        assert any("held by a restore" in line for line in lines(seen, 200))
 
 
 def test_a_lane_reaches_to_where_a_later_launch_left_it(spool: Spool) -> None:
@@ -81,8 +82,8 @@ def test_a_lane_reaches_to_where_a_later_launch_left_it(spool: Spool) -> None:
     ]
     runs = {"checkpoints": checkpoints, "launches": launches, "unreached": [], "held": [], "in_flight": []}
     text = [line.plain for line in top_lines({"at": "2026-01-01T00:00:00+00:00"}, runs, 80)]
-    first, second = (text[text.index(next(one for one in text if f"launch {name}" in one)) + 1] for name in "ab")
-    assert second.lstrip().startswith("└──") and second.rstrip().endswith("○")
+    first, second = (next(line for line in text if line.startswith(f"launch {name}")) for name in "ab")
+    assert "└──" in second and second.rstrip().endswith("○")
     assert len(first) == second.index("└") + 1, text  # no gap between the two
 
 
@@ -108,7 +109,7 @@ def test_top_shows_problems_and_transfers_under_way(spool: Spool) -> None:
             daemon.reconciler.journal.record_failure(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down")
         seen = DaemonView(spool)
         wait_until(lambda: re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen, 200))), pause_s=0.05)
-        assert "ALERT disk: prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen)
+        assert "prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen, 200)[1]
 
 
 def test_top_leaves_out_members_that_a_daemon_of_another_version_lacks(spool: Spool) -> None:
@@ -117,7 +118,8 @@ def test_top_leaves_out_members_that_a_daemon_of_another_version_lacks(spool: Sp
         seen = DaemonView(spool)
         seen.refresh()
         text = "\n".join(line.plain for line in top_lines({"events": seen.status["events"]}, None, 80))
-        assert "of another version of tierd: 'problems'" in text and "not known" in text and "flushed disk" in text
+        assert "of an older version" in text and "of another version: 'tiers'" in text and "not known" in text
+        assert "flushed" in text
 
 
 def test_a_daemon_that_does_not_know_the_request_shows_its_status(spool: Spool, monkeypatch) -> None:
@@ -133,7 +135,7 @@ def test_a_daemon_that_does_not_know_the_request_shows_its_status(spool: Spool, 
         daemon.settle()
         seen = DaemonView(spool)
         shown = lines(seen)
-        assert seen.error is None and "not known" in shown and any("durable disk" in line for line in shown)
+        assert seen.error is None and "not known" in shown and any("durable" in line for line in shown)
 
 
 def test_a_tier_that_fails_has_its_error(spool: Spool) -> None:
@@ -141,7 +143,7 @@ def test_a_tier_that_fails_has_its_error(spool: Spool) -> None:
     store.error = StoreUnavailable("503 Slow Down")
     with Daemon(spool.root, {"disk": store}):
         seen = DaemonView(spool)
-        wait_until(lambda: "disk: 503 Slow Down" in lines(seen), pause_s=0.05)
+        wait_until(lambda: any("disk: 503 Slow Down" in line for line in lines(seen)), pause_s=0.05)
 
 
 # -- without a terminal -----------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_paused_nothing_is_flushed_and_resumed_it_is(spool):
         wait_until(
             lambda: daemon.reconciler.workers["tier"].doing is None and ("scan", "run/manifests/") in store.calls
         )
-        with DaemonConnection(spool) as link, pytest.raises(TimeoutError, match="paused: until resumed"):
+        with DaemonConnection(spool) as link, pytest.raises(TimeoutError, match="paused until resumed"):
             link.ask(Wait(part=part(1), tier="tier", timeout_s=0.5))
         assert not store.puts()
         assert paused(spool) == "until resumed"

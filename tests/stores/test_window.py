@@ -16,7 +16,7 @@ from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 from support.world import reconciler
 
-from tierd.cli.commands.status_commands import TIER_COLUMNS
+from tierd.cli.commands.status_lines import activity_text
 from tierd.core.errors import StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.daemon.daemon_status import make_status
@@ -258,9 +258,9 @@ def test_status_says_until_when_a_tier_is_left_alone(tmp_path: Path) -> None:
     assert tier.asked_until is not None
     left = datetime.fromisoformat(tier.asked_until) - datetime.now(UTC)
     assert 3500 < left.total_seconds() <= 3600
-    shown = TIER_COLUMNS["DOING"]({"doing": "flushing", "retry_in_s": None, "asked_until": tier.asked_until})
+    shown = activity_text({"doing": "flushing", "retry_in_s": None, "asked_until": tier.asked_until})
     assert shown == f"flushing; waits until {tier.asked_until[11:19]} UTC, as the server asked"
-    assert TIER_COLUMNS["DOING"]({"doing": None, "retry_in_s": None}) == "idle", "a daemon of an older version"
+    assert activity_text({"doing": None, "retry_in_s": None}) == "idle", "a daemon of an older version"
 
 
 def test_throttling_is_reported_to_a_client_as_a_condition_that_every_version_knows() -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from tierd.cli.options import format_duration
-from tierd.cli.output import complain, format_size
+from tierd.cli.output import complain
 from tierd.core.errors import printable
+from tierd.core.units import format_duration, format_size
 from tierd.ipc.messages import EXIT_BAD_INPUT, EXIT_HELD
 
 

@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from tierd.cli.output import complain
 from tierd.cli.places import Places
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
+from tierd.core.ids import is_attempt
 from tierd.core.timeline.restore_order import describe_runs, describe_steps
-from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.tiers.tier_observer import TierObserver, observe_places
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.stores.open import open_tiers
@@ -65,6 +66,37 @@ def only_run(where: Places) -> str:
     if len(names) > 1:
         raise ConfigError(f"name the run, because there are several: {', '.join(names)}")
     return names[0]
+
+
+def full_attempt(where: Places, run: str, text: str | None) -> str | None:
+    """Return the attempt that a person named, by its id or by the first digits of the id's random part.
+
+    Raises:
+        CheckpointNotFound: the places hold no such attempt of the run.
+        ConfigError: they hold several.
+    """
+    if text is None or is_attempt(text):
+        return text
+    attempts = asyncio.run(_list_attempts(where, run))
+    matching = sorted(attempt for attempt in attempts if text and attempt.rpartition("-")[2].startswith(text))
+    if len(matching) > 1:
+        raise ConfigError(f"attempt {text!r} of run {run!r}: several begin with it: {', '.join(matching)}")
+    if not matching:
+        raise CheckpointNotFound(f"attempt {text!r} of run {run!r}: there is none; there are {', '.join(attempts)}")
+    return matching[0]
+
+
+async def _list_attempts(where: Places, run: str) -> list[str]:
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(where.config, stack) if where.config else {}
+        inventory = await observe_places(where.spool, stores, run, chunks=False)
+    attempts = {checkpoint.attempt for place in inventory.places.values() for checkpoint in place.checkpoints}
+    attempts |= {part.checkpoint.attempt for place in inventory.places.values() for part in place.quarantined}
+    if where.spool is not None:
+        with suppress(TierdError, TimeoutError, KeyError), DaemonConnection(where.spool) as link:
+            report = link.ask(messages.ReportRequest(run=run))["report"]
+            attempts |= {str(checkpoint["attempt"]) for checkpoint in report["checkpoints"]}
+    return sorted(attempts)
 
 
 def known_runs_text(where: Places, run: str) -> str | None:

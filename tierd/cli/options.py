@@ -65,15 +65,6 @@ def parse_count(option: str, value: int) -> int:
     return value
 
 
-def format_duration(time: float) -> str:
-    """Format a time for people: three digits and the unit that suits it."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if time >= length:
-            digits = f"{time / length:#.3g}" if time < 1000 * length else f"{time / length:.0f}"
-            return f"{digits.rstrip('.')} {unit}"
-    return f"{1000 * time:.3g} ms" if 0 < time < 0.1 else f"{time:.3g} s"
-
-
 SpoolOption = Annotated[
     Path | None,
     # typer's own check of a path that cannot be read would end the command before it can say whose the spool is.
@@ -105,7 +96,8 @@ OnlyRunOption = Annotated[
 ]
 StepOption = Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.", show_default=False)]
 AttemptOption = Annotated[
-    str | None, typer.Option("--attempt", metavar="ID", help="Only this attempt (launch).", show_default=False)
+    str | None,
+    typer.Option("--attempt", metavar="ID", help="Only this attempt (launch), as `ls` shows it.", show_default=False),
 ]
 BestOption = Annotated[
     str | None, typer.Option("--best", metavar="METRIC", help="The best by this metric.", show_default=False)

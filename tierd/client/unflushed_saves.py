@@ -23,6 +23,7 @@ from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreR
 from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.unflushed_parts import UnflushedPart, UnflushedParts, parse_backlog
+from tierd.core.units import pause_text
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import BacklogRequest as AskBacklog
 from tierd.spool.spool import Spool
@@ -148,7 +149,7 @@ class UnflushedSaves:
             self._warn(last, waited=True)
             unsent = [remainder for remainder in self._unsent(last) if tier in remainder.lacks]
             why = f"; its last error: {last.tiers[tier].error}" if last.tiers[tier].error else ""
-            why += f"; paused: {last.paused}" if last.paused else ""
+            why += f"; {pause_text(last.paused)}" if last.paused else ""
             raise TimeoutError(f"{tier}: {_steps(unsent)} not verified there after {timeout_s:g} s{why}")
 
     def report(self, *, patient: bool, timeout_s: float | None) -> None:

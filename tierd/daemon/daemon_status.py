@@ -15,6 +15,7 @@ from tierd.core.planning.inventory import Inventory, disagreeing_policies
 from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.concurrent_launches import Lease, Rival, concurrent_launches, list_leases
+from tierd.core.units import pause_text
 from tierd.core.urls import parse_url
 from tierd.daemon.client_connections import DAEMON_PEER
 from tierd.daemon.component_status import ScrubStatus, WatchStatus
@@ -60,12 +61,14 @@ def status_problems(status: Status) -> tuple[Problem, ...]:
             why = f"the policies of run {policy.run} disagree, or one cannot be read: {policy.key}"
             warnings.append(Problem("warning", policy.tier, why))
     if status.paused:
-        warnings.append(Problem("warning", SPOOL, f"paused: {status.paused}"))
+        warnings.append(Problem("warning", SPOOL, pause_text(status.paused)))
     if status.scrub.due:
         overdue = "1 copy is" if status.scrub.due == 1 else f"{status.scrub.due} copies are"
         warnings.append(Problem("warning", SPOOL, f"{overdue} overdue to be verified again"))
     warnings += [
-        Problem("warning", notifier.name, notifier.last_error) for notifier in status.notify if notifier.last_error
+        Problem("warning", notifier.name, notifier.last_error)
+        for notifier in status.notify
+        if notifier.last_error and notifier.name not in alerted
     ]
     return (*alerts, *warnings)
 

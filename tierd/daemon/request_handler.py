@@ -28,6 +28,7 @@ from tierd.core.run_report import make_report
 from tierd.core.timeline.concurrent_launches import concurrent_launches
 from tierd.core.timeline.launch_chain import newest_recorded
 from tierd.core.timeline.run_view import run_view_of
+from tierd.core.units import pause_text
 from tierd.core.urls import parse_url
 from tierd.daemon.concurrency import suspend_aware_timeout
 from tierd.daemon.daemon_status import Status
@@ -260,7 +261,7 @@ class RequestHandler:
                 await self._reconciler.until(is_verified)
         except TimeoutError:
             why = f"; its last error: {worker.last_error}" if worker.last_error else ""
-            why += f"; paused: {until}" if (until := self._reconciler.pause.until) else ""
+            why += f"; {pause_text(until)}" if (until := self._reconciler.pause.until) else ""
             # The message omits the timeout, because the caller shares one timeout among several parts and reports it.
             raise TimeoutError(f"{tier}: {part} is not verified there yet{why}") from None
         return {}

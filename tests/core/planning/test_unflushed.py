@@ -71,5 +71,5 @@ def test_trouble_is_reported_only_when_no_tier_accepts_anything() -> None:
     assert UnflushedParts(tiers={"a": down, "b": down}).problem == "a: no such directory; b: no such directory"
     assert UnflushedParts(tiers={"a": down, "b": fine}).problem is None
     assert UnflushedParts(tiers={"a": TierReadiness(reached=False)}).problem is None  # nobody has looked yet
-    assert UnflushedParts(tiers={"a": fine}, paused="until resumed").problem == "paused: until resumed"
+    assert UnflushedParts(tiers={"a": fine}, paused="until resumed").problem == "paused until resumed"
     assert fine.accepts and not down.accepts and not TierReadiness(reached=False).accepts

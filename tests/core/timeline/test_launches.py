@@ -16,7 +16,6 @@ from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.run_report import make_report
 from tierd.core.timeline.concurrent_launches import concurrency_warning, concurrent_launches, list_leases, live_launches
-from tierd.core.timeline.concurrent_launches import describe_leases as held_by
 
 LAST2 = RetentionPolicy(keep_last=2)
 
@@ -199,9 +198,4 @@ def test_leases_list_launches_and_ranks_in_a_line_each():
         ("q", 0, 0, ""),
         ("r", 0, 11, "00:03"),
         ("r", 1, 12, "00:03"),
-    ]
-    assert list(held_by(found)) == [
-        f"run q: attempt {B} saves rank 0 (process 0) since 2026-01-01T00:30:00+00:00",
-        f"run r: attempt {A} saves ranks 0, 1 (process 11, 12) since 2026-01-01T00:01:00+00:00, "
-        "its last checkpoint 2026-01-01T00:03:00+00:00",
     ]

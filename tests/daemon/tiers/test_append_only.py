@@ -18,7 +18,7 @@ from support.waiting import until
 from support.world import commit, converge, part, reconciler, running, settle, steps_in, steps_on
 
 from tierd.cli import run
-from tierd.cli.commands.status_commands import TIER_COLUMNS
+from tierd.cli.commands.status_lines import prunes_text
 from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 from tierd.core.urls import parse_url
 from tierd.daemon.daemon_status import make_status
@@ -279,9 +279,8 @@ def test_policy_of_the_how_to_allows_the_actions_of_tierd() -> None:
 
 
 def test_status_shows_it_where_the_copies_to_prune_stand() -> None:
-    shown = TIER_COLUMNS["TO PRUNE"]
-    assert shown({"append_only": True, "pending_prunes": 0}) == "append-only"
-    assert shown({"append_only": False, "pending_prunes": 3}) == shown({"pending_prunes": 3}) == "3"
+    assert prunes_text({"append_only": True, "pending_prunes": 0}) == "append-only"
+    assert prunes_text({"append_only": False, "pending_prunes": 3}) == prunes_text({"pending_prunes": 3}) == "3"
 
 
 async def test_the_guard_asks_for_each_sort_by_itself_and_again_later(monkeypatch) -> None:

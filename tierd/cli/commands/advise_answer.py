@@ -18,13 +18,15 @@ from msgspec import Meta
 
 from tierd.cli.commands.checkpoint_commands import observe_inventory
 from tierd.cli.missing_runs import naming_known_runs
-from tierd.cli.options import LONGEST_S, SHORTEST_S, format_duration, parse_bandwidth, parse_size, parse_time
-from tierd.cli.output import console, make_table, print_lines
+from tierd.cli.options import LONGEST_S, SHORTEST_S, parse_bandwidth, parse_size, parse_time
+from tierd.cli.output import console, print_lines
 from tierd.cli.places import resolve_places
+from tierd.cli.tables import Table
 from tierd.core.advice.run_estimates import RunHistory, SaveFit, SaveMode, TableRow, run_history
 from tierd.core.advice.save_interval import Advice, Costs, IntervalChoice, goodput
 from tierd.core.errors import ConfigError
 from tierd.core.planning.inventory import observed_runs
+from tierd.core.units import format_duration
 
 LOCAL = "spool"
 
@@ -225,7 +227,7 @@ def _show_advice(costs: Costs, advice: Advice, sync: Advice | None) -> None:
         choices += [("sync", sync.recommended), ("sync, yours", sync.yours)]
     rows = sorted(((name, choice) for name, choice in choices if choice), key=lambda row: row[1].interval_s)
     columns = ("", "INTERVAL", "STEPS", "GOODPUT", "SAVING", "REDOING", "RESTARTING", "A SAVE BLOCKS")
-    out.print(make_table(None, columns, [_row(name, choice) for name, choice in rows]))
+    out.print(Table(columns, [_row(name, choice) for name, choice in rows]))
     out.print(f"Young 1974: {format_duration(advice.young_s)}; Daly 2006: {format_duration(advice.daly_s)}")
     if advice.bandwidth_bound:
         out.print(

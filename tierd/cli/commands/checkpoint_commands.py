@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from tierd.cli.command_runtime import collector_paused, show_progress
-from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs
+from tierd.cli.missing_runs import checkpoint_not_found, full_attempt, naming_known_runs
 from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
@@ -24,8 +24,9 @@ from tierd.cli.options import (
     StepOption,
     UrlArgument,
 )
-from tierd.cli.output import checkpoint_table, complain, console, format_size, make_table, print_checkpoints, print_json
+from tierd.cli.output import attempt_names, checkpoint_table, complain, console, print_checkpoints, print_json
 from tierd.cli.places import Places, resolve_places
+from tierd.cli.tables import Table
 from tierd.core.errors import (
     CheckpointNotFound,
     DaemonAbsent,
@@ -44,6 +45,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.run_report import Report, make_report
 from tierd.core.storage_faults import UnstableRead
 from tierd.core.timeline.restore_order import not_found_error, restore_candidates
+from tierd.core.units import format_size
 from tierd.daemon.tiers.tier_objects import manifest_bytes, read_manifest
 from tierd.daemon.tiers.tier_objects import verify_part as verify_on_tier
 from tierd.daemon.tiers.tier_observer import observe_places
@@ -102,7 +104,7 @@ def show(
     """One checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
     where = resolve_places(spool, url, config, key_file=key_file)
     with naming_known_runs(where, run):
-        inventory, checkpoint, manifests = _observe_checkpoint(where, run, step, attempt)
+        inventory, checkpoint, manifests = _observe_checkpoint(where, run, step, full_attempt(where, run, attempt))
     summary = next(
         c
         for c in make_report(inventory, where.config, run, defaults=where.has_policy).checkpoints
@@ -121,7 +123,8 @@ def show(
     out.print(checkpoint_table(Report((summary,), ())))
     for manifest in manifests:
         rows = [(file.path, format_size(file.size), str(len(file.chunks))) for file in manifest.files]
-        out.print(make_table(f"rank {manifest.rank} of {manifest.world_size}", ("FILE", "BYTES", "CHUNKS"), rows))
+        title = f"rank {manifest.rank} of {manifest.world_size}"
+        out.print(Table(("FILE", "BYTES", "CHUNKS"), rows, title=title))
 
 
 def _observe_checkpoint(
@@ -198,11 +201,12 @@ def verify(
     if json:
         print_json({"checks": checks, "unreached": unreached})
     else:
+        names = attempt_names(c.attempt for c in checks)
         rows = [
-            (c.place, c.run, str(c.step), c.attempt, str(c.rank), format_size(c.size), _describe_check(c))
+            (c.place, c.run, str(c.step), names[c.attempt], str(c.rank), format_size(c.size), _describe_check(c))
             for c in checks
         ]
-        console().print(make_table(None, ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
+        console().print(Table(("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
     if any(check.wrong for check in checks):
         complain(
             "what differs was not changed: the daemon repairs it from another place when its scrub reads it, within "

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from tierd.cli.options import JsonOption
-from tierd.cli.output import console, make_table, print_json
+from tierd.cli.output import console, print_json
 from tierd.cli.places import default_places, default_sources, load_config
+from tierd.cli.tables import Table
 from tierd.core.config import Config, without_addresses
 from tierd.core.urls import parse_url
 from tierd.daemon.daemon_service import open_all
@@ -41,11 +42,11 @@ def config_show(json: JsonOption = False) -> None:
         return
     out = console()
     rows = [(source.name, "-" if source.value is None else source.value, "used" * source.used) for source in sources]
-    out.print(make_table(None, ("SOURCE", "VALUE", ""), rows))
+    out.print(Table(("SOURCE", "VALUE", ""), rows))
     if config is not None:
         tiers = [(tier.name, tier.url, tier.key_file or "-") for tier in config.tier]
         out.print("")
-        out.print(make_table(None, ("TIER", "URL", "KEY FILE"), tiers))
+        out.print(Table(("TIER", "URL", "KEY FILE"), tiers))
 
 
 def config_check(

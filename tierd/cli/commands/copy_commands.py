@@ -22,15 +22,17 @@ import typer
 
 from tierd.cli.command_runtime import show_progress
 from tierd.cli.commands.checkpoint_commands import observe_inventory
-from tierd.cli.missing_runs import naming_known_runs, only_run
+from tierd.cli.missing_runs import full_attempt, naming_known_runs, only_run
 from tierd.cli.options import AttemptOption, JsonOption, KeyFileOption, OnlyRunOption, ToOption
-from tierd.cli.output import complain, console, format_size, make_table, print_json, print_table
+from tierd.cli.output import complain, console, print_json, print_table
 from tierd.cli.places import Places, make_config
+from tierd.cli.tables import Table
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, ConfigError, SpoolUnusable, TierdError
 from tierd.core.ids import check_run
 from tierd.core.run_report import make_report
 from tierd.core.store_schemes import PLACES
+from tierd.core.units import format_size
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.daemon.intake.import_bucket import BucketImportSource, split_url
 from tierd.daemon.intake.unit_files import ImportSource, open_directory_source
@@ -153,11 +155,13 @@ def copy(
     --key-file is FROM's key. Needs no daemon."""
     source_config = make_config("/", [source], None, key_file)
     target_config = make_config("/", [target], None, to_key_file, default_key=False)
-    run = check_run(run or only_run(Places(None, source_config, has_policy=False)))
+    source_places = Places(None, source_config, has_policy=False)
+    run = check_run(run or only_run(source_places))
     to_run = check_run(new_name) if new_name else run
     if [*source_config.urls().values()] == [*target_config.urls().values()] and run == to_run:
         raise ConfigError(f"{target}: FROM and TO are one place; --as gives the copy another name there")
-    with naming_known_runs(Places(None, source_config, has_policy=False), run):
+    with naming_known_runs(source_places, run):
+        attempt = full_attempt(source_places, run, attempt)
         copied = asyncio.run(_copy(source_config, target_config, run, to_run, step, attempt))
     answer = CopyResult(
         copied,
@@ -281,7 +285,7 @@ def _show_imported(answer: ImportResult) -> None:
     rows += [
         (refusal.path, "", "", "", f"not imported, {refusal.status}: {refusal.reason}") for refusal in imported.refused
     ]
-    print_table(make_table(None, ("PATH", "PROGRAM", "STEP", "BYTES", f"AS RUN {imported.run}"), rows))
+    print_table(Table(("PATH", "PROGRAM", "STEP", "BYTES", f"AS RUN {imported.run}"), rows))
     _warn(answer.unkept)
 
 

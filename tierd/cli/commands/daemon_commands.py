@@ -15,7 +15,7 @@ from msgspec import structs
 
 from tierd.cli.command_runtime import EXIT_NOTHING_TAKEN, EXIT_UNFINISHED
 from tierd.cli.commands.checkpoint_commands import choose_checkpoint
-from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs
+from tierd.cli.missing_runs import checkpoint_not_found, full_attempt, naming_known_runs
 from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
@@ -163,6 +163,7 @@ def unpin(
 
 def _set_pin(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool, json: bool) -> None:
     with naming_known_runs(where, run):
+        attempt = full_attempt(where, run, attempt)
         checkpoint = _pin_by_daemon(where, run, step, attempt, pinned=pinned)
         if checkpoint is None:
             checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, pinned=pinned))

@@ -17,8 +17,9 @@ import typer
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument
-from tierd.cli.output import Table, console, make_table, print_json
+from tierd.cli.output import console, print_json
 from tierd.cli.places import default_places, load_config, make_config
+from tierd.cli.tables import Table
 from tierd.core.config import Config, TierConfig
 from tierd.core.diagnosis.findings import Finding, Severity, finding, worst_severity
 from tierd.core.errors import ConfigError
@@ -90,7 +91,7 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
         rows.append(("", "", "", each_finding.why))
         if each_finding.do:
             rows.append(("", "", "", f"-> {each_finding.do}"))
-    return make_table(None, ("WHERE", "CHECK", "", "FOUND, WHY IT MATTERS, WHAT TO DO"), rows)
+    return Table(("WHERE", "CHECK", "", "FOUND, WHY IT MATTERS, WHAT TO DO"), rows)
 
 
 def _count_severities(findings: Sequence[Finding]) -> str:

@@ -13,14 +13,16 @@ import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_UNFINISHED, Meter, show_progress
-from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs, only_run
+from tierd.cli.missing_runs import checkpoint_not_found, full_attempt, naming_known_runs, only_run
 from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, SpoolOption
-from tierd.cli.output import console, format_size, make_table, pause_text, print_json, print_lines
+from tierd.cli.output import attempt_names, console, print_json, print_lines
 from tierd.cli.places import Places, resolve_places
+from tierd.cli.tables import Table
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
 from tierd.core.planning.unflushed_parts import UnflushedPart, UnflushedParts, parse_backlog, unflushed_by_tier
 from tierd.core.retention.policy import parse_duration
+from tierd.core.units import format_size, pause_text
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection
 
@@ -103,11 +105,12 @@ def drain(
     elif not remaining and not backlog.left_to_nodes:
         console().print("everything is on every tier that wants it")
     elif remaining:
+        names = attempt_names(part.attempt for part in remaining)
         rows = [
             (
                 part.run,
                 str(part.step),
-                part.attempt,
+                names[part.attempt],
                 f"{part.rank}/{part.world_size}",
                 format_size(part.size),
                 *_tier_columns(part),
@@ -115,7 +118,7 @@ def drain(
             for part in remaining
         ]
         columns = ("RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "IS ON", "IS NOT ON")
-        console().print(make_table(None, columns, rows))
+        console().print(Table(columns, rows))
         for name, tier in backlog.tiers.items():
             if tier.error:
                 console().print(f"{name}: {tier.error}")
@@ -192,7 +195,7 @@ def wait(
         if tier is not None and tier not in names:
             raise ConfigError(f"--tier {tier!r}: the daemon has no tier of that name; it has {', '.join(names)}")
         link.ask(messages.CandidatesRequest(run=run))  # after this, handed-over snapshots are in the spool
-        summary = _find(link, run, step, attempt)
+        summary = _find(link, run, step, full_attempt(where, run, attempt))
         checkpoint = CheckpointId(run, summary["attempt"], summary["step"])
         for name in [tier] if tier else names:
             try:

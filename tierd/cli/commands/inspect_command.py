@@ -17,8 +17,10 @@ import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.options import JsonOption
-from tierd.cli.output import complain, console, format_size, make_table, print_json
+from tierd.cli.output import complain, console, print_json
+from tierd.cli.tables import Table
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
+from tierd.core.units import format_size
 from tierd.watching.loose_units import lone_file_unit
 from tierd.watching.named_directory import FollowingTree, NamedPath, resolve_named_path, units_without_twins
 from tierd.watching.unit import ListedEntry, Listing, Unit
@@ -172,7 +174,7 @@ def _with_shown_paths(result: InspectedUnit, place: _Place) -> InspectedUnit:
 def _show(results: tuple[InspectedUnit, ...]) -> None:
     columns = ("PATH", "PROGRAM", "STEP", "FILES", "BYTES", "STATUS")
     out = console()
-    out.print(make_table(None, columns, [_row(unit) for unit in results]))
+    out.print(Table(columns, [_row(unit) for unit in results]))
     for result in results:
         for finding in result.findings:
             where = finding.file if finding.offset is None else f"{finding.file}: byte {finding.offset}"

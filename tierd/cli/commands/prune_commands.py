@@ -14,10 +14,11 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.missing_runs import check_run_exists, naming_known_runs
+from tierd.cli.missing_runs import check_run_exists, full_attempt, naming_known_runs
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, RunArgument, RunOption, SpoolOption, UrlArgument
-from tierd.cli.output import console, make_table, print_json
+from tierd.cli.output import attempt_names, console, print_json
 from tierd.cli.places import Places, resolve_places
+from tierd.cli.tables import Table
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -103,18 +104,19 @@ def prune(
         check_run_exists(where, run)
     if json:
         return
+    names = attempt_names(verdict.attempt for verdict in judged)
     rows = [
         (
             verdict.tier,
             verdict.run,
             str(verdict.step),
-            verdict.attempt,
+            names[verdict.attempt],
             verdict.outcome,
             "; ".join([*verdict.reasons, *([verdict.held] if verdict.held else [])]),
         )
         for verdict in judged
     ]
-    console().print(make_table(None, ("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
+    console().print(Table(("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
 
 
 async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[PruneVerdict]:
@@ -249,7 +251,8 @@ def disown(
     where = resolve_places(spool, url, config, key_file=key_file, tiers=True)
     if where.config is None:
         raise ConfigError("disown takes names from tiers: give their URLs, or --config FILE")
-    _check_leases(where, check_run(run), check_attempt(attempt))
+    attempt = check_attempt(full_attempt(where, check_run(run), attempt) or "")
+    _check_leases(where, run, attempt)
     claimed_by_tier = asyncio.run(_find_claims(where, run, attempt))
     claims = tuple(claimed.count(name) for name, claimed in claimed_by_tier.items() if claimed.keys)
     if not claims:
@@ -260,7 +263,7 @@ def disown(
             (claim.place, *map(str, (claim.checkpoints, claim.readable, claim.complete, claim.objects)))
             for claim in claims
         ]
-        console().print(make_table(None, ("WHERE", "CHECKPOINTS", "READABLE", "COMPLETE", "OBJECTS"), rows))
+        console().print(Table(("WHERE", "CHECKPOINTS", "READABLE", "COMPLETE", "OBJECTS"), rows))
     if not dry_run:
         if not yes:
             _confirm(run, attempt, claims)

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from tierd.cli.command_runtime import EXIT_UNDELIVERED, collector_paused, show_progress
-from tierd.cli.missing_runs import check_run_exists, naming_known_runs, only_run, warn_of_unknown_run
+from tierd.cli.missing_runs import check_run_exists, full_attempt, naming_known_runs, only_run, warn_of_unknown_run
 from tierd.cli.options import (
     AttemptOption,
     BestOption,
@@ -28,12 +28,13 @@ from tierd.cli.options import (
     UrlArgument,
     best_goal,
 )
-from tierd.cli.output import complain, console, format_size, print_json, print_lines
+from tierd.cli.output import complain, console, print_json, print_lines
 from tierd.cli.places import Places, resolve_places
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError, printable_json
 from tierd.core.ids import check_run
 from tierd.core.retention.policy import parse_duration
+from tierd.core.units import format_size
 from tierd.daemon.intake.in_place_restore import RestoredUnit
 from tierd.daemon.intake.series_restore import restore_in_place
 from tierd.daemon.transfer.download import Progress
@@ -76,6 +77,8 @@ def restore(
     where = resolve_places(None, url, config, key_file=key_file, tiers=True)
     assert where.config is not None
     moved, run = Progress(), check_run(run or only_run(where))
+    with naming_known_runs(where, run):
+        attempt = full_attempt(where, run, attempt)
     if into is not None:
         directory = into.absolute()
         with naming_known_runs(where, run):
@@ -189,7 +192,7 @@ def export_command(
             to,
             format,
             step,
-            attempt=attempt,
+            attempt=full_attempt(where, run, attempt),
             best=best,
             mode=mode,
             only=only,

@@ -18,18 +18,10 @@ import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs
-from tierd.cli.options import (
-    ConfigOption,
-    JsonOption,
-    KeyFileOption,
-    RunArgument,
-    RunOption,
-    SpoolOption,
-    UrlArgument,
-    format_duration,
-)
-from tierd.cli.output import complain, console, format_size, make_table, print_json, print_table
+from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, RunArgument, RunOption, SpoolOption, UrlArgument
+from tierd.cli.output import complain, console, print_json, print_table
 from tierd.cli.places import Places, resolve_places
+from tierd.cli.tables import Table
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -40,6 +32,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, check_run
 from tierd.core.planning.place import SPOOL
+from tierd.core.units import format_age, format_size
 from tierd.daemon.tiers.run_overview import (
     RunOnTier,
     RunOverview,
@@ -103,7 +96,7 @@ def runs(
     if json:
         print_json(overviews)
     else:
-        print_table(make_table(None, _COLUMNS, [_row(run) for run in overviews.runs]))
+        print_table(Table(_COLUMNS, [_row(run) for run in overviews.runs]))
     for name in overviews.unreached:
         complain(f"{name} did not answer")
     if overviews.unreached:
@@ -138,7 +131,7 @@ def _row(run: RunOverview) -> list[str]:
         run.run,
         run.tier,
         "none" if run.step is None else str(run.step),
-        "" if run.age_s is None else format_duration(max(0.0, run.age_s)),
+        "" if run.age_s is None else format_age(run.age_s),
         f"newest {run.newest_step}" if run.lag_steps is None else str(run.lag_steps),
         f"{len(run.missing_ranks)} of {run.world_size}: {_format_ranges(run.missing_ranks)}"
         if run.missing_ranks
@@ -211,7 +204,7 @@ def _holdings_table(run: str, holdings: tuple[RunSize, ...]) -> object:
         (run, holding.place, str(holding.checkpoints), str(holding.objects), format_size(holding.stored_bytes))
         for holding in holdings
     ]
-    return make_table(None, ("RUN", "WHERE", "CHECKPOINTS", "OBJECTS", "STORED"), rows)
+    return Table(("RUN", "WHERE", "CHECKPOINTS", "OBJECTS", "STORED"), rows)
 
 
 def _confirm(run: str, holdings: tuple[RunSize, ...]) -> None:
@@ -287,7 +280,7 @@ def du(
             )
             for usage in usages.usage
         ]
-        console().print(make_table(None, ("RUN", "WHERE", "CHECKPOINTS", "STORED", "SHARED", ""), rows))
+        console().print(Table(("RUN", "WHERE", "CHECKPOINTS", "STORED", "SHARED", ""), rows))
         for name in usages.unreached:
             console().print(f"{name} did not answer")
     if usages.unreached:

@@ -10,34 +10,34 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.text import Text
 
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.commands.status_lines import event_table, lease_lines, problem_lines, problem_texts, tier_table
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption
 from tierd.cli.output import (
-    Table,
+    age_of,
     complain,
     console,
-    format_size,
-    make_table,
-    pause_text,
     policy_conflict_lines,
     print_json,
     print_lines,
+    terminal_width,
 )
 from tierd.cli.places import resolve_places
+from tierd.cli.tables import Table
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, RequestUnknown, SpoolHeld, VersionMismatch
 from tierd.core.retention.policy import parse_duration
-from tierd.core.timeline.concurrent_launches import Lease, Rival, concurrency_warning, describe_leases
+from tierd.core.timeline.concurrent_launches import Rival, concurrency_warning
+from tierd.core.units import pause_text
 from tierd.daemon import status_file
 from tierd.daemon.tiers.tier_pauses import TierPause
-from tierd.events.alerts import ANSWER, BACKLOG, READ, REPLICAS
 from tierd.ipc import message_codec, messages
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
@@ -45,6 +45,7 @@ from tierd.spool.spool_access import spool_errors
 from tierd.watching.unit_description import UnmatchedFiles
 
 Members = dict[str, Any]
+_MAX_EVENTS = 10
 _MAX_REASONS = 5  # reasons and groups of files of a watched directory
 
 
@@ -80,18 +81,11 @@ def _answer(spool: Spool, *, last: bool) -> Members:
         recorded = status_file.read_status(spool.control) if last else None
         if recorded is None:
             raise
-        complain(f"no daemon runs; this is the last known state, {_age(recorded.get('at'))}")
+        at = recorded.get("at")
+        complain(
+            f"no daemon runs; this is the last known state, of {age_of(at)} ago ({str(at)[:19].replace('T', ' ')} UTC)"
+        )
         return recorded
-
-
-def _age(at: object) -> str:
-    """Format the age of a moment in RFC 3339."""
-    try:
-        seconds = (datetime.now(UTC) - datetime.fromisoformat(str(at))).total_seconds()
-    except (ValueError, TypeError):
-        return "of unknown age"
-    unit, name = next(((n, name) for n, name in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= n), (1, "s"))
-    return f"{max(seconds, 0) / unit:.0f} {name} old ({str(at)[:19]})"
 
 
 def _check(answer: Members, *, aloud: bool) -> None:
@@ -99,8 +93,8 @@ def _check(answer: Members, *, aloud: bool) -> None:
         raise DaemonUnavailable("the daemon is of an older version of tierd, which does not judge itself: restart it")
     problems = answer["problems"]
     if aloud:
-        for problem in problems:
-            print_lines(f"{problem['severity'].upper()} {problem['place']}: {problem['why']}")
+        for _, text in problem_texts(answer):
+            print_lines(text)
         if not problems:
             print_lines(f"OK: daemon {answer['pid']} on {answer['spool']}")
     severities = {each_problem["severity"] for each_problem in problems}
@@ -118,7 +112,7 @@ def _show(answer: Members) -> None:
             missing.append(str(error.args[0]))
             continue
         for line in section_lines:
-            out.print(line)
+            out.print(line, soft_wrap=isinstance(line, Text))
     if missing:
         out.print(f"not shown, because the daemon is of another version of tierd: {', '.join(missing)}")
 
@@ -134,23 +128,24 @@ def _ask_status(spool: Spool) -> Members:
         return message_codec.read_member(link.ask(messages.StatusRequest()), "status", Members)
 
 
+def _problems(answer: Members) -> Iterator[Text]:
+    yield from problem_lines(answer, terminal_width())
+
+
 def _daemon(answer: Members) -> Iterator[str]:
     version = f"tierd {answer['version']}, protocol {answer['protocol']}" if "version" in answer else "version unknown"
     not_running = "" if answer.get("running", True) else ", not running"
-    yield f"daemon {answer['pid']}, {version}{not_running}"
+    trainers = answer["trainers"]
+    yield f"daemon {answer['pid']}, {version}{not_running}; {trainers} trainer{'s' * (trainers != 1)} attached"
 
 
 def _spool(answer: Members) -> Iterator[str]:
-    free = f"{answer['spool_free']:.0%} of its disk is free"
-    yield f"spool {answer['spool']} ({answer['spool_parts']} parts, {free})"
-
-
-def _trainers(answer: Members) -> Iterator[str]:
-    yield f"trainers attached: {answer['trainers']}"
+    parts = answer["spool_parts"]
+    yield f"spool {answer['spool']}: {parts} part{'s' * (parts != 1)}, {answer['spool_free']:.0%} of its disk is free"
 
 
 def _launches(answer: Members) -> Iterator[str]:
-    yield from describe_leases(msgspec.convert(answer.get("leases", []), list[Lease]))
+    yield from lease_lines(answer)
     all_rivals = msgspec.convert(answer.get("launches", []), list[Rival])
     for _, rivals in itertools.groupby(all_rivals, key=lambda rival: rival.run):
         yield f"WARNING: {concurrency_warning(rivals)}"
@@ -158,58 +153,17 @@ def _launches(answer: Members) -> Iterator[str]:
 
 def _scrub(answer: Members) -> Iterator[str]:
     scrub = answer["scrub"]
-    yield (
-        f"scrub: oldest copy verified {scrub['oldest'] or 'never'}, {scrub['due']} overdue, {scrub['doing'] or 'idle'}"
-    )
+    oldest = f"{age_of(scrub['oldest'])} ago" if scrub["oldest"] else "never"
+    yield f"scrub: oldest copy verified {oldest}, {scrub['due']} overdue, {scrub['doing'] or 'idle'}"
 
 
 def _pause(answer: Members) -> Iterator[str]:
     if answer.get("paused"):
-        yield f"{pause_text(answer['paused'])}: nothing is flushed; to go on: tierd resume --spool {answer['spool']}"
+        yield f"nothing is flushed while paused; to go on: tierd resume --spool {answer['spool']}"
 
 
-def activity_text(tier: Members) -> str:
-    """Say what the daemon does for a tier, and since when it waits for an answer."""
-    if since := tier.get("waiting_since"):
-        waits = f"waiting for an answer since {since[11:19]} UTC"
-        return f"{tier['doing']}; {waits}" if tier["doing"] else waits
-    return str(tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"))
-
-
-TIER_COLUMNS: dict[str, Callable[[Members], str]] = {
-    "TIER": lambda tier: tier["name"],
-    "URL": lambda tier: tier["url"],
-    "ANSWERS": lambda tier: "yes" if tier["reached"] and not tier.get("waiting_since") else "no",
-    "PENDING": lambda tier: str(tier["pending_parts"]),
-    "BYTES": lambda tier: format_size(tier["pending_bytes"]),
-    "TO PRUNE": lambda tier: "append-only" if tier.get("append_only") else str(tier["pending_prunes"]),
-    "DOING": lambda tier: (
-        activity_text(tier)
-        + (f"; waits until {tier['asked_until'][11:19]} UTC, as the server asked" if tier.get("asked_until") else "")
-    ),
-    "LAST ERROR": lambda tier: tier["last_error"] or "",
-}
-
-
-EVENT_COLUMNS = ("AT", "PLACE", "EVENT", "OF", "TEXT")
-
-
-def _tiers(answer: Members) -> Iterator[Table]:
-    yield make_table(
-        None, TIER_COLUMNS, [[_cell(text, tier) for text in TIER_COLUMNS.values()] for tier in answer["tiers"]]
-    )
-
-
-def _cell(text: Callable[[Members], str], tier: Members) -> str:
-    try:
-        return text(tier)
-    except KeyError:
-        return "unknown"
-
-
-def _compression(answer: Members) -> Iterator[str]:
-    for tier in answer["tiers"]:
-        yield f"{tier['name']}: {tier['compression']}"
+def _tiers(answer: Members) -> Iterator[str | Table]:
+    yield from ("", tier_table(answer))
 
 
 def _policies(answer: Members) -> Iterator[str]:
@@ -228,48 +182,31 @@ def _watches(answer: Members) -> Iterator[str]:
             yield f"  passed over: {msgspec.convert(group, UnmatchedFiles)}"
 
 
-def _notify(answer: Members) -> Iterator[str]:
-    for receiver in answer["notify"]:
-        failed = f", the last failed: {receiver['last_error']}" if receiver["last_error"] else ""
-        counts = f"{receiver['delivered']} delivered, {receiver['dropped']} dropped, {receiver['queued']} queued"
-        yield f"{receiver['name']}: to {receiver['to']}: {counts}{failed}"
-
-
-def _alerts(answer: Members) -> Iterator[str]:
-    for alert in answer["alerts"]:
-        doing = "observing" if alert["doing"] == "observe" else f"{alert['doing']} {alert['subject']}"
-        fails = f"{doing} failed {alert['tries']} times in a row"
-        if alert["subject"] == BACKLOG:
-            fails = "what is to be pruned becomes ever more"
-        if alert["subject"] == ANSWER:
-            fails = "it does not answer"
-        if alert["doing"] == READ:
-            fails = f"reads of {alert['subject']} differ from each other"
-        if alert["doing"] == REPLICAS:
-            fails = f"replicas of run {alert['subject']} differ"
-        yield f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}"
-
-
-def _events(answer: Members) -> Iterator[Table]:
-    members = ("at", "place", "what", "subject", "why")
-    rows = [[event[member] for member in members] for event in answer["events"][-10:]]
+def _notify(answer: Members) -> Iterator[str | Table]:
+    rows = [
+        (receiver["name"], *(str(receiver[name]) for name in ("delivered", "dropped", "queued")), receiver["to"])
+        for receiver in answer["notify"]
+    ]
     if rows:
-        yield make_table(None, EVENT_COLUMNS, [[at[:19], *cells] for at, *cells in rows])
+        yield from ("", Table(("RECEIVER", "DELIVERED", "DROPPED", "QUEUED", "TO"), rows, cut=True))
 
 
-SECTIONS: tuple[Callable[[Members], Iterator[str | Table]], ...] = (
+def _events(answer: Members) -> Iterator[str | Table]:
+    if answer["events"]:
+        yield from ("", event_table(answer["events"][-_MAX_EVENTS:]))
+
+
+SECTIONS: tuple[Callable[[Members], Iterator[str | Text | Table]], ...] = (
+    _problems,
     _daemon,
     _spool,
-    _trainers,
-    _launches,
-    _scrub,
     _pause,
-    _tiers,
-    _compression,
+    _launches,
     _policies,
     _watches,
+    _scrub,
+    _tiers,
     _notify,
-    _alerts,
     _events,
 )
 
@@ -310,7 +247,7 @@ def _set_pause(
     if json:
         print_json({"spool": str(home.root), "paused": until})
     else:
-        console().print(pause_text(until) or "not paused")
+        console().print(pause_text(until) if until else "not paused")
 
 
 def _ask_pause(spool: Spool, request: messages.Pause | messages.Resume) -> str | None:

@@ -22,10 +22,11 @@ from rich.live import Live
 from rich.text import Text
 
 from tierd.cli.commands.top_lines import headline, top_lines
-from tierd.cli.options import ConfigOption, SpoolOption, format_duration
+from tierd.cli.options import ConfigOption, SpoolOption
 from tierd.cli.output import console
 from tierd.cli.places import resolve_places
 from tierd.core.errors import DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
+from tierd.core.units import format_age
 from tierd.daemon import status_file
 from tierd.ipc import messages
 from tierd.ipc.daemon_connection import DaemonConnection
@@ -52,8 +53,8 @@ def top(spool: SpoolOption = None, config: ConfigOption = None) -> None:
             raise view.error
         out = console()
         out.print(headline(view.status))
-        for line in top_lines(view.status, view.runs, out.width):
-            out.print(line)
+        for line in top_lines(view.status, view.runs, None):
+            out.print(line, soft_wrap=True)
         return
     _live(view)
 
@@ -95,7 +96,7 @@ class DaemonView:
         """Why the daemon does not answer, and since when; empty if it does."""
         if self.error is None:
             return ""
-        since = "" if self._answered is None else f" for {format_duration(round(time.monotonic() - self._answered))}"
+        since = "" if self._answered is None else f" for {format_age(time.monotonic() - self._answered)}"
         below = "; below is the last known state" if self.status else ""
         return f"The daemon does not answer{since}{below}: {self.error}"
 

@@ -15,12 +15,14 @@ from tierd.cli.commands.daemon_commands import print_event, run_daemon
 from tierd.cli.commands.retrieval_commands import with_tiers
 from tierd.cli.missing_runs import warn_of_unknown_run
 from tierd.cli.options import JsonOption, KeyFileOption, ToOption
-from tierd.cli.output import complain, console, format_size, make_table, print_json
+from tierd.cli.output import complain, console, print_json
 from tierd.cli.places import Places, check_account_access, make_config
+from tierd.cli.tables import Table
 from tierd.core.config import WatchConfig, check_user_layout
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.units import format_size
 from tierd.daemon.daemon_service import serve
 from tierd.daemon.intake.directory_preparation import PreparedUnit, PrepareResult
 from tierd.daemon.intake.directory_preparation import prepare as prepare_directory
@@ -151,7 +153,7 @@ def _show_explanation(explained: WatchExplanation) -> None:
         for unit in explained.units
     ]
     if rows:
-        out.print(make_table(None, _COLUMNS, rows))
+        out.print(Table(_COLUMNS, rows))
     lines = [f"{unit.path} would not be taken: {unit.not_taken}" for unit in explained.units if unit.not_taken]
     lines += [f"passed over: {group}" for group in explained.passed_over]
     lines += [f"{path} cannot be listed, and is skipped" for path in explained.unreadable]
@@ -240,7 +242,7 @@ def _show_prepared(prepared: PrepareResult) -> None:
         (prepared_unit.path, str(prepared_unit.step), prepared_unit.verdict, _describe_actions(prepared_unit))
         for prepared_unit in prepared.units
     ]
-    out.print(make_table(None, ("PATH", "STEP", "FOUND", "DONE"), rows))
+    out.print(Table(("PATH", "STEP", "FOUND", "DONE"), rows))
     for unit in prepared.units:
         if unit.why:
             out.print(f"{unit.path}: {unit.why}", soft_wrap=True)

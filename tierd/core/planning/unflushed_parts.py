@@ -14,6 +14,7 @@ import msgspec
 from tierd.core.errors import DaemonUnavailable
 from tierd.core.ids import PartId
 from tierd.core.planning.inventory import Inventory
+from tierd.core.units import pause_text
 
 _LISTED_PARTS = 5  # parts that a sentence names
 
@@ -70,7 +71,7 @@ class UnflushedParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def problem(self) -> str | None:
         """Why no tier takes checkpoints; None if some tier does, or if the daemon has not listed a tier yet."""
         if self.paused:
-            return f"paused: {self.paused}"
+            return pause_text(self.paused)
         errors = [f"{name}: {tier.error}" for name, tier in self.tiers.items() if tier.error]
         return "; ".join(errors) if errors and len(errors) == len(self.tiers) else None
 

@@ -6,8 +6,7 @@ causes a deletion, so a launch that is wrongly taken for living only costs space
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -73,21 +72,6 @@ def list_leases(inventory: Inventory) -> tuple[Lease, ...]:
             renewed = _text(newest[trainer.attempt]) if trainer.attempt in newest else ""
             entries.append(Lease(run, trainer.attempt, trainer.rank, trainer.pid, _text(trainer.since), renewed))
     return tuple(entries)
-
-
-def describe_leases(entries: Iterable[Lease]) -> Iterator[str]:
-    """One line per launch, for people."""
-    for (run, attempt), group in itertools.groupby(entries, key=lambda lease: (lease.run, lease.attempt)):
-        ranks = list(group)
-        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(str(lease.rank) for lease in ranks)}"
-        pids = ", ".join(dict.fromkeys(str(lease.pid) for lease in ranks))
-        last = (
-            f", its last checkpoint {max(lease.renewed for lease in ranks)}"
-            if any(lease.renewed for lease in ranks)
-            else ""
-        )
-        since = min(lease.since for lease in ranks)
-        yield f"run {run}: attempt {attempt} saves {who} (process {pids}) since {since}{last}"
 
 
 def unproven_attempts(inventory: Inventory, tier: str, run: str) -> tuple[str, ...]:

@@ -1,0 +1,36 @@
+"""Sizes, times, ages and pauses as people read them: one form of each, for the log, problems and every command."""
+
+from __future__ import annotations
+
+
+def format_size(count: float) -> str:
+    """Format bytes: 1.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_duration(time_s: float) -> str:
+    """Format a time: three digits and the unit that suits it."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if time_s >= length:
+            digits = f"{time_s / length:#.3g}" if time_s < 1000 * length else f"{time_s / length:.0f}"
+            return f"{digits.rstrip('.')} {unit}"
+    return f"{1000 * time_s:.3g} ms" if 0 < time_s < 0.1 else f"{time_s:.3g} s"
+
+
+def format_age(time_s: float) -> str:
+    """Format the time since something happened, in whole units: 40 s, 3 min, 7 h, 2 d."""
+    unit, length = next(
+        ((unit, length) for unit, length in (("d", 86400), ("h", 3600), ("min", 60)) if time_s >= length), ("s", 1)
+    )
+    return f"{max(0.0, time_s) // length:.0f} {unit}"
+
+
+def pause_text(until: str) -> str:
+    """Say until when a daemon is paused: until a moment in RFC 3339, or `until resumed`."""
+    if until == "until resumed":
+        return f"paused {until}"
+    return f"paused until {until[:19].replace('T', ' ')} UTC"
