@@ -16,7 +16,7 @@ from faults.page import RESULTS, put, refused, tables
 import tierd
 from tierd.core import event_kinds
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, from_toml
-from tierd.core.event_kinds import MORE_EVENTS, Event
+from tierd.core.event_kinds import MORE_EVENTS, TEST_EVENT, Event
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tools import reference
 
@@ -89,7 +89,7 @@ def test_every_command_that_a_page_names_exists() -> None:
     verbs = {words.removeprefix("tierd ") for words in reference.commands()}
     for page in PAGES:
         named = re.findall(
-            r"(?:`|^    (?:\$ )?)tierd ((?:config |bench )?[a-z]+(?:-[a-z]+)*)\b", page.read_text(), re.M
+            r"(?:`|^    (?:\$ )?)tierd ((?:config |bench |notify )?[a-z]+(?:-[a-z]+)*)\b", page.read_text(), re.M
         )
         assert set(named) - verbs == set(), page
 
@@ -124,7 +124,7 @@ def test_no_event_is_sent_that_is_not_listed() -> None:
     sent = set()
     for path in (ROOT / "tierd").rglob("*.py"):
         sent |= set(re.findall(r"\b(?:record|_record_alert)\(\s*\"([^\"]+)\"", path.read_text()))
-    assert sent | {MORE_EVENTS} == set(event_kinds.EVENT_KINDS)
+    assert sent | {MORE_EVENTS, TEST_EVENT} == set(event_kinds.EVENT_KINDS)
 
 
 def test_relative_links_lead_somewhere() -> None:

@@ -30,6 +30,7 @@ from tierd.cli.commands.copy_commands import CopyResult, ImportResult
 from tierd.cli.commands.doctor_command import Diagnosis
 from tierd.cli.commands.flush_waits import DrainResult, WaitResult
 from tierd.cli.commands.inspect_command import InspectReport
+from tierd.cli.commands.notify_command import ReceiverTest
 from tierd.cli.commands.prune_commands import DisownResult, PruneVerdict
 from tierd.cli.commands.run_commands import Removal, RunOverviews, UsageReport
 from tierd.cli.places import DefaultSource
@@ -84,6 +85,7 @@ SHAPES: dict[str, Any] = {
     "pause": {"spool": str, "paused": str | None},
     "drain": DrainResult,
     "wait": WaitResult,
+    "notify test": {"receivers": list[ReceiverTest]},
     "config show": {"sources": list[DefaultSource], "config": Config | None},
     "config check": {"config": Config, "reach": dict[str, str], "modes": dict[str, dict[str, str | None]]},
     "inspect": InspectReport,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from email.utils import formatdate
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from doctor.test_tier import LIFECYCLE, LOCK, UPLOADS, VERSIONS
+from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 from support.timed import timed_cli
 from support.world import Daemon, commit, part
@@ -24,6 +26,8 @@ from tierd.doctor import node_checks
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import command_as_account, describe_owner
 from tierd.stores.file_store import FileStore
+
+__all__ = ["credentials"]  # the fixture
 
 
 def asked(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, dict[tuple[str, str], dict[str, str]]]:
@@ -78,7 +82,7 @@ def test_a_tier_without_room_for_one_state_is_an_error(tmp_path: Path, capsys, a
     code, found = asked(capsys, "--spool", str(spool.root), at)
     room = found["file", "room"]
     assert (code, room["finding"], room["severity"]) == (EXIT_ALERT, "nearly full", "error")
-    assert "61440 B of" in room["found"] and "one state has 65536 B" in room["found"]
+    assert "60.0 KiB of" in room["found"] and "one state has 64.0 KiB" in room["found"]
     assert room["why"] == CHECKS["room"] and "Free space there" in room["do"]
     monkeypatch.undo()
 
@@ -118,12 +122,50 @@ def test_the_exit_code_is_the_worst_severity(tmp_path: Path, capsys, alone) -> N
     assert (code, found["file", "directory"]["severity"]) == (EXIT_ALERT, "error")
 
 
-def test_doctor_prints_each_finding_with_its_reason_and_remedy(tmp_path: Path, capsys, alone, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run(["doctor", str(tmp_path / "none")]) == EXIT_ALERT
-    shown = " ".join(capsys.readouterr().out.split())
-    for text in ("ERROR", "none does not exist", CHECKS["directory"], "-> Mount it, or make it", "1 ERROR"):
-        assert text in shown
+def test_doctor_prints_problems_first_and_the_rest_on_request(tmp_path: Path, capsys, alone) -> None:
+    assert run(["doctor", str(tmp_path / "none"), "--spool", str(tmp_path / "spool")]) == EXIT_ALERT
+    first, remedy, count = capsys.readouterr().out.splitlines()
+    assert first.startswith("ERROR file, directory: ") and first.endswith("none does not exist")
+    assert remedy.startswith("  -> If a disk or a server was mounted there") and count.startswith("1 error, ")
+    assert run(["doctor", str(tmp_path / "none"), "--spool", str(tmp_path / "spool"), "--all"]) == EXIT_ALERT
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == first and sum("mounted there" in line for line in lines) == 1
+    rows = [line for line in lines if line.startswith("local  ")]
+    assert any("spool" in row and "note" in row for row in rows) and len(rows) > 5  # one line each
+
+
+def test_the_receivers_and_the_port_are_tried(tmp_path: Path, capsys, alone) -> None:
+    (tmp_path / "tier").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        answers = threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True)
+        answers.start()
+        file = tmp_path / "tierd.toml"
+        file.write_text(
+            f'spool = "{tmp_path}/spool"\n[[tier]]\nname = "nas"\nurl = "{tmp_path}/tier"\n'
+            f'[http]\nlisten = "127.0.0.1:{port}"\n[[notify]]\nurl = "https://127.0.0.1:1/secret"\n'
+            '[[notify]]\ncommand = ["/bin/true"]\n[[notify]]\nurl = "env:TIERD_TEST_NOT_SET"\n'
+        )
+        code, found = asked(capsys, "--config", str(file))
+        answers.join(60)
+    assert code == EXIT_ALERT
+    names = {place: one["finding"] for (place, _), one in found.items() if place.startswith(("notify", "http"))}
+    assert names == {
+        "notify[0]": "receiver silent",
+        "notify[1]": "receiver connects",
+        "notify[2]": "receiver unusable",
+        "http": "port taken",
+    }
+    assert "secret" not in json.dumps([*found.values()])
+
+
+def test_a_missing_bucket_is_one_problem(capsys, monkeypatch, credentials) -> None:
+    with serving(Bucket()) as bucket:
+        bucket.deny("ListBucket", "GetObject", "PutObject", "DeleteObject", status=404, code="NoSuchBucket")
+        assert run(["doctor", bucket.url()]) == EXIT_ALERT
+    shown = capsys.readouterr().out
+    assert shown.count("no such bucket") == 1 and shown.count("ERROR") == 1
+    assert "-> Create the bucket" in shown and "s3:Get" not in shown
 
 
 def test_a_key_that_cannot_be_used_is_a_finding(tmp_path: Path, capsys, alone) -> None:

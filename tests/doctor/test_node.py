@@ -15,7 +15,7 @@ from tierd.doctor import node_checks
 from tierd.spool import direct_io
 from tierd.spool.arena import MemoryGroup
 from tierd.spool.spool import Spool
-from tierd.stores.mounted_directories import mount_of
+from tierd.stores.mounted_directories import mount_of, unmounted_point
 from tierd.threads import call_in_thread, command_output
 
 
@@ -152,6 +152,12 @@ def test_the_mount_of_a_path(path: str, kind: str, frozen: bool) -> None:
     mount = mount_of(Path(path), MOUNTS)
     assert mount is not None and (mount.kind, mount.read_only) == (kind, frozen)
     assert mount_of(Path(path), "nothing known") is None
+
+
+def test_a_mount_that_is_lost_is_known_by_fstab(tmp_path: Path) -> None:
+    fstab = f"# comment\nUUID=1 / ext4 defaults 0 1\nnas:/x {tmp_path}/a\\040b nfs4 defaults 0 0\n"
+    assert unmounted_point(tmp_path / "a b" / "tier", fstab) == tmp_path / "a b"
+    assert unmounted_point(tmp_path / "other", fstab) is None
 
 
 def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help
     "commands.status_commands": ("status", "pause", "resume"),
     "commands.top_command": ("top",),
     "commands.doctor_command": ("doctor",),
+    "commands.notify_command": ("notify",),
     "commands.measuring_commands": ("check-resume", "bench"),
     "commands.flush_waits": ("drain", "wait"),
     "commands.advise_command": ("advise",),

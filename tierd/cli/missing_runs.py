@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Collection, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 from tierd.cli.output import complain
 from tierd.cli.places import Places
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
-from tierd.core.ids import is_attempt
+from tierd.core.ids import check_attempt
 from tierd.core.timeline.restore_order import describe_runs, describe_steps
 from tierd.daemon.tiers.tier_observer import TierObserver, observe_places
 from tierd.ipc import messages
@@ -73,12 +74,12 @@ def full_attempt(where: Places, run: str, text: str | None) -> str | None:
 
     Raises:
         CheckpointNotFound: the places hold no such attempt of the run.
-        ConfigError: they hold several.
+        ConfigError: they hold several, or the text is no attempt's id.
     """
-    if text is None or is_attempt(text):
-        return text
+    if text is None or not re.fullmatch("[0-9a-f]{1,8}", text):
+        return text if text is None else check_attempt(text)
     attempts = asyncio.run(_list_attempts(where, run))
-    matching = sorted(attempt for attempt in attempts if text and attempt.rpartition("-")[2].startswith(text))
+    matching = sorted(attempt for attempt in attempts if attempt.rpartition("-")[2].startswith(text))
     if len(matching) > 1:
         raise ConfigError(f"attempt {text!r} of run {run!r}: several begin with it: {', '.join(matching)}")
     if not matching:

@@ -21,6 +21,7 @@ from tierd.core.replica_comparison import TensorDifference
 
 _METRICS = 50  # the most metrics in an event
 MORE_EVENTS = "more"  # the kind that stands for events that a receiver did not get
+TEST_EVENT = "test"  # the kind that `tierd notify test` sends
 
 
 class EventKind(NamedTuple):
@@ -118,8 +119,9 @@ EVENT_KINDS: dict[str, EventKind] = {
     MORE_EVENTS: EventKind(
         "the number of events that this receiver did not get: too many a minute, no room in the queue, or given up"
     ),
+    TEST_EVENT: EventKind("`tierd notify test` sends it to every receiver; the daemon never does"),
 }
-SELECTABLE_KINDS = tuple(name for name in EVENT_KINDS if name != MORE_EVENTS)
+SELECTABLE_KINDS = tuple(name for name in EVENT_KINDS if name not in (MORE_EVENTS, TEST_EVENT))
 USUAL_KINDS = tuple(name for name in SELECTABLE_KINDS if EVENT_KINDS[name].is_usual)
 
 

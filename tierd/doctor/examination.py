@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierd.core.config import HttpConfig, NotifyConfig
 from tierd.core.diagnosis import tier_findings as judge
 from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding
 from tierd.core.errors import TierdError
@@ -15,6 +16,7 @@ from tierd.core.store_schemes import SCHEMES
 from tierd.daemon.tiers.tier_identity import TiersOverlap, check_identities
 from tierd.doctor import node_checks, tier_checks
 from tierd.doctor.node_checks import StateSize
+from tierd.doctor.receiver_checks import examine_port, examine_receivers
 from tierd.doctor.tier_checks import ExaminedTier
 from tierd.threads import call_in_thread
 
@@ -24,7 +26,7 @@ class ExaminationScope:
     """What is to be examined. Without a spool none was named.
 
     The spool keeps `keep_last` checkpoints; the daemon flushes for `drain_s` seconds after SIGTERM; one group of checks
-    may take `group_s`.
+    may take `group_s`. `receivers` and `http` are those of the configuration.
     """
 
     spool: Path | None
@@ -32,6 +34,8 @@ class ExaminationScope:
     drain_s: float
     tiers: Sequence[ExaminedTier]
     group_s: float = 30.0
+    receivers: Sequence[NotifyConfig] = ()
+    http: HttpConfig | None = None
 
 
 async def examine(examined: ExaminationScope) -> list[Finding]:
@@ -43,6 +47,17 @@ async def examine(examined: ExaminationScope) -> list[Finding]:
     for of, group in zip(examined.tiers, tiers, strict=True):
         findings += [*group, *_view(of, group, failures)]
         findings += [shared_finding for shared_finding in shared if shared_finding.place == of.place]
+    return [*findings, *await _outside(examined)]
+
+
+async def _outside(examined: ExaminationScope) -> list[Finding]:
+    """Examine the receivers of events, and the port for HTTP."""
+    receivers, http = examined.receivers, examined.http
+    findings = await _call_check(
+        "receiver", lambda: examine_receivers(receivers), examined.group_s, "notify", "receiver silent"
+    )
+    if http is not None:
+        findings += await _call_check("HTTP port", lambda: examine_port(http), examined.group_s, "http")
     return findings
 
 

@@ -27,7 +27,7 @@ from tierd.daemon.tiers.tier_identity import tier_readme
 from tierd.daemon.tiers.tier_probes import TierAccess, probe_access
 from tierd.doctor.node_checks import nearest_existing
 from tierd.stores.base import Store, delete_if_permitted
-from tierd.stores.mounted_directories import mount_of
+from tierd.stores.mounted_directories import mount_of, unmounted_point
 from tierd.threads import call_in_thread, within_deadline
 
 _PROBE = 1 << 20  # bytes of the object that is timed
@@ -57,11 +57,13 @@ async def examine_directory(of: ExaminedTier, state: int | None = None) -> Async
         try:
             status, mount, disk = path.stat(), mount_of(path), os.statvfs(path)
         except FileNotFoundError:
-            return [finding(of.place, "directory absent", f"{path} does not exist")]
+            return [_absence_finding(of.place, path)]
         except OSError:
             return []  # the operations say what is wrong
         if not stat.S_ISDIR(status.st_mode):
             return [finding(of.place, "no directory", f"{path} is not a directory")]
+        if point := unmounted_point(path):
+            return [finding(of.place, "not mounted", f"{path}: /etc/fstab mounts {point}, and it is not mounted")]
         free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         return [describe_place(status, mount), tier_findings.directory_room(of.place, free, total, state)]
 
@@ -82,6 +84,12 @@ async def examine_directory(of: ExaminedTier, state: int | None = None) -> Async
         return
     async for each_finding in examine_operations(of):
         yield each_finding
+
+
+def _absence_finding(place: str, path: Path) -> Finding:
+    if point := unmounted_point(path):
+        return finding(place, "not mounted", f"{path} does not exist: /etc/fstab mounts {point}, and it is not mounted")
+    return finding(place, "directory absent", f"{path} does not exist")
 
 
 def _overlap(first: Path, second: Path) -> bool:
@@ -108,8 +116,8 @@ def _operations_finding(of: ExaminedTier, tried: TierAccess) -> Finding:
     local, text = of.url.is_directory, f"{tried.mode or tried.failure}: {tried.why}"
     if tried.mode == "append-only":
         return finding(of.place, "append-only", text)
-    if tried.failure == "full":
-        return finding(of.place, "full", text)
+    if tried.failure in ("full", "no bucket"):
+        return finding(of.place, tried.failure, tried.why)
     if tried.failure == "no answer":
         return finding(of.place, "mount fails" if local else "no answer", text, "operations")
     if local:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -216,7 +216,7 @@ class Channel:
                         return
 
     def _deliver(self, event: Event) -> bool:
-        body = self._body(event)
+        body = encode_event(event, self._head)
         for number in range(self._receiver.tries):
             if number and (self._error_lasts or self._pause(self._again_s * 2 ** (number - 1))):
                 return False
@@ -264,11 +264,18 @@ class Channel:
         else:
             self._journal.record_failure(work, "notify", self.name, self._receiver.name, why)
 
-    def _body(self, event: Event) -> bytes:
-        body = msgspec.to_builtins(event) | {"level": event.level, "id": secrets.token_hex(8), **self._head}
-        body["why"] = event.why[:_MAX_WHY]
-        body["text"] = f"{self._head['node']}: {event.place}: {event.what} {event.subject}: {body['why']}"
-        return msgspec.json.encode(body)
+
+def node_members(spool: str) -> dict[str, str]:
+    """Return the members of an event that say where the daemon of this spool runs."""
+    return {"node": socket.gethostname(), "spool": spool}
+
+
+def encode_event(event: Event, node: Mapping[str, str]) -> bytes:
+    """Encode an event as receivers get it, with the members of `node_members`."""
+    body = msgspec.to_builtins(event) | {"level": event.level, "id": secrets.token_hex(8), **node}
+    body["why"] = event.why[:_MAX_WHY]
+    body["text"] = f"{node['node']}: {event.place}: {event.what} {event.subject}: {body['why']}"
+    return msgspec.json.encode(body)
 
 
 class Notifier:
@@ -285,7 +292,7 @@ class Notifier:
         self, configs: Sequence[NotifyConfig] = (), spool: str = "", *, again_s: float = 1.0, end_s: float = 5.0
     ) -> None:
         self._end_s = end_s
-        head = {"node": socket.gethostname(), "spool": spool}
+        head = node_members(spool)
         self._channels = [
             Channel(f"notify[{index}]", config, open_receiver(config, f"notify[{index}]"), head, again_s)
             for index, config in enumerate(configs)

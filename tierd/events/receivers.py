@@ -54,6 +54,10 @@ class Receiver(Protocol):
     def deliver(self, body: bytes, timeout_s: float) -> None:
         """Deliver one event; raises `DeliveryFailed`."""
 
+    def connect(self, timeout_s: float) -> bool:
+        """Find out whether an event could be delivered, without one; False: that cannot be known, because a proxy
+        connects. Raises `DeliveryFailed`."""
+
     def stop(self) -> None:
         """Cancel the try in progress, from another thread, and refuse every later one."""
 
@@ -134,6 +138,19 @@ class Webhook:
         finally:
             watch.cancel()
             self._connection = None
+
+    def connect(self, timeout_s: float) -> bool:
+        url = urlsplit(self._url)
+        host, is_encrypted = url.hostname or "", url.scheme == "https"
+        if not is_loopback(url) and url.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+            return False
+        try:
+            with socket.create_connection((host, url.port or (443 if is_encrypted else 80)), timeout_s) as line:
+                if is_encrypted:
+                    ssl.create_default_context().wrap_socket(line, server_hostname=host).close()
+        except (OSError, UnicodeError) as error:
+            raise DeliveryFailed(_describe_error(error, timeout_s), is_retryable=True) from None
+        return True
 
     def stop(self) -> None:
         self._stopped = True
@@ -244,6 +261,11 @@ class Command:
             )
         if code := process.wait():
             raise DeliveryFailed(f"it ended with {code}", is_retryable=False)
+
+    def connect(self, timeout_s: float) -> bool:
+        if not os.access(self.name, os.X_OK):
+            raise DeliveryFailed("this account cannot run it, or it is not there", is_retryable=False)
+        return True
 
     def stop(self) -> None:
         self._stopped = True

@@ -26,6 +26,10 @@ _SKIP_AT = PAGE - 1  # objects of one name after its first, one page of a listin
 LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
 
+class BucketAbsent(StoreRefused):
+    """The server answers, and has no bucket or container of this name. Clients of a daemon know it as its base."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One object in a listing.

@@ -81,7 +81,7 @@ class FileTree:
         except FileNotFoundError:
             if self._has_existed:
                 raise StoreUnavailable(f"{self._path} has vanished: is its file system still mounted?") from None
-            raise StoreRefused(f"{self._path} does not exist: mount it, or create it with mkdir") from None
+            raise StoreRefused(f"{self._path} does not exist: mount it; mkdir only for a new tier") from None
         except NotADirectoryError:  # not an absent object, of which it would be the sign further down
             raise StoreRefused(f"{self._path} is not a directory, or lies below a file; remove that file") from None
         with closing(root):

@@ -20,7 +20,7 @@ from tierd.core.errors import ConfigError
 from tierd.core.urls import parse_url
 from tierd.threads import in_own_thread
 
-_MOUNTS = Path("/proc/self/mountinfo")
+_MOUNTS, _FSTAB = Path("/proc/self/mountinfo"), Path("/etc/fstab")
 _Identity = tuple[int, int]  # st_dev, st_ino
 
 
@@ -134,6 +134,22 @@ def mount_of(path: Path, table: str = "") -> Mount | None:
     return Mount(kind, source, "ro" in fields[5].split(",") or "ro" in options.split(","))
 
 
+def unmounted_point(path: Path, fstab: str = "") -> Path | None:
+    """Return the mount point of /etc/fstab that is `path`, or holds it, and that is not mounted; None without one."""
+    try:
+        fstab = fstab or _FSTAB.read_text(errors="replace")
+    except OSError:
+        return None
+    fields = [line.split() for line in fstab.splitlines() if not line.lstrip().startswith("#")]
+    points = {Path(_unescaped(words[1])) for words in fields if len(words) > 2 and words[1].startswith("/")}
+    mounted = {Path(_unescaped(words[4])) for words in map(str.split, _read_mounts().splitlines()) if len(words) > 4}
+    return next((point for point in (path, *path.parents) if point in points - mounted), None)
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+
+
 def _deepest_mount(real: str, table: str = "") -> tuple[list[str], list[str]] | None:
     """Return the fields, before and after the dash, of the mount that has `real`; see proc_pid_mountinfo(5)."""
     deepest, longest = None, -1
@@ -142,7 +158,7 @@ def _deepest_mount(real: str, table: str = "") -> tuple[list[str], list[str]] | 
         fields, source_fields = before.split(" "), after.split(" ")
         if not dash or len(fields) < 6 or len(source_fields) < 3:
             continue
-        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in fields]
+        fields = [_unescaped(field) for field in fields]
         point = fields[4].rstrip("/")
         if (real == point or real.startswith(f"{point}/")) and len(point) >= longest:  # of equals the later is on top
             deepest, longest = (fields, source_fields), len(point)

@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.commands.status_lines import hanging_lines
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument
-from tierd.cli.output import console, print_json
+from tierd.cli.output import console, print_json, print_lines, terminal_width
 from tierd.cli.places import default_places, load_config, make_config
 from tierd.cli.tables import Table
 from tierd.core.config import Config, TierConfig
-from tierd.core.diagnosis.findings import Finding, Severity, finding, worst_severity
+from tierd.core.diagnosis.findings import Finding, Severity, finding, main_problems, worst_severity
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy, parse_duration
 from tierd.core.urls import parse_url
@@ -65,9 +67,13 @@ def doctor(
     spool: SpoolOption = None,
     config: ConfigOption = None,
     key_file: KeyFileOption = None,
+    all_findings: Annotated[
+        bool, typer.Option("--all", help="Also list what is right, worth knowing, or was not tried.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Try what a daemon and its trainers will need: the spool, the machine, every tier, and the time to end.
+    """Try what a daemon and its trainers will need: the spool, the machine, every tier, the receivers of events, and
+    the time to end. Print what is wrong, the worst first, with what to do.
 
     Run it as the account that trains. Exit code 10: there are warnings; 11: something will fail."""
     findings = asyncio.run(_examine(url, spool, config, key_file))
@@ -75,28 +81,50 @@ def doctor(
     if json:
         print_json(answer)
     else:
-        out = console()
-        out.print(_findings_table(findings))
-        out.print(_count_severities(findings))
+        _show(findings, others=all_findings)
     if answer.severity != "ok":
         raise typer.Exit(_EXIT_CODES[answer.severity])
 
 
-def _findings_table(findings: Sequence[Finding]) -> Table:
-    rows: list[tuple[str, str, str, str]] = []
-    for each_finding in findings:
-        rows.append(
-            (each_finding.place, each_finding.check, _SEVERITY_WORDS[each_finding.severity], each_finding.found)
-        )
-        rows.append(("", "", "", each_finding.why))
-        if each_finding.do:
-            rows.append(("", "", "", f"-> {each_finding.do}"))
-    return Table(("WHERE", "CHECK", "", "FOUND, WHY IT MATTERS, WHAT TO DO"), rows)
+def _show(findings: Sequence[Finding], *, others: bool) -> None:
+    """Print each problem with its remedy; with `others` also all other findings, one line each."""
+    width = terminal_width()
+    for problem, places in main_problems(findings).items():
+        print_lines("\n".join(hanging_lines(_describe_problem(problem, places), width)))
+        if problem.do:
+            print_lines("\n".join(f"  {line}" for line in hanging_lines(f"-> {problem.do}", width and width - 2)))
+    if others:
+        rows = [
+            (entry.place, entry.check, _SEVERITY_WORDS[entry.severity], f"{entry.found}. {entry.do}".removesuffix(". "))
+            for entry in findings
+            if entry.severity not in ("error", "warning")
+        ]
+        print_lines("")
+        console().print(Table(("WHERE", "CHECK", "", "FOUND"), rows, cut=True))
+    print_lines(_count_severities(findings) + ("" if others else "; --all lists every check"))
+
+
+def _describe_problem(problem: Finding, places: Sequence[str]) -> str:
+    return f"{_SEVERITY_WORDS[problem.severity]} {', '.join(places)}, {problem.check}: {problem.found}"
 
 
 def _count_severities(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.severity for finding in findings)
-    return ", ".join(f"{counts[severity]} {word}" for severity, word in _SEVERITY_WORDS.items() if counts[severity])
+    words: dict[Severity, str] = {
+        "error": "error",
+        "warning": "warning",
+        "ok": "ok",
+        "note": "note",
+        "unknown": "not tried",
+    }
+    plural = {"error", "warning", "note"}
+    texts = [
+        f"{counts[severity]} {word}{'s' * (severity in plural and counts[severity] != 1)}"
+        for severity, word in words.items()
+        if counts[severity]
+    ]
+    is_fine = not counts["error"] and not counts["warning"]
+    return f"{'nothing is wrong: ' * is_fine}{', '.join(texts)}"
 
 
 async def _examine(
@@ -115,7 +143,17 @@ async def _examine(
         retention = (config.retention if config else None) or RetentionPolicy()
         drain_s = parse_duration(config.drain if config else _DEFAULT_DRAIN)
         group_s = command_runtime.current_timings().check_group_s
-        examined = await examine(ExaminationScope(root, retention.keep_last, drain_s, subjects, group_s))
+        examined = await examine(
+            ExaminationScope(
+                root,
+                retention.keep_last,
+                drain_s,
+                subjects,
+                group_s,
+                config.notify if config else (),
+                config.http if config else None,
+            )
+        )
     return [*examined, *findings]
 
 

@@ -45,6 +45,8 @@ CHECKS: dict[str, str] = {
     "object lock": "Retention deletes checkpoints, and under a lock their bytes stay as old versions.",
     "versioning": "In a bucket with versions a deletion frees no space.",
     "multipart": "Unfinished multipart uploads cost money and no listing shows them. tierd makes none.",
+    "receiver": "Alerts reach people and programs through it.",
+    "HTTP port": "Metrics, probes and the page are served there.",
     "stop timeout": "After SIGTERM the daemon flushes for up to `drain`; systemd kills it after TimeoutStopSec.",
     "SLURM": "At a job's time limit SLURM sends SIGTERM, and SIGKILL after KillWait.",
     "Kubernetes": "Kubernetes sends SIGTERM, and SIGKILL after terminationGracePeriodSeconds.",
@@ -156,7 +158,18 @@ FINDINGS: dict[str, FindingKind] = {
     "own place": FindingKind("place", "ok"),
     "another tier's place": FindingKind("place", "error", "Leave one of the two out, or give it a prefix of its own."),
     "no directory": FindingKind("directory", "error", "Name a directory."),
-    "directory absent": FindingKind("directory", "error", "Mount it, or make it (mkdir) where it belongs."),
+    "not mounted": FindingKind(
+        "directory",
+        "error",
+        "Mount it again, and look at its server or disk if that fails. mkdir is wrong: it makes an empty directory on "
+        "this node's own disk.",
+    ),
+    "directory absent": FindingKind(
+        "directory",
+        "error",
+        "If a disk or a server was mounted there, mount it again. Only for a new tier, make it with mkdir: a directory "
+        "in place of a lost mount has none of its checkpoints.",
+    ),
     "tier in memory": FindingKind("directory", "warning", "Mount a disk or server there: a reboot empties it."),
     "room there": FindingKind("room", "ok"),
     "nearly full": FindingKind(
@@ -205,6 +218,9 @@ FINDINGS: dict[str, FindingKind] = {
     "read-write": FindingKind("operations", "ok"),
     "append-only": FindingKind(
         "operations", "warning", "Nothing, if it is meant. Else allow deletions, or nothing is pruned."
+    ),
+    "no bucket": FindingKind(
+        "operations", "error", "Create the bucket, or correct its name, the endpoint, the region or the account."
     ),
     "takes nothing": FindingKind(
         "operations", "error", "Allow puts below the prefix; docs/howto/s3.md has the policy."
@@ -267,6 +283,20 @@ FINDINGS: dict[str, FindingKind] = {
         "multipart", "warning", "Abort them; a lifecycle rule can (AbortIncompleteMultipartUpload)."
     ),
     "uploads unknown": FindingKind("multipart", "unknown", _ALLOW.format("s3:ListBucketMultipartUploads")),
+    "receiver connects": FindingKind("receiver", "ok"),
+    "receiver by proxy": FindingKind("receiver", "unknown", "`tierd notify test` sends an event through the proxy."),
+    "receiver silent": FindingKind(
+        "receiver", "warning", "Check its address and that it runs; then `tierd notify test` sends it an event."
+    ),
+    "receiver unusable": FindingKind("receiver", "error", "Correct its [[notify]]: the daemon does not start with it."),
+    "port free": FindingKind("HTTP port", "ok"),
+    "port answers": FindingKind("HTTP port", "ok"),
+    "port taken": FindingKind(
+        "HTTP port", "error", "End the program that listens there (ss -ltnp), or name another port in [http]."
+    ),
+    "port unusable": FindingKind(
+        "HTTP port", "error", "Name an address of this node and a port from 1024 on in [http]."
+    ),
     "stops in time": FindingKind("stop timeout", "ok"),
     "stopped too soon": FindingKind("stop timeout", "error", _DRAIN),
     "no unit": FindingKind("stop timeout", "unknown", "Nothing, if systemd does not run the daemon."),
@@ -317,12 +347,28 @@ def finding(place: str, name: str, detail: str, check: str = "") -> Finding:
     return Finding(place, check, name, kind.severity, detail, CHECKS[check], kind.do)
 
 
-def in_units(count: float) -> str:
-    """Return a number of bytes as findings show it, `1.5 GiB`."""
-    for unit, length in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if count >= length:
-            return f"{count / length:.1f} {unit}"
-    return f"{count:.0f} B"
+_CAUSES = {  # findings that are only a consequence, by their causes in the same place
+    "no credentials": ("refused", "no answer", "takes nothing"),
+    "credentials unknown": ("refused", "no answer", "takes nothing"),
+}
+
+
+def main_problems(findings: Iterable[Finding]) -> dict[Finding, tuple[str, ...]]:
+    """Return the errors, then the warnings, each cause once, with the places that it concerns.
+
+    What several places have in common, such as a server that does not resolve, is one problem. What only follows from
+    another finding of the same place is none.
+    """
+    problems = [entry for entry in findings if entry.severity in ("error", "warning")]
+    named = {(entry.place, entry.finding) for entry in problems}
+    consequences = {
+        (place, consequence) for place, name in named for consequence in _CAUSES.get(name, ()) if name in _CAUSES
+    }
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for entry in sorted(problems, key=lambda entry: entry.severity != "error"):
+        if (entry.place, entry.finding) not in consequences:
+            groups.setdefault((entry.finding, entry.found), []).append(entry)
+    return {group[0]: tuple(dict.fromkeys(entry.place for entry in group)) for group in groups.values()}
 
 
 def worst_severity(findings: Iterable[Finding]) -> Severity:

@@ -9,7 +9,8 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding, in_units
+from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding
+from tierd.core.units import format_size
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _LAYERS = {"overlay", "aufs", "fuse-overlayfs", "fuse.fuse-overlayfs"}
@@ -113,28 +114,32 @@ class Space:
 
 
 def space(disk: Space) -> Finding:
-    free = f"{in_units(disk.free)} of {in_units(disk.total)} free"
+    free = f"{format_size(disk.free)} of {format_size(disk.total)} free"
     if disk.state is None:
         return finding(NODE, "state unknown", f"{free}; the spool has no checkpoint yet")
     count = disk.keep_last + 1
     needed_bytes = count * disk.state
-    text = f"{free}; {count} states of {in_units(disk.state)} (run {disk.run}) need {in_units(needed_bytes)}"
+    text = f"{free}; {count} states of {format_size(disk.state)} (run {disk.run}) need {format_size(needed_bytes)}"
     if disk.total < needed_bytes:
         return finding(NODE, "room too small", text)
     if disk.free + disk.used < needed_bytes:
-        return finding(NODE, "room short", f"{text}, and its checkpoints have {in_units(disk.used)}")
+        return finding(NODE, "room short", f"{text}, and its checkpoints have {format_size(disk.used)}")
     return finding(NODE, "room", text)
 
 
 def memory(total: int, available: int, limit: int | None, state: int | None) -> Finding:
     """Judge the memory of the machine and of this process's control group, in bytes. Without a `limit` it has none."""
-    text = f"{in_units(available)} of {in_units(total)} available"
-    text += f"; the control group's limit is {in_units(limit)}" if limit is not None else "; no control group limits it"
+    text = f"{format_size(available)} of {format_size(total)} available"
+    text += (
+        f"; the control group's limit is {format_size(limit)}" if limit is not None else "; no control group limits it"
+    )
     usable = min(total, limit) if limit is not None else total
     if usable < _DAEMON:
         return finding(NODE, "memory too small", text)
     if state is not None and usable < 2 * state + _DAEMON:
-        return finding(NODE, "memory short", f"{text}; training and one snapshot need {in_units(2 * state)} together")
+        return finding(
+            NODE, "memory short", f"{text}; training and one snapshot need {format_size(2 * state)} together"
+        )
     return finding(NODE, "memory", text)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tierd.core.diagnosis.findings import Finding, finding, in_units
+from tierd.core.diagnosis.findings import Finding, finding
+from tierd.core.units import format_size
 
 _DAY_S = 86400.0
 _SKEW_S, _MOST_SKEW_S = 60.0, 900.0  # S3 answers RequestTimeTooSkewed beyond 15 minutes
@@ -18,9 +19,12 @@ _UNREACHED = {
     "does not resolve",
     "mount fails",
     "no answer",
+    "no bucket",
     "no connection",
     "no directory",
     "no TLS",
+    "not mounted",
+    "refused",
     "silent server",
 }
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # not GLACIER_IR, whose objects can be read at once
@@ -44,10 +48,10 @@ def directory_room(place: str, free: int, total: int, state: int | None) -> Find
 
     Neither compression nor shared chunks count, because no flush can rely on them.
     """
-    text = f"{in_units(free)} of {in_units(total)} free"
+    text = f"{format_size(free)} of {format_size(total)} free"
     if state is None:
         return finding(place, "room unknown", f"{text}; no checkpoint tells the size of a state")
-    text += f"; one state has {in_units(state)}"
+    text += f"; one state has {format_size(state)}"
     return finding(place, "room there" if free >= state else "nearly full", text)
 
 

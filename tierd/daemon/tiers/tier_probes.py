@@ -39,7 +39,7 @@ from tierd.daemon.tiers.tier_objects import (
     reread_manifest,
 )
 from tierd.daemon.tiers.tier_observer import missing_chunks
-from tierd.stores.base import Store, delete_if_permitted, list_children, octets
+from tierd.stores.base import BucketAbsent, Store, delete_if_permitted, list_children, octets
 
 # Nodes that start together try out one key together, so one may delete or replace it before another reads it back.
 _TRIES, _APART_S = 5, 0.2  # seconds at most between two of them
@@ -55,7 +55,7 @@ class TierAccess:
     mode: Literal["read-write", "append-only", "read-only"] | None
     why: str = ""  # the reason for that, or for any mode less than read-write
     # What is wrong with a tier without a mode; None: it has one.
-    failure: Literal["no answer", "refused", "full"] | None = None
+    failure: Literal["no answer", "refused", "no bucket", "full"] | None = None
 
 
 async def probe_access(store: Store) -> TierAccess:
@@ -71,7 +71,7 @@ async def probe_access(store: Store) -> TierAccess:
     except StoreFull as error:
         return TierAccess(None, str(error), "full")
     except StoreRefused as error:
-        return TierAccess(None, str(error), "refused")
+        return TierAccess(None, str(error), "no bucket" if isinstance(error, BucketAbsent) else "refused")
     except StoreUnavailable as error:
         return TierAccess(None, str(error), "no answer")
 

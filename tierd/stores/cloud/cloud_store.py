@@ -19,6 +19,7 @@ from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, Store
 from tierd.core.urls import StoreUrl
 from tierd.stores.base import (
     PAGE,
+    BucketAbsent,
     Buffer,
     ObjectInfo,
     check_key,
@@ -97,7 +98,7 @@ def _condition(scheme: str, action: str, answer: ErrorText, text: str) -> tuple[
     if answer.is_of_credentials:
         return _without_credentials(scheme, status)
     if code in _NO_BUCKET or (status == 404 and action in ("put", "scan")):
-        return StoreRefused, ": there is no such bucket or container; create it, or check its name and the account"
+        return BucketAbsent, ": there is no such bucket or container; create it, or check its name and the account"
     if status == 404:
         return (ObjectNotFound, "") if code in _NO_OBJECT else (UnnamedNotFound, UNNAMED)
     if status in (429, 503):

@@ -25,6 +25,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
+from tierd.stores.base import BucketAbsent
 from tierd.stores.retry import UNNAMED, StoreThrottled, UnnamedNotFound
 
 # The errors of the libraries and of the operating system.
@@ -106,7 +107,7 @@ def _condition(doing: str, code: str, status: int, message: str) -> tuple[type[T
     if status == 404 and code in _UNNAMED and doing.startswith("get "):
         return UnnamedNotFound, UNNAMED
     if code == "NoSuchBucket" or status == 404:
-        return StoreRefused, ": there is no such bucket; create it, or check its name, the endpoint and the region"
+        return BucketAbsent, ": there is no such bucket; create it, or check its name, the endpoint and the region"
     if code == "RequestTimeTooSkewed":
         return StoreUnavailable, ": this node's clock and the server's differ too much; is NTP running?"
     if code == "QuotaExceeded" or status == 507:
