@@ -19,7 +19,7 @@ from support.script import Script
 
 from tierd.watching.unit import LAYOUTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "watch.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "programs.md"
 _LIMIT_S = 600
 _TRIES = 4  # launches, until one is killed within its save and not a moment later, as a quick save allows it seldom
 

@@ -1,5 +1,5 @@
 """The programs of support/script.py, and what stands for each program that tierd knows in the tests; the page
-docs/howto/watch.md shows it.
+docs/evidence/programs.md shows it.
 """
 
 from __future__ import annotations

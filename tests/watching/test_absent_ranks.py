@@ -1,6 +1,6 @@
 """A gap in the numbers of ranks, and an empty JSON file: a part that nothing beside it proves.
 
-Judged by the words of docs/howto/watch.md and docs/howto/inspect.md.
+Judged by the words of docs/explanation/watching.md and docs/reference/formats.md.
 """
 
 from __future__ import annotations

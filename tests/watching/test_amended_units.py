@@ -1,6 +1,6 @@
 """A checkpoint that is touched or added to after newer ones were taken, and files that no copy has.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A program that keeps one checkpoint, killed after the first file of its next save: a part is never the whole.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layouts that people who did not know the rules read in the sources of public programs: whole, or not taken.
 
-Judged by the words of docs/howto/watch.md. Each test names the program's source.
+Judged by the words of docs/explanation/watching.md. Each test names the program's source.
 """
 
 from __future__ import annotations

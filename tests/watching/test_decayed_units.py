@@ -1,6 +1,6 @@
 """A file that decayed after it was taken is no new version of its checkpoint, whatever its program writes beside it.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

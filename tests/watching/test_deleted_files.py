@@ -1,6 +1,6 @@
 """`prepare` brings nothing back that the program deleted of its older checkpoints; the newest gets its lost files back.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

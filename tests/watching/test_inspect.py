@@ -497,7 +497,7 @@ def test_the_names_of_dtypes_are_those_of_torch() -> None:
 
 def test_the_how_to_s_table_is_that_of_the_programs() -> None:
     section = (
-        (ROOT / "docs" / "howto" / "inspect.md")
+        (ROOT / "docs" / "reference" / "formats.md")
         .read_text()
         .split("<!-- layouts: made of tierd/watching/unit.py -->\n")[1]
     )

@@ -1,4 +1,4 @@
-"""A link to one of several directories of a checkpoint is its pointer. Judged by the words of docs/howto/watch.md."""
+"""A link to one of several directories of a checkpoint is its pointer. Judged by the words of docs/explanation/watching.md."""
 
 from __future__ import annotations
 

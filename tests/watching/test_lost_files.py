@@ -1,6 +1,6 @@
 """A checkpoint that was taken and has lost files since, or got other times: its contents say as which it was taken.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

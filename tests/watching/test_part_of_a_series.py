@@ -1,6 +1,6 @@
 """A part is never taken as the newest checkpoint, because another one lacks the same file.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

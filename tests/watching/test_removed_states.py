@@ -1,6 +1,6 @@
 """A program deletes the states of its older checkpoints and keeps their weights: these are whole, and stay so.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

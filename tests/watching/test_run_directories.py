@@ -1,6 +1,6 @@
 """A directory whose name is nothing but a number, and that holds the saves of a run: its seed, its job, its fold.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

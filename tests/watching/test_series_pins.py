@@ -1,6 +1,6 @@
 """The two newest checkpoints of each series stay on the tiers, whatever retention keeps of the run.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The newest checkpoint of each series, by time and then by step, sorts last in it, is pinned, and is put back.
 
-Judged by the words of docs/howto/watch.md: "The newest of each comes back, even if a policy keeps fewer".
+Judged by the words of docs/explanation/watching.md: "The newest of each comes back, even if a policy keeps fewer".
 """
 
 from __future__ import annotations

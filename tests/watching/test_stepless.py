@@ -1,6 +1,6 @@
 """What has no step beside checkpoints that have one, pointers, and several series: all of it comes back.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that only the names beside a name show. Judged by the table of steps in docs/howto/watch.md."""
+"""Steps that only the names beside a name show. Judged by the table of steps in docs/explanation/watching.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A save in which an unknown program was killed is no checkpoint, and one that it finished is, whatever lies beside it.
 
-Judged by the words of docs/howto/watch.md. The gate's kind `watched` found each of these.
+Judged by the words of docs/explanation/watching.md. The gate's kind `watched` found each of these.
 """
 
 from __future__ import annotations

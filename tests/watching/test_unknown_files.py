@@ -1,6 +1,6 @@
 """Files of a format that tierd does not know, beside weights without a step: one checkpoint, whole.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

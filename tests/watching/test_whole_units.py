@@ -1,6 +1,6 @@
 """A checkpoint of a program that tierd does not know is taken whole or refused aloud, and never moved while it is good.
 
-Judged by the words of docs/howto/watch.md.
+Judged by the words of docs/explanation/watching.md.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ FENCES = (
     ),
     Fence(
         "a zip record's content is not compared with its CRC",
-        "docs/howto/inspect.md#what-can-be-found-in-which-format",
+        "docs/reference/formats.md#what-can-be-found-in-which-format",
         "verification",
         "_check_content",
         Assume(False, "crc"),

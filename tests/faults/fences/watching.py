@@ -5,9 +5,9 @@ from __future__ import annotations
 from faults.fences import Fence
 from faults.fences.edits import Assume, LeaveOut, Returns
 
-_TAKEN = "docs/howto/watch.md#what-is-taken-and-when"
-_NODES = "docs/howto/watch.md#several-nodes"
-_LAUNCH = "docs/howto/watch.md#before-each-launch"
+_TAKEN = "docs/explanation/watching.md#what-is-taken-and-when"
+_NODES = "docs/explanation/watching.md#several-nodes"
+_LAUNCH = "docs/explanation/prepare.md#what-prepare-does"
 
 FENCES = (
     Fence(
@@ -88,7 +88,7 @@ FENCES = (
     ),
     Fence(
         "a repair writes to the program's own file",
-        "docs/howto/watch.md#how-it-is-taken",
+        "docs/explanation/watching.md#how-it-is-taken",
         "deletion",
         "_Download._own",
         LeaveOut("unshare"),
