@@ -20,16 +20,11 @@ author = "the tierd developers"
 project_copyright = author
 version = release = tierd.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser"]
 myst_heading_anchors = 4
 
 highlight_language = "none"
 exclude_patterns = ["_build"]
-default_role = "code"  # docstrings write `name`
-autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_mock_imports = ["accelerate", "keras", "lightning", "nvidia", "transformers"]
-napoleon_google_docstring = True
 
 smartquotes = False  # it would make one dash of `--json`
 html_theme = "furo"

@@ -51,6 +51,7 @@ from tierd.reading.command_follower import Delivery
 from tierd.reading.export_from_tiers import StateExport
 from tierd.state.kinds import supported_values as state_reference
 from tierd.watching.unit_description import WatchExplanation
+from tools import api_reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
@@ -392,23 +393,6 @@ def types() -> str:
 # -- the Python interface ---------------------------------------------------------------------------------------------
 
 
-def api(words: str) -> str:
-    """Directives that read the docstrings of a module's public names; after the module, those that are wanted."""
-    name, *wanted = words.split()
-    module = __import__(name, fromlist=["__all__"])
-    blocks = []
-    for public in wanted or module.__all__:
-        value = getattr(module, public)
-        if not callable(value) or (isinstance(value, type) and issubclass(value, Exception)):
-            continue
-        path = f"{name}.{public}" if value.__name__ == public else f"{value.__module__}.{value.__name__}"
-        also = "" if path == f"{name}.{public}" else f"`{name}.{public}` is\n\n"
-        directive = "autoclass" if isinstance(value, type) else "autofunction"
-        more = "\n   :members:" if isinstance(value, type) else ""
-        blocks.append(f"{also}```{{eval-rst}}\n.. {directive}:: {path}{more}\n```\n")
-    return "\n".join(blocks)
-
-
 def errors() -> str:
     """The public errors, with the first sentence of each docstring."""
     rows = []
@@ -441,7 +425,8 @@ KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "cli": cli,
     "answers": answers,
     "types": types,
-    "api": api,
+    "api": api_reference.section,
+    "contents": api_reference.contents,
     "errors": errors,
     "state": state_kinds,
     "refused": state_refused,
