@@ -239,7 +239,7 @@ class Checkpointer:
             ConfigError: an argument is not a `torch.optim.Optimizer`.
         """
         self._inner.check_open()
-        self._inner.gate.attach(optimizers)
+        self._inner.attach(optimizers)
 
     def stage(self, step: int, metrics: Mapping[str, float] | None = None) -> AbstractContextManager[Path]:
         """Give a directory for another library's files, and commit it when the block ends without an exception.

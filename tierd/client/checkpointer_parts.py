@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
 
 from tierd.client import client_timings
 from tierd.client.daemon_attachment import Attachment
@@ -28,6 +29,7 @@ from tierd.client.saving.dcp_arena_staging import ArenaStaging
 from tierd.client.saving.save_jobs import Stats
 from tierd.client.saving.save_pipeline import SavePipeline
 from tierd.client.saving.savers import DirectorySaver, SaveRecords, StateSaver
+from tierd.client.saving.slots import device_of, estimate
 from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.unflushed_saves import UnflushedSaves, check_no_save_failed, check_wait, describe_lost_saves
@@ -41,6 +43,9 @@ from tierd.spool.run_records import record_policy, set_local_only
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import spool_errors
 from tierd.state.replicas import ReplicaGroup
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _BUSY = ("wait", "skip", "fail")
 _MAX_SLOTS = 16
@@ -195,6 +200,15 @@ class CheckpointerParts:
         if self.forked:
             raise ConfigError("this process was forked from the one that made the Checkpointer: make one of its own")
         self.ranks.check_group()
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Attach optimizers to the gate, and begin to prepare the memory of the first save, as far as they show it."""
+        attached = self.gate.attach(optimizers)
+        parameters = [group["params"] for optimizer in attached for group in optimizer.param_groups]
+        state = {"optimizers": attached, "parameters": parameters}
+        # The ranks of a node may divide what they all hold, and no optimizer shows that.
+        size_bytes = estimate(state) // len(self.state_saver.group.node)
+        self.pipeline.prefault_ahead(size_bytes, device_of(state))
 
     def release(self, patience_s: float) -> None:
         """End the threads and close the links.

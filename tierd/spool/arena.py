@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import resource
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -81,6 +82,7 @@ def _read(path: Path) -> str:
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SLICE = 64 << 20  # bytes touched by one call, so that an interpreter's exit does not wait for the whole arena
+_TOUCHING_THREADS = 4  # more of them gain little, and training has most cores
 _SPARE = 0.05  # share of all memory, and of a limit, that is left to others
 
 _open: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -165,25 +167,47 @@ class Arena:
             raise ValueError("the descriptor is no sealed memfd of whole pages")
         return cls(size, fd)
 
-    def prefault(self, size: int | None = None) -> None:
-        """Touch the first `size` bytes (all by default), so that later writes find their pages allocated.
+    def prefault(self, size: int | None = None, begin: int = 0) -> None:
+        """Touch the bytes from `begin` to `size` (all by default), so that later writes find their pages allocated.
+
+        Several threads share the work, because the kernel clears each page in the thread that touches it.
 
         Raises:
             MemoryError: the system lacks the memory. Without this call, SIGBUS would kill the process at a later write.
         """
         end = min(self.size, -(-(self.size if size is None else size) // PAGE) * PAGE)
-        for begin in range(0, end, _SLICE):
-            length = min(_SLICE, end - begin)
-            number = populate(self._memory, begin, length)
-            # An older kernel: allocate the pages only, because mapping them is the smaller cost.
-            if number in (errno.EINVAL, errno.ENOSYS):
-                try:
-                    os.posix_fallocate(self.fd, begin, length)
-                    number = 0
-                except OSError as error:
-                    number = error.errno or errno.ENOMEM
-            if number:
-                raise MemoryError(f"an arena of {end} bytes: {os.strerror(number)}")
+        starts, errors = iter(range(begin - begin % PAGE, end, _SLICE)), list[int]()
+
+        def touch() -> None:
+            for start in starts:
+                if errors:
+                    return
+                if number := self._touch(start, min(_SLICE, end - start)):
+                    errors.append(number)
+
+        helpers = []
+        for _ in range(min(_TOUCHING_THREADS, len(os.sched_getaffinity(0)), -(-(end - begin) // _SLICE)) - 1):
+            helper = threading.Thread(target=touch, name="tierd-touch", daemon=True)
+            with suppress(RuntimeError):  # the system grants no thread, or the interpreter is ending
+                helper.start()
+                helpers.append(helper)
+        touch()
+        for helper in helpers:
+            helper.join()
+        if errors:
+            raise MemoryError(f"an arena of {end} bytes: {os.strerror(errors[0])}")
+
+    def _touch(self, begin: int, length: int) -> int:
+        """Touch the pages of a slice. Returns an errno value, 0 on success."""
+        number = populate(self._memory, begin, length)
+        # An older kernel: allocate the pages only, because mapping them is the smaller cost.
+        if number in (errno.EINVAL, errno.ENOSYS):
+            try:
+                os.posix_fallocate(self.fd, begin, length)
+                number = 0
+            except OSError as error:
+                number = error.errno or errno.ENOMEM
+        return number
 
     @property
     def before_unmapping(self) -> Callable[[], None] | None:

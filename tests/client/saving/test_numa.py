@@ -65,7 +65,7 @@ def machine(monkeypatch, tmp_path):
 def test_an_arena_is_placed_before_its_pages_are_there(fake, kernel, machine, monkeypatch):
     machine("0-1", "0", "1")
     order, real = [], Arena.prefault
-    monkeypatch.setattr(Arena, "prefault", lambda arena: (order.append(list(kernel.asked)), real(arena)))
+    monkeypatch.setattr(Arena, "prefault", lambda arena, *args: (order.append(list(kernel.asked)), real(arena, *args)))
     slot = Slot(0)
     assert slot.reserve(1 << 20, GPU)
     assert order == [[(1 << 20, 1)]]

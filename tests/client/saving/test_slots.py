@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.training import fresh, restored, same, tensors, train
+from support.waiting import wait_until
 
 import tierd
 from tierd.client.checkpointer import internals
 from tierd.client.saving import save_pipeline, slots
 from tierd.client.saving.savers import SaveRecords
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, SpoolFull
+from tierd.spool import arena as arena_module
 from tierd.spool.arena import Arena, available, limited_groups
 
 
@@ -177,7 +179,7 @@ def test_small_arena_is_no_larger_than_the_state_and_a_share_of_free_memory(monk
     assert not slot.reserve(size << 20) and slot.arena.size == small << 20
 
 
-def refused(self, size=None):
+def refused(self, size=None, begin=0):
     raise MemoryError("cannot allocate")
 
 
@@ -211,6 +213,87 @@ def test_streamed_state_is_warned_of_once_until_a_state_fits_again(monkeypatch, 
 
 
 # -- the arena is ready before it is needed ---------------------------------------------------------------------------
+
+
+def test_attach_makes_the_arena_ready_before_the_first_save(spool):
+    state = fresh()
+    with opened(spool) as ckpt:
+        pipeline = internals(ckpt).pipeline
+        ckpt.attach(state["optimizer"])
+        wait_until(lambda: pipeline.slots[0].has_room(slots.estimate({"optimizer": state["optimizer"]})))
+        arena = pipeline.slots[0].arena
+        train(state, 2)
+        ckpt.save(1, state).wait()
+        assert pipeline.slots[0].arena is arena, "the state's buffers and header had room as well"
+
+
+@pytest.mark.parametrize("free_sizes", [0, 1, 2])
+def test_attach_leaves_memory_for_a_restore(monkeypatch, free_sizes):
+    """Of memory for one state, and for another one that a restore reads, nothing is touched unless both fit."""
+    size = 8 << 20
+    monkeypatch.setattr(slots, "available", lambda: free_sizes * size)
+    slot = slots.Slot(0)
+    slot.prefault_slice(size, None)
+    assert slot.has_room(size) == (free_sizes == 2)
+    slot.drop()
+
+
+def test_restore_ends_the_touching_that_attach_began(spool, monkeypatch):
+    big, touched = torch.nn.Parameter(torch.zeros(30 << 20)), []
+    state = {"big": big, "optimizer": torch.optim.Adam([big])}
+    with opened(spool) as ckpt:
+        pipeline = internals(ckpt).pipeline
+
+        def prefault(arena, size=None, begin=0):
+            if not touched:
+                pipeline.drain(0)  # as a restore in the training thread does, which begins now
+            touched.append(size)
+
+        monkeypatch.setattr(Arena, "prefault", prefault)
+        ckpt.attach(state["optimizer"])
+        for _ in range(3):  # a job may give one more
+            done = threading.Event()
+            pipeline.behind(done.set)
+            assert done.wait(60)
+        assert len(touched) == 1 and touched[0] < 3 * big.nbytes
+        ckpt.restore(state)
+        pipeline.drain()
+        assert len(touched) == 2, "the restore knows what the state needs"
+
+
+def test_slot_touches_the_memory_that_no_attached_optimizer_showed(monkeypatch):
+    slot, size = slots.Slot(0), 8 << 20
+    while slot.prefault_slice(size, None):
+        pass
+    arena = slot.arena
+    assert slot.reserve(size + size // 32) and slot.arena is arena and slot.has_room(size + size // 32)
+    assert not slot.has_room(arena.size), "no more is touched than is needed"
+    assert slot.reserve(2 * size) and slot.arena is not arena
+    slot.drop()
+
+
+def test_several_threads_touch_one_arena(monkeypatch):
+    both, ranges = threading.Barrier(2, timeout=60), []
+
+    def populate(memory, begin, length):
+        both.wait()  # no thread gets further alone
+        ranges.append(range(begin, begin + length))
+        return 0
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(arena_module, "populate", populate)
+    arena = Arena(256 << 20)
+    arena.prefault()
+    assert sum(map(len, ranges)) == arena.size and len(set(ranges)) == len(ranges)
+
+
+def test_an_error_in_any_touching_thread_raises(monkeypatch):
+    def populate(memory, begin, length):
+        return errno.EFAULT if begin == 128 << 20 else 0
+
+    monkeypatch.setattr(arena_module, "populate", populate)
+    with pytest.raises(MemoryError, match="Bad address"):
+        Arena(256 << 20).prefault()
 
 
 def test_restoring_makes_the_arena_ready_before_an_optimizer_has_any_state(spool):

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import tierd
 from tierd.client.checkpointer import internals
 from tierd.client.saving.slots import Slot
+from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import ConfigError, TornSnapshot
 from tierd.state.capture import Capture
 
@@ -195,7 +196,7 @@ def test_an_interrupt_while_a_step_waits_leaves_the_save_as_it_was(spool, local,
 
 @pytest.mark.parametrize("where", ["while save waits", "before save waits"])
 def test_an_interrupted_save_is_no_checkpoint_and_holds_no_step(spool, local, job, monkeypatch, where):
-    image = Slot.image
+    image, few = Slot.image, Snapshot.copy_if_few
 
     def slow(*arguments):
         time.sleep(0.2)
@@ -203,6 +204,7 @@ def test_an_interrupted_save_is_no_checkpoint_and_holds_no_step(spool, local, jo
 
     with monkeypatch.context() as patch:
         patch.setattr(Slot, "image", slow)
+        patch.setattr(Snapshot, "copy_if_few", lambda snapshot: where != "while save waits" and few(snapshot))
         if where == "while save waits":
             after(0.1, interrupt)
         else:

@@ -64,6 +64,7 @@ class SavePipeline:
         self._copier = JobThread("tierd-copy")
         self._unfinished: set[Snapshot] = set()
         self._logged = False
+        self._ahead_bytes = 0  # of an arena that are to be touched before the first save
         if line is not None:
             line.renew(CALM_GREETING)
 
@@ -86,6 +87,11 @@ class SavePipeline:
         if device is not None:
             self._copier.give(lambda: self._pin(device))
 
+    def prefault_ahead(self, size: int, device: torch.device | None) -> None:
+        """Touch memory behind training for a state of which `size` bytes are known, until a restore begins."""
+        self._ahead_bytes = max(self._ahead_bytes, size)
+        self._copier.give(lambda: self._prefault_ahead(device))
+
     def take(self, snapshot: Snapshot) -> None:
         """Copy and persist; `snapshot.wait` returns when training may continue."""
         self._unfinished.add(snapshot)
@@ -101,7 +107,11 @@ class SavePipeline:
             self.slots[0].adopt(arena)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Return when every save has ended, or after `timeout_s`; return whether every save has."""
+        """Return when every save has ended, or after `timeout_s`; return whether every save has.
+
+        No more memory is touched ahead of a save.
+        """
+        self._ahead_bytes = 0
         begun_s = time.monotonic()
         if not self._copier.drain(timeout_s):
             return False
@@ -124,6 +134,22 @@ class SavePipeline:
             _prefault(slot, size, device)
         for slot in idle:
             self.free.put(slot)
+
+    def _prefault_ahead(self, device: torch.device | None) -> None:
+        """Touch a piece of an idle slot's memory, then let jobs that arrived meanwhile run first, such as a save."""
+        for _ in self.slots:
+            try:
+                slot = self.free.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                is_unfinished = slot.prefault_slice(self._ahead_bytes, device)
+            finally:
+                self.free.put(slot)
+            if is_unfinished:
+                with suppress(ConfigError):  # the pipeline is closing
+                    self._copier.give(lambda: self._prefault_ahead(device))
+                return
 
     def _pin(self, device: torch.device) -> None:
         """Pin a slice of an idle slot, then let jobs that arrived meanwhile run first, such as a save."""

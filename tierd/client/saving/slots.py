@@ -153,6 +153,7 @@ _SPARE = 1 << 20  # bytes that are worth returning to the system
 _GROWTH = 16  # an arena that was too small is made larger than needed by 1/16
 _HEADER = 1 << 20  # bytes; a tensor file's header is rarely larger
 _UNEVEN = 1.05  # by which a rank's share may exceed the mean, because tensors are not cut
+_AHEAD = 256 << 20  # bytes that are touched at a time before a save, so that a save or a restore soon gets its turn
 _SMALLEST, _BOUND = 16 << 20, 256 << 20  # bytes of an arena through which a state is streamed
 
 
@@ -197,8 +198,7 @@ class Slot:
                 # copy.
                 roomy = size + size // _GROWTH
                 self.arena = self.arena or self._new_arena(roomy if grows and roomy <= spare + self._backed else size)
-                self.arena.prefault()
-                self._backed = self.arena.size
+                self._prefault(self.arena.size if grows else size)
                 self._streams = False
                 return True
             except MemoryError as error:
@@ -214,6 +214,28 @@ class Slot:
             )
         self._streams = True
         return False
+
+    def prefault_slice(self, size: int, device: torch.device | None) -> bool:
+        """Touch some more memory for a state of at least `size` bytes before anything is saved; return whether some is
+        left to touch. Another `size` bytes stay free at any time, for a restore and for what training allocates.
+        """
+        end = size if self.arena is None else min(size, self.arena.size)
+        if self._layout is not None or self._backed >= end or available() < size + min(_AHEAD, end - self._backed):
+            return False
+        self._device = device or self._device
+        try:
+            # With some room, because a state may hold a little more than is known of it: buffers, and a header.
+            self.arena = self.arena or self._new_arena(size + size // _GROWTH)
+            self._prefault(min(end, self._backed + _AHEAD))
+        except MemoryError:
+            self.drop()
+        return 0 < self._backed < end
+
+    def _prefault(self, size: int) -> None:
+        """Touch the arena up to `size` bytes. Raises MemoryError."""
+        assert self.arena is not None
+        self.arena.prefault(size, self._backed)
+        self._backed = min(self.arena.size, -(-size // PAGE) * PAGE)
 
     def _small(self, limit: int) -> Arena:
         size = min(_BOUND, max(_SMALLEST, limit))

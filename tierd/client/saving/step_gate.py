@@ -57,7 +57,8 @@ class OptimizerStepGate:
         self._shared_names: frozenset[str] = frozenset()  # names of tensors that something else changes as well
         _gates.add(self)
 
-    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+    def attach(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+        """Attach optimizers; return all that are attached."""
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(f"attach({type(optimizer).__name__}): a torch.optim.Optimizer is wanted")
@@ -65,6 +66,7 @@ class OptimizerStepGate:
                 before = optimizer.register_step_pre_hook(self._before_step)
                 self._optimizers[optimizer] = [before, optimizer.register_step_post_hook(self._after_step)]
         self._cached_deferred = (), NONE_DEFERRED
+        return list(self._optimizers)
 
     def detach(self) -> None:
         self.confirm()
