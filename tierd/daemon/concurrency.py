@@ -133,10 +133,14 @@ async def suspend_aware_timeout(seconds: float) -> AsyncIterator[Callable[[], No
 
 
 class MemoryBudget:
-    """`total` bytes, shared by all transfers of chunks."""
+    """`total` bytes, shared by all transfers of chunks.
+
+    `buffers` is memory for what is held. What lies idle there is freed when nothing is held any more.
+    """
 
     def __init__(self, total: int = TRANSFER_BYTES) -> None:
         self._total = self._free = total
+        self.buffers = Buffers(total)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
@@ -172,6 +176,8 @@ class MemoryBudget:
     def give_back(self, size: int) -> None:
         self._free += size
         self._serve()
+        if self._free == self._total:
+            self.buffers.clear()
 
     async def _wait_for(self, size: int) -> None:
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

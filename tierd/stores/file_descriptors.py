@@ -206,15 +206,18 @@ def _reaches(directory: str, prefix: str, after: str) -> bool:
 
 DIRECT_PIECE = 4 << 20  # bytes; direct I/O has no read-ahead and no write-behind, so it needs larger requests
 _PIECE = 1 << 20  # bytes; small enough to stay in the processor's cache until it is copied
+_SPARE_BUFFERS = 4  # of `DIRECT_PIECE`
+_spare_buffers: list[memoryview] = []
 
 
 async def read_file_into(file: AsyncFileIO, view: memoryview, on_piece: Callable[[], None]) -> memoryview:
     """Fill `view` from `file` through a small buffer. `on_piece` is called after each piece.
 
-    The buffer is needed because the thread of a cancelled call may still write to it.
+    The buffer is needed because the thread of a cancelled call may still write to it. So only a read that ended gives
+    its buffer to the next one, because the first touch of fresh memory costs more than the copy.
     """
     large = len(view) >= LARGE and set_direct(file.fileno(), True)
-    buffer, at = _buffer(len(view), large=large), 0
+    buffer, at = _spare_buffer() if large else _buffer(len(view), large=False), 0
     while at < len(view):
         try:
             count = await file.readinto(buffer)
@@ -228,6 +231,8 @@ async def read_file_into(file: AsyncFileIO, view: memoryview, on_piece: Callable
         view[at : at + count] = buffer[:count]
         at += count
         on_piece()
+    if large and len(_spare_buffers) < _SPARE_BUFFERS:
+        _spare_buffers.append(buffer)
     return view
 
 
@@ -245,6 +250,13 @@ def digest_file(fd: int, size: int, on_piece: Callable[[], None]) -> str:
         hasher.update(buffer[:length])
         on_piece()
     return hasher.hexdigest()
+
+
+def _spare_buffer() -> memoryview:
+    try:
+        return _spare_buffers.pop()  # not asked for their number first, because each event loop has a thread of its own
+    except IndexError:
+        return memory_for(DIRECT_PIECE)
 
 
 def _buffer(size: int, *, large: bool) -> memoryview:

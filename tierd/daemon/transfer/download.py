@@ -18,7 +18,7 @@ from typing import TypeAlias
 from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
 from tierd.core.manifest import DRAFT_NAME, File, Manifest
 from tierd.core.manifest_codec import encode
-from tierd.daemon.concurrency import Buffers, MemoryBudget, gather_limited, thread_uncancelled
+from tierd.daemon.concurrency import MemoryBudget, gather_limited, thread_uncancelled
 from tierd.daemon.transfer.local_files import (
     TargetFile,
     chunks_to_write,
@@ -138,7 +138,6 @@ class _Download:
     committed: bool
     chunk_runs: ChunkRuns | None
     public: bool
-    buffers: Buffers = field(default_factory=Buffers)
     queue: deque[tuple[TargetFile, int, int]] = field(default_factory=deque)
 
     def lay_out(self, manifest: Manifest) -> list[TargetFile]:
@@ -202,7 +201,7 @@ class _Download:
                 self.progress.kept_bytes += size
             else:
                 lead = offset % PAGE  # aligned as in the file, so that O_DIRECT needs no further copy
-                with self.buffers.hold(lead + size) as memory:
+                with self.budget.buffers.hold(lead + size) as memory:
                     raw = await self._fetch_chunk(target, index, memory[lead:], defect)
                     # The stored bytes are released; some raw bytes may pass through another buffer.
                     hold.shrink_to(size + min(size, PIECE))
@@ -268,7 +267,7 @@ class _Download:
         self, target: TargetFile, index: int, into: memoryview, defect: CorruptChunk | OSError
     ) -> Buffer:
         try:
-            return await self.copies.chunk(target.number, index, target.file.path, into, self.buffers)
+            return await self.copies.chunk(target.number, index, target.file.path, into, self.budget.buffers)
         except CorruptChunk as error:
             if isinstance(defect, OSError):  # a disk error proves nothing about the bytes
                 raise StoreUnavailable(f"local: {defect}; {error}") from error
