@@ -69,10 +69,27 @@ class Double(StoreWrapper):
         async for info in self.inner.scan(prefix, after):
             yield info
 
+    async def directories(self, prefix: str) -> list[str] | None:
+        await self._enter("names", prefix)
+        return await self.inner.directories(prefix)
+
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             await self._enter("delete", key)
         await self.inner.delete(keys)
+
+
+class Halting(Double):
+    """Waits at its request number `at` until `go` is set."""
+
+    def __init__(self, inner: Store, at: int) -> None:
+        super().__init__(inner)
+        self.at, self.go = at, asyncio.Event()
+
+    async def _enter(self, operation: str, key: str) -> None:
+        await super()._enter(operation, key)
+        if len(self.calls) == self.at:
+            await self.go.wait()
 
 
 class Killed(BaseException):
@@ -166,6 +183,11 @@ class Counting(MemoryStore):
             if self.pages(shown) > self.pages(shown - 1):
                 self.count["LIST"] += 1
             yield info
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        names = await super().directories(prefix)
+        self.count["LIST"] += max(1, -(-len(names or ()) // self.page))
+        return names
 
     async def delete(self, keys: Sequence[str]) -> None:
         self.count["DELETE"] += -(-len(keys) // 1000)

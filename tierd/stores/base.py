@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
@@ -64,12 +64,14 @@ class Store(ABC):
         is_authentic: whether only holders of this node's key can have put the objects.
         can_digest: whether `digest` may be called: this process reads the bytes itself.
         slowest_rate: bytes/s below which the store itself gives up a transfer; None: it does not.
+        has_pages: whether `scan_pages` lists pages as they come, so that it takes fewer steps than `scan`.
     """
 
     copies_in_memory: int = 1
     is_authentic: bool = False
     can_digest: bool = False
     slowest_rate: float | None = None
+    has_pages: bool = False
 
     @property
     def hides_progress(self) -> bool:
@@ -117,6 +119,14 @@ class Store(ABC):
             StoreRefused: the object is larger than `into`.
         """
 
+    async def get_small(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Read small objects together, where that takes fewer steps than a `get` of each.
+
+        Returns:
+            Each object's bytes; None for one that is to be read by `get`, whatever the reason.
+        """
+        return [None] * len(keys)
+
     async def digest(self, key: str) -> tuple[int, str]:
         """Digest an object where it lies, without bringing its bytes to the caller. Only if `can_digest`.
 
@@ -136,8 +146,15 @@ class Store(ABC):
         the scan may or may not appear. An empty result is no error; a missing bucket or root raises `StoreRefused`.
         """
 
+    async def scan_pages(self, prefix: str, after: str = "") -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        """List as `scan` does, but any number of objects at a time: a step for each of a million takes long."""
+        async with aclosing(single_pages(self.scan(prefix, after))) as listing:
+            async for page in listing:
+                yield page
+
     async def directories(self, prefix: str) -> list[str] | None:
-        """Return the names directly under `prefix` by one listing of a directory; None if the store has no directories.
+        """Return the names directly under `prefix`, which is empty or ends in ``/``; None if the store cannot list them
+        without what lies below them.
 
         Unlike `list_names`, the result may contain names under which no object is left.
         """
@@ -167,6 +184,10 @@ class StoreWrapper(Store):
         self._inner = inner
         self.copies_in_memory, self.is_authentic = inner.copies_in_memory, inner.is_authentic
         self.can_digest, self.slowest_rate = inner.can_digest, inner.slowest_rate
+        # A wrapper that changes `scan` alone has the pages of its own `scan`.
+        self.has_pages = inner.has_pages and (
+            type(self).scan is StoreWrapper.scan or type(self).scan_pages is not StoreWrapper.scan_pages
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
@@ -193,11 +214,19 @@ class StoreWrapper(Store):
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         return await self._inner.get(key, into)
 
+    async def get_small(self, keys: Sequence[str]) -> list[bytes | None]:
+        # A wrapper that changes `get` alone has what its own `get` returns.
+        is_passed = type(self).get is StoreWrapper.get
+        return await (self._inner.get_small(keys) if is_passed else super().get_small(keys))
+
     async def digest(self, key: str) -> tuple[int, str]:
         return await self._inner.digest(key)
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         return self._inner.scan(prefix, after)
+
+    def scan_pages(self, prefix: str, after: str = "") -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        return self._inner.scan_pages(prefix, after) if self.has_pages else super().scan_pages(prefix, after)
 
     async def directories(self, prefix: str) -> list[str] | None:
         return await self._inner.directories(prefix)
@@ -221,6 +250,11 @@ def check_key(key: str) -> str:
 def is_key(name: str) -> bool:
     """Return whether `name`, found in a listing, can be one of tierd's objects."""
     return len(name) <= MAX_KEY and _KEY.fullmatch(name) is not None
+
+
+def may_hold_keys(prefix: str) -> bool:
+    """Return whether a key can begin with `prefix`. No other is listed, because some libraries refuse such a path."""
+    return "/" not in prefix or is_key(prefix.rpartition("/")[0])
 
 
 def ns_since_1970(at: datetime | None) -> int:
@@ -258,15 +292,27 @@ async def delete_if_permitted(store: Store, keys: Sequence[str]) -> None:
 async def scan_keys(
     names: Callable[[str, str], AsyncGenerator[ObjectInfo, None]], prefix: str, after: str
 ) -> AsyncGenerator[ObjectInfo, None]:
-    """Scan by a listing of all names, because other programs may put objects below the same prefix.
-
-    Nothing is listed below a directory that no key has: some libraries refuse such a path.
-    """
-    if "/" in prefix and not is_key(prefix.rpartition("/")[0]):
+    """Scan by a listing of all names, because other programs may put objects below the same prefix."""
+    if not may_hold_keys(prefix):
         return
     async with aclosing(names(prefix, after)) as listing:
         async for info in listing:
             if is_key(info.key):
+                yield info
+
+
+async def single_pages(listing: AsyncGenerator[ObjectInfo, None]) -> AsyncGenerator[Sequence[ObjectInfo], None]:
+    """Yield each object of a listing as a page of its own, because the next one may never come."""
+    async with aclosing(listing) as infos:
+        async for info in infos:
+            yield (info,)
+
+
+async def flatten(pages: AsyncGenerator[Sequence[ObjectInfo], None]) -> AsyncGenerator[ObjectInfo, None]:
+    """Yield the objects of a listing in pages one by one."""
+    async with aclosing(pages) as listing:
+        async for page in listing:
+            for info in page:
                 yield info
 
 
@@ -304,7 +350,11 @@ async def list_names(store: Store, prefix: str, on_answer: Callable[[], None] = 
 
 
 async def list_groups(
-    store: Store, prefix: str, group_of: Callable[[str], str], on_answer: Callable[[], None] = lambda: None
+    store: Store,
+    prefix: str,
+    group_of: Callable[[str], str],
+    on_answer: Callable[[], None] = lambda: None,
+    list_instead: Callable[[], Awaitable[set[str] | None]] | None = None,
 ) -> set[str]:
     """Return the groups of the keys under `prefix`.
 
@@ -313,6 +363,7 @@ async def list_groups(
 
     Args:
         group_of: returns the group of a key: a prefix of it that ends in ``/``, or the key itself.
+        list_instead: asked for all groups when the first one has that many objects; None if it cannot list them.
     """
     groups, after = set[str](), ""
     while True:
@@ -324,6 +375,9 @@ async def list_groups(
                 repeats = repeats + 1 if group in groups else 0
                 groups.add(group)
                 if repeats == _SKIP_AT:
+                    if list_instead and (listed := await list_instead()) is not None:
+                        return listed
+                    list_instead = None
                     after = f"{group}\x7f"  # '\x7f' sorts after every character of a key
                     break
             else:

@@ -29,7 +29,17 @@ import aiofiles
 
 from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.storage_faults import DISK_FULL_ERRNOS, disk_full_remedy
-from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, Store, check_key, check_size, destination, octets
+from tierd.stores.base import (
+    FIRST_PAGE,
+    Buffer,
+    ObjectInfo,
+    Store,
+    check_key,
+    check_size,
+    destination,
+    flatten,
+    octets,
+)
 from tierd.stores.file_descriptors import ScanState, parent, read_file_into
 from tierd.stores.file_tree import STAT_PAGE, FileTree
 from tierd.threads import PriorityPools
@@ -51,7 +61,7 @@ class FileStore(Store):
     mounted would have a daemon take it for its tier.
     """
 
-    can_digest = True
+    can_digest = has_pages = True
 
     def __init__(self, root: Path, *, trial: bool = False) -> None:
         self._path = root
@@ -97,14 +107,19 @@ class FileStore(Store):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 return data
 
+    async def get_small(self, keys: Sequence[str]) -> list[bytes | None]:
+        return await self._run(self._tree.get_each_small, [check_key(key) for key in keys])
+
     async def digest(self, key: str) -> tuple[int, str]:
         return await self._run(self._tree.digest, check_key(key))
 
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        return flatten(self.scan_pages(prefix, after))
+
+    async def scan_pages(self, prefix: str, after: str = "") -> AsyncGenerator[Sequence[ObjectInfo], None]:
         walk, page_size = ScanState(parent(prefix)), FIRST_PAGE
         while walk.pending:
-            for info in await self._run(self._tree.list_page, walk, prefix, after, page_size):
-                yield info
+            yield await self._run(self._tree.list_page, walk, prefix, after, page_size)
             page_size = STAT_PAGE
 
     async def directories(self, prefix: str) -> list[str]:

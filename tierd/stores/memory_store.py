@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import AsyncGenerator, Sequence
 
 from tierd.core.errors import ObjectNotFound
-from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, destination, octets
+from tierd.stores.base import PAGE, Buffer, ObjectInfo, Store, check_key, destination, octets
 
 
 class MemoryStore(Store):
@@ -56,6 +56,28 @@ class MemoryStore(Store):
             content, number = self.objects[key]
             yield ObjectInfo(key, len(content), str(number))
             at = bisect_right(self.keys, key)  # other tasks may have changed the list at the yield
+
+    async def scan_pages(self, prefix: str, after: str = "") -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        if type(self).scan is not MemoryStore.scan:  # what a subclass does in `scan` counts
+            async for page in super().scan_pages(prefix, after):
+                yield page
+            return
+        await asyncio.sleep(0)
+        while True:
+            at = max(bisect_left(self.keys, prefix), bisect_right(self.keys, after))
+            keys = [key for key in self.keys[at : at + PAGE] if key.startswith(prefix)]
+            if not keys:
+                return
+            yield [ObjectInfo(key, len(self.objects[key][0]), str(self.objects[key][1])) for key in keys]
+            after = keys[-1]
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        await asyncio.sleep(0)
+        names, at = [], bisect_left(self.keys, prefix)
+        while at < len(self.keys) and (key := self.keys[at]).startswith(prefix):
+            names.append(key[len(prefix) :].partition("/")[0])
+            at = bisect_left(self.keys, f"{prefix}{names[-1]}/\x7f") if "/" in key[len(prefix) :] else at + 1
+        return names
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -18,7 +18,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable, TierdError
-from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, StoreWrapper
+from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, StoreWrapper, flatten, single_pages
 
 _FIRST_REST_S, _LONGEST_REST_S = 0.25, 20.0  # before the jitter; as `RetryingStore` waits for one request
 _MOST_DOUBLINGS = 7  # with them a rest is at its longest
@@ -171,36 +171,47 @@ class RetryingStore(StoreWrapper):
         moves = 0 if into is None else size
         return await self.call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into), moves)
 
+    async def get_small(self, keys: Sequence[str]) -> list[bytes | None]:
+        try:
+            return await self._within(f"get {len(keys)} keys", self._deadline_s, self._inner.get_small(keys))
+        except StoreUnavailable:
+            return [None] * len(keys)  # the gets of each are tried again
+
     async def digest(self, key: str) -> tuple[int, str]:
         return await self.call(f"digest {key}", LARGEST / self._slowest, lambda: self._inner.digest(key))
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        return self.resumed(self._inner.scan, prefix, after)
+        return flatten(self.scan_pages(prefix, after))
+
+    def scan_pages(self, prefix: str, after: str = "") -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        return self.resumed(self._inner.scan_pages, prefix, after)
 
     async def resumed(
-        self, scan: Callable[[str, str], AsyncGenerator[ObjectInfo, None]], prefix: str, after: str
-    ) -> AsyncGenerator[ObjectInfo, None]:
-        """List by `scan`, which begins again after the last object that arrived."""
+        self, pages: Callable[[str, str], AsyncGenerator[Sequence[ObjectInfo], None]], prefix: str, after: str
+    ) -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        """List by `scan_pages`, which begins again after the last object that arrived."""
         doing, failed = f"scan {prefix or '/'}", 0
         while True:
-            async with aclosing(scan(prefix, after)) as listing:
+            async with aclosing(pages(prefix, after)) as listing:
                 has_started = False
                 while True:
                     try:
-                        info = await self._next(doing, listing, has_started=has_started)
+                        page = await self._next(doing, listing, has_started=has_started)
                     except StoreUnavailable as error:
                         failed += 1
                         await self._pause(doing, failed, error)
                         break  # continue after the last object that arrived
-                    if info is None:
+                    if page is None:
                         return
-                    has_started, failed, after = True, 0, info.key
-                    yield info
+                    has_started, failed = True, 0
+                    if page:
+                        after = page[-1].key
+                        yield page
 
     async def _next(
-        self, doing: str, listing: AsyncGenerator[ObjectInfo, None], *, has_started: bool
-    ) -> ObjectInfo | None:
-        """Return a listing's next object; None at its end. Its beginning is a request, which the window may hold up."""
+        self, doing: str, listing: AsyncGenerator[Sequence[ObjectInfo], None], *, has_started: bool
+    ) -> Sequence[ObjectInfo] | None:
+        """Return a listing's next page; None at its end. Its beginning is a request, which the window may hold up."""
         if has_started:
             return await self._within(doing, self._deadline_s, anext(listing, None))
         async with self._window.request():
@@ -287,7 +298,7 @@ class RetryingForeignStore(RetryingStore, ForeignStore):
 
     def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         """List as `inner` does."""
-        return self.resumed(self._foreign.names, prefix, after)
+        return flatten(self.resumed(lambda *at: single_pages(self._foreign.names(*at)), prefix, after))
 
     async def get_range(self, info: ObjectInfo, offset: int, into: memoryview) -> None:
         """Read as `inner` does."""

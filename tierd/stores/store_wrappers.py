@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from tierd.core.errors import DeleteRefused
-from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, StoreWrapper
+from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, StoreWrapper, flatten
 from tierd.threads import is_foreground
 
 _BURST_S = 1.0  # seconds of its rate that an idle bucket saves up
@@ -127,23 +127,40 @@ class CountedStore(StoreWrapper):
         self.counts["get"] += 1
         return await self._inner.get(key, into)
 
+    async def get_small(self, keys: Sequence[str]) -> list[bytes | None]:
+        objects = await self._inner.get_small(keys)
+        self.counts["get"] += sum(data is not None for data in objects)
+        return objects
+
     async def digest(self, key: str) -> tuple[int, str]:
         self.counts["get"] += 1
         return await self._inner.digest(key)
 
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        return flatten(self.scan_pages(prefix, after))
+
+    async def scan_pages(self, prefix: str, after: str = "") -> AsyncGenerator[Sequence[ObjectInfo], None]:
         self.counts["list"] += 1
         count = 0
-        async with aclosing(self._inner.scan(prefix, after)) as listing:
-            async for info in listing:
-                if count >= FIRST_PAGE and (count - FIRST_PAGE) % PAGE == 0:
-                    self.counts["list"] += 1
-                count += 1
-                yield info
+        async with aclosing(self._inner.scan_pages(prefix, after)) as listing:
+            async for page in listing:
+                before, count = count, count + len(page)
+                self.counts["list"] += _full_pages(count) - _full_pages(before)
+                yield page
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        names = await self._inner.directories(prefix)
+        self.counts["list"] += 0 if names is None else max(1, -(-len(names) // PAGE))
+        return names
 
     async def delete(self, keys: Sequence[str]) -> None:
         self.counts["delete"] += -(-len(keys) // PAGE)
         await self._inner.delete(keys)
+
+
+def _full_pages(count: int) -> int:
+    """Return how many pages of a listing end before its last one of `count` objects."""
+    return max(0, -(-(count - FIRST_PAGE) // PAGE))
 
 
 class DeletionGuard(StoreWrapper):

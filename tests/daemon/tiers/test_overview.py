@@ -175,7 +175,6 @@ async def test_directories_are_the_names_that_a_listing_shows(tmp_path: Path, wr
         assert set(await store.directories(prefix) or ()) == await list_names(store, prefix)
     hidden = await store.directories(key.rpartition("/")[0] + "/")
     assert hidden == (None if wrap == "encrypted" else [key.rpartition("/")[2]])
-    assert await MemoryStore().directories("") is None
 
 
 def test_the_command_shows_a_line_a_run_and_adds_the_spools_steps(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -25,6 +25,8 @@ from tierd.stores.base import (
     check_key,
     check_size,
     destination,
+    is_key,
+    may_hold_keys,
     ns_since_1970,
     octets,
     scan_keys,
@@ -235,6 +237,15 @@ class CloudStore(ForeignStore):
                 elif key > after:
                     etag = str(meta["e_tag"]).strip('"')
                     yield ObjectInfo(key, meta["size"], etag, ns_since_1970(meta.get("last_modified")))
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        if not may_hold_keys(prefix):
+            return []
+        with self._translated(f"scan {prefix}"):
+            answer = await obstore.list_with_delimiter_async(self._connected(), prefix.rstrip("/") or None)
+        paths = [*answer["common_prefixes"], *(meta["path"] for meta in answer["objects"])]
+        names = (path[len(prefix) :].partition("/")[0] for path in paths if path.startswith(prefix))
+        return [name for name in dict.fromkeys(names) if is_key(name)]
 
     async def delete(self, keys: Sequence[str]) -> None:
         names, slots = [check_key(key) for key in keys], asyncio.Semaphore(_DELETES)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from aiobotocore.config import AioConfig
@@ -30,9 +30,11 @@ from tierd.stores.base import (
     check_key,
     check_size,
     destination,
+    flatten,
+    is_key,
+    may_hold_keys,
     ns_since_1970,
     octets,
-    scan_keys,
 )
 from tierd.stores.retry import ForeignStore, confirm_absence
 from tierd.stores.s3.checksums import MD5, PROBE_NAME, ChecksumProbe
@@ -60,6 +62,7 @@ class S3Store(ForeignStore):
 
     # Bytes/s; the transport itself gives up stalled transfers, so no deadline may cut off one that progresses.
     slowest_rate = SLOWEST_RATE
+    has_pages = True
 
     def __init__(self, url: StoreUrl, limits: S3Limits = DEFAULT_LIMITS) -> None:
         self._url, self._limits = url, limits
@@ -157,10 +160,20 @@ class S3Store(ForeignStore):
         return view
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        return scan_keys(self.names, prefix, after)
+        return flatten(self.scan_pages(prefix, after))
 
-    async def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+    def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         """List every object, also those whose names are no keys; otherwise as `scan`."""
+        return flatten(self._name_pages(prefix, after))
+
+    async def scan_pages(self, prefix: str, after: str = "") -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        if not may_hold_keys(prefix):
+            return
+        async with aclosing(self._name_pages(prefix, after)) as listing:
+            async for page in listing:
+                yield [info for info in page if is_key(info.key)]
+
+    async def _name_pages(self, prefix: str, after: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
         page: dict[str, Any] = {"MaxKeys": self._limits.first_page}
         if after:
             page["StartAfter"] = self._base + after
@@ -176,15 +189,41 @@ class S3Store(ForeignStore):
                     for item in answer.get("Contents", ())
                 ]
                 token = answer["NextContinuationToken"] if answer["IsTruncated"] else None
+            infos = []
             for name, size, etag, modified in items:
                 key = name[len(self._base) :]
                 if last is not None and key <= last:
                     raise StoreRefused(f"{self._url} lists keys out of order, as S3 Express directory buckets do")
                 last = key
                 if key > after:
-                    yield ObjectInfo(key, size, etag.strip('"'), ns_since_1970(modified))
+                    infos.append(ObjectInfo(key, size, etag.strip('"'), ns_since_1970(modified)))
+            yield infos
             if token is None:
                 return
+            page = {"ContinuationToken": token}
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        if not may_hold_keys(prefix):
+            return []
+        names: dict[str, None] = {}
+        page: dict[str, Any] = {}
+        while True:
+            doing = f"scan {prefix}"
+            async with self.translating_errors(doing):
+                client = await self.get_client()
+                with self._parsed(doing):
+                    answer = await client.list_objects_v2(
+                        Bucket=self._url.bucket, Prefix=self._base + prefix, Delimiter="/", **page
+                    )
+                self._check_whose(answer, "IsTruncated", doing)
+                found = [item["Key"] for item in answer.get("Contents", ())]
+                found += [item["Prefix"] for item in answer.get("CommonPrefixes", ())]
+                token = answer["NextContinuationToken"] if answer["IsTruncated"] else None
+            # By their first component also where a server ignores the delimiter.
+            inside = (name[len(self._base) + len(prefix) :].partition("/")[0] for name in found)
+            names |= dict.fromkeys(name for name in inside if name and is_key(name))
+            if token is None:
+                return list(names)
             page = {"ContinuationToken": token}
 
     async def delete(self, keys: Sequence[str]) -> None:
