@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from tierd.core.errors import ObjectNotFound, StoreRefused
-from tierd.stores.base import Store, list_children
+from tierd.stores.base import Store, list_children, list_names
 
 BAD_KEYS = [
     "",
@@ -66,6 +66,21 @@ class Conformance:
     operations = 400  # of the random walk
     verifies = ""  # what a put answers: the checksum that the place is proven to check
     can_digest = False  # whether an object can be digested where it lies
+
+    @on_store
+    async def test_pages_names_and_small_objects_are_those_of_scan_and_get(self, store: Store) -> None:
+        below = {"b", "b-c/d", "b.c", "b0/x", "b1", "b10/y/z", "c/1", "c/2"}
+        for name in (*below, "e"):
+            await store.put(f"a/{name}", name.encode())
+        for prefix, after in (("a/", ""), ("a/b", ""), ("a/c/", "a/c/1"), ("none/", "")):
+            paged = [info.key async for page in store.scan_pages(prefix, after) for info in page]
+            assert paged == await keys(store, prefix, after)
+        for prefix in ("", "a/", "a/c/", "none/"):
+            names = await store.directories(prefix)
+            assert names is None or sorted(names) == sorted(await list_names(store, prefix))
+        asked = ["a/b", "a/none", "a/c/2"]
+        for data, expected in zip(await store.get_small(asked), (b"b", None, b"c/2"), strict=True):
+            assert data is None or bytes(data) == expected
 
     @on_store
     async def test_get_returns_the_bytes_of_the_put(self, store: Store) -> None:

@@ -228,6 +228,26 @@ def test_children_ask_for_short_pages() -> None:
     assert all("max-keys=16" in target for target in targets)
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_names_are_listed_by_a_delimiter_also_of_a_server_that_ignores_it(ignores: bool) -> None:
+    targets: list[str] = []
+
+    def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
+        targets.append(target)
+        more = "" if "continuation-token" in target else "x"
+        if ignores:
+            return 200, listing("run/b/1", "run/b/2", more=more) if more else listing("run/c/1", "run/d")
+        prefix = f"<CommonPrefixes><Prefix>p/run/{'b' if more else 'c'}/</Prefix></CommonPrefixes></ListBucketResult>"
+        return 200, listing(*() if more else ("run/d",), more=more).replace("</ListBucketResult>", prefix)
+
+    async def use(store: S3Store) -> None:
+        assert sorted(await store.directories("run/") or ()) == ["b", "c", "d"]
+
+    against(respond, use)
+    assert len(targets) == 2
+    assert all("delimiter=%2F" in target and "prefix=p%2Frun%2F" in target for target in targets)
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [("AccessDenied", StoreRefused), ("InternalError", StoreUnavailable), ("SlowDown", StoreUnavailable)],
