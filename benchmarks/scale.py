@@ -1,6 +1,6 @@
 """The costs of a shared tier of many ranks' checkpoints to a daemon: observing, planning, reporting, and memory.
 
-    python benchmarks/scale.py [--worlds 8x1000,128x1000,1024x1000] [--out benchmarks/results]
+    python benchmarks/scale.py [--worlds 8x1000,…] [--summarised 128x1000,…] [--out benchmarks/results]
 
 Each world is a tier in memory that holds the manifests of `ranks x checkpoints`; the daemon's spool holds eight ranks
 of a few checkpoints, of all, or of all where the tier lacks every second. Writes scale.json and scale.md.
@@ -24,9 +24,10 @@ import zstandard
 
 from tierd.bench.report_page import markdown_table, write_result
 from tierd.core.config import Config, TierConfig
-from tierd.core.ids import CheckpointId, PartId, chunk_key
+from tierd.core.ids import CheckpointId, PartId, chunk_key, summary_key
 from tierd.core.manifest import CHUNK_SIZE, TENSORS, Chunk, File, Manifest, StoredChunk
-from tierd.core.manifest_codec import encode
+from tierd.core.manifest_codec import decode, encode
+from tierd.core.planning.checkpoint_summary import encode_summary, make_summary
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
@@ -34,8 +35,10 @@ from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.run_report import make_report
 from tierd.core.timeline.restore_order import restore_candidates
+from tierd.daemon.tiers.manifest_listing import list_checkpoints, listing_digest
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.stores.memory_store import MemoryStore
+from tierd.stores.store_wrappers import CountedStore
 
 RUN, LOCAL, FEW, LAUNCH = "run", 8, 3, 100  # ranks of a node; checkpoints in its spool; checkpoints of an attempt
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -88,6 +91,35 @@ def seconds(call: Callable[..., Any], *args: object) -> tuple[float, Any]:
 def spool(ranks: int, steps: range) -> Place:
     parts = [PartId(checkpoint(step), rank, ranks) for step in steps for rank in range(min(LOCAL, ranks))]
     return Place.of({part: ManifestFacts.of(manifest(part, CHUNK_SIZE)) for part in parts})
+
+
+async def put_summaries(store: MemoryStore) -> None:
+    """Put the summary of every checkpoint, as the run's janitor would after it read all manifests."""
+    async for own, manifests in list_checkpoints(store, RUN):
+        facts = ManifestFacts.of(decode(store.objects[PartId(own, 0, len(manifests)).manifest_key][0]))
+        summary = make_summary(own, len(manifests), listing_digest(manifests), facts, {})
+        await store.put(summary_key(own), encode_summary(summary))
+
+
+def observed(store: MemoryStore) -> dict[str, object]:
+    """The seconds and the requests of a first observation, of a later one, and of one that lists all names."""
+    counted, figures = CountedStore(store), {}
+    observer, mine = TierObserver(counted), {RUN: frozenset(range(LOCAL))}
+    for name in ("first", "again", "all"):
+        before = counted.counts.copy()
+        if name == "all":
+            observer.list_all()
+        taken, _ = seconds(lambda: asyncio.run(observer.observe({RUN}, mine)))
+        figures[name] = {"s": taken, **{kind: counted.counts[kind] - before[kind] for kind in ("list", "get")}}
+    return figures
+
+
+def summarised(ranks: int, checkpoints: int) -> dict[str, object]:
+    """A tier's observations without summaries and with them."""
+    store = filled(ranks, checkpoints)
+    without = observed(store)
+    asyncio.run(put_summaries(store))
+    return {"ranks": ranks, "checkpoints": checkpoints, "without": without, "with": observed(store)}
 
 
 def measured(ranks: int, checkpoints: int) -> dict[str, object]:
@@ -155,6 +187,9 @@ seconds of an observation are the daemon's own work and the dictionary's, withou
 Memory counts Python's allocations. `held`: by the places of spool and tier and the facts of manifests. `peak`: the most
 during a first observation and a plan.
 """
+SUMMARIES = """With a summary of each checkpoint, and without: seconds, and requests as LIST + GET of a counting store.
+The last column is an observation that lists all names although there are summaries.
+"""
 NOTES = f"""
 *few*: {FEW} checkpoints; *all*: every one; *half unsent*: every one, and the tier lacks every second one. *keep all*:
 `keep_last` of the total number; *keep some*: the last 3, every tenth, the best 3.
@@ -172,6 +207,15 @@ def page(result: dict[str, Any]) -> str:
         for case in world["spools"]:
             times = (f"{case[key]:.3f} s" for key in ("plan_s", "report_s", "candidates_s"))
             plans.append((name, case["spool"], case["policy"], *times))
+    summaries = [
+        (
+            f"{world['ranks']:,} x {world['checkpoints']:,}",
+            way,
+            *(f"{seen['s']:.2f} s, {seen['list']:,} + {seen['get']:,}" for seen in world[way].values()),
+        )
+        for world in result["summarised"]
+        for way in ("without", "with")
+    ]
     manifests = [
         (f"{size['part_gb']} GB", f"{size['chunks']:,}", *(f"{size[key] / 1e3:,.1f} kB" for key in ("bytes", "zstd")))
         for size in result["manifests"]
@@ -180,6 +224,11 @@ def page(result: dict[str, Any]) -> str:
         (
             ABOUT.format(**result).strip(),
             markdown_table(("ranks x checkpoints", "first observation", "a later one", "held", "peak"), observations),
+            SUMMARIES.strip(),
+            markdown_table(
+                ("ranks x checkpoints", "summaries", "first observation, requests", "a later one", "all names"),
+                summaries,
+            ),
             markdown_table(("ranks x checkpoints", "in the spool", "policy", "plan", "report", "candidates"), plans),
             NOTES.strip(),
             markdown_table(("part", "chunks", "manifest", "zstd"), manifests) + "\n",
@@ -190,12 +239,14 @@ def page(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="8x1000,128x1000,1024x1000")
+    parser.add_argument("--summarised", default="128x1000,1024x1000,16384x100")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     asked = parser.parse_args()
     result = {
         "created": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores shared with other work, Python {platform.python_version()}",
         "worlds": [measured(*map(int, world.split("x"))) for world in asked.worlds.split(",")],
+        "summarised": [summarised(*map(int, world.split("x"))) for world in asked.summarised.split(",")],
         "manifests": sizes(),
     }
     write_result(asked.out, "scale", result, page(result))

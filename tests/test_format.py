@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+from array import array
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -21,12 +23,15 @@ from support import by_hand as hand
 from tierd.codec import chunk_codec
 from tierd.core import manifest as manifest_module
 from tierd.core import manifest_codec as seal_module
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.ids import CheckpointId, PartId, summary_key
 from tierd.core.manifest import Chunk, File, Manifest, Origin, StoredChunk, chunk_sizes
 from tierd.core.manifest_codec import EncryptedManifest, decode, encode, seal
+from tierd.core.planning.checkpoint_summary import decode_summary, encode_summary, make_summary
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.timeline.launch_chain import LaunchRecord, successor_head
 from tierd.core.timeline.launch_chain import encode_head as encode_head
+from tierd.daemon.tiers.shared_chunks import chunks_of_summary, pack_chunks
 from tierd.daemon.transfer.tier_fetch import fetch
 from tierd.spool import file_io
 from tierd.spool.spool import Spool
@@ -455,6 +460,39 @@ def test_the_documented_program_notices_a_flip_in_planes_a_patch_or_its_base(by_
     status, output, _ = by_hand(tier)
     assert status == 1
     assert "not restored: " in output
+
+
+SUMMARY = (
+    b'{"version":1,"run":"demo","step":7,"attempt":"001800000001-00000001","world_size":2,'
+    b'"listing":"0123456789abcdef0123456789abcdef","rank_0":{"created":"2026-01-01T00:00:00+00:00",'
+    b'"metrics":{"loss":0.5,"grad":"nan"},"resumed_from":{"step":3,"attempt":"001700000001-00000001"},"size":10,'
+    b'"stored_size":9,"bases":["000000000003.001700000001-00000001"],"watched":false,"homed_sizes":{"5":4},'
+    b'"replicas":"AQI="},"shared":{"000000000003.001700000001-00000001":"AAAAAAAAAAEAAAAAAAAAAg=="},'
+    b'"digest":"0d44d243a54ad6c90015bc4bdbed8476"}\n'
+)
+
+
+def test_summary_of_a_checkpoint_is_written_as_the_same_bytes():
+    own, base = CheckpointId("demo", "001800000001-00000001", 7), CheckpointId("demo", "001700000001-00000001", 3)
+    created, metrics = datetime(2026, 1, 1, tzinfo=UTC), {"loss": 0.5, "grad": math.nan}
+    facts = ManifestFacts(created, metrics, base, 10, 9, frozenset({base}), False, {5: 4}, b"\1\2")
+    summary = make_summary(own, 2, "0123456789abcdef" * 2, facts, {base.name: pack_chunks([2, 1])})
+    assert encode_summary(summary) == SUMMARY
+    again = decode_summary(SUMMARY, own)
+    assert again == summary and chunks_of_summary(again).chunks == {base: array("Q", [1, 2])}
+    with pytest.raises(ManifestError, match="another checkpoint"):
+        decode_summary(SUMMARY, base)
+    with pytest.raises(FormatTooNew):
+        decode_summary(seal(msgspec.structs.replace(summary, version=2)), own)
+
+
+def test_documented_program_ignores_the_summary_of_a_checkpoint(by_hand, tmp_path):
+    tier = tmp_path / "tier"
+    shutil.copytree(TIER, tier)
+    summary = tier / summary_key(PARTS[1].checkpoint)
+    summary.parent.mkdir()
+    summary.write_bytes(SUMMARY)
+    assert by_hand(tier)[:2] == (0, f"restored {B.name}\n")
 
 
 def test_the_documented_program_passes_over_an_incomplete_checkpoint(by_hand, tmp_path):

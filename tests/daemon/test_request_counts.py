@@ -18,7 +18,7 @@ from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.tiers.manifest_index import ManifestIndex
 from tierd.daemon.tiers.node_records import NodeIdentity
-from tierd.daemon.tiers.tier_observer import TierObserver
+from tierd.daemon.tiers.tier_observer import TierObserver, list_chunk_owners
 from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_pauses import TierPause
 from tierd.daemon.tiers.tier_prune import prune
@@ -54,6 +54,20 @@ async def test_a_look(spool, checkpoints, ranks, mine):
     assert all(seen.usable for seen in place.checkpoints.values()) and len(place.checkpoints) == checkpoints
     assert await eye.observe({RUN}, {RUN: mine}) == place
     assert store.taken() == {"LIST": listing}
+
+
+@pytest.mark.parametrize(("each", "expected"), [(1000, 2 + 1 + 16), (600, 18 + 1 + 16)])
+async def test_listing_of_many_chunks_lists_the_names_of_their_prefixes_alone(each, expected):
+    """LIST: the pages up to where there are many, `chunks/`, and each of its 16 prefixes; not 2 for each prefix."""
+    store, owners = Counting(), [part(step).checkpoint for step in range(3)]
+    for owner in owners:
+        for home in range(16):
+            directory = f"{RUN}/{chunk_directory(owner, home)}"
+            store.objects |= {f"{directory}{number:032x}.raw": (b"", 1) for number in range(each)}
+    store.objects[f"{RUN}/chunks/{part(9).checkpoint.name}/00000/{0:032x}.raw"] = b"", 1  # of an older format
+    store.keys = sorted(store.objects)
+    assert await list_chunk_owners(store, RUN) == {*owners, part(9).checkpoint}
+    assert store.taken() == {"LIST": expected}
 
 
 async def test_observation_reads_each_new_policy_twice_and_none_again(spool):

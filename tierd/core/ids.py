@@ -255,6 +255,26 @@ def note_key(run: str, launch: str, name: str) -> str:
     return f"{rank_notes_prefix(run)}{launch}/{name}"
 
 
+# Sorts before every checkpoint's name, so that a listing of the manifests shows the summaries first. It has no `.json`,
+# because programs read every such file below `manifests/`.
+_SUMMARIES = "0-summaries"
+
+
+def summaries_prefix(run: str) -> str:
+    return f"{manifests_prefix(run)}{_SUMMARIES}/"
+
+
+def summary_key(checkpoint: CheckpointId) -> str:
+    """The key of the summary of a checkpoint's manifests: ``manifests/0-summaries/<checkpoint>``."""
+    return f"{summaries_prefix(checkpoint.run)}{checkpoint.name}"
+
+
+def parse_summary(run: str, key: str) -> CheckpointId | None:
+    """The checkpoint whose summary has this key; None if the key is not that of one of `run`'s summaries."""
+    prefix = summaries_prefix(run)
+    return CheckpointId.parse(run, key.removeprefix(prefix)) if key.startswith(prefix) else None
+
+
 def pin_key(checkpoint: CheckpointId) -> str:
     return f"{pins_prefix(checkpoint.run)}{checkpoint.name}"
 

@@ -54,6 +54,9 @@ class DaemonTimings:
     # Until this node's own intents and marks expire; short, because it trusts its own clock.
     own_stale_ms: int = 900_000
     shared_id_s: float = 300.0  # how long a daemon whose spool may be a copied volume waits for another one with its id
+    # Summaries are made of checkpoints of so many ranks, if the manifests of their run on the tier are so many.
+    summarised_ranks: int = 32
+    summarised_manifests: int = 2000
     mark_reads: int = 30  # how often a flush lists the marks that it waits for
     mark_pause_s: float = 0.5  # between two of these listings
     scrub_rest_s: float = 60.0  # between two checks for a copy that is due to be verified

@@ -107,7 +107,10 @@ class RunOnTiers:
 
     def has_checkpoint(self, checkpoint: CheckpointId, world: int) -> bool:
         """Return whether the tiers still list every rank's part. Raises as `runs`."""
-        return self.loop.run(has_all_manifests(self.stores, checkpoint, world))
+        has_all = self.loop.run(has_all_manifests(self.stores, checkpoint, world))
+        for eye in () if has_all else self._eyes.values():
+            eye.list_all()
+        return has_all
 
     def close(self) -> None:
         """Close the stores, and end the thread. Harmless when called twice, and in a forked process."""

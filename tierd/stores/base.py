@@ -22,6 +22,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,254})*")
 MAX_KEY = 512
 FIRST_PAGE, PAGE = 16, 1000  # keys of a listing's page: `list_children` needs one key, and a full page takes 20 ms
+_MANY = 17 * PAGE  # objects, which take as many requests as to list the names of the 17 prefixes that chunks have
 _SKIP_AT = PAGE - 1  # objects of one name after its first, one page of a listing, after which the rest is skipped
 LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
@@ -363,9 +364,10 @@ async def list_groups(
 
     Args:
         group_of: returns the group of a key: a prefix of it that ends in ``/``, or the key itself.
-        list_instead: asked for all groups when the first one has that many objects; None if it cannot list them.
+        list_instead: asked for all groups, once, after so many objects of one group or `_MANY` in all; returns None if
+            it cannot list them.
     """
-    groups, after = set[str](), ""
+    groups, after, count = set[str](), "", 0
     while True:
         on_answer()
         repeats = 0
@@ -374,10 +376,12 @@ async def list_groups(
                 group = group_of(info.key)
                 repeats = repeats + 1 if group in groups else 0
                 groups.add(group)
-                if repeats == _SKIP_AT:
-                    if list_instead and (listed := await list_instead()) is not None:
+                count += 1
+                if list_instead and (repeats == _SKIP_AT or count == _MANY):
+                    if (listed := await list_instead()) is not None:
                         return listed
                     list_instead = None
+                if repeats == _SKIP_AT:
                     after = f"{group}\x7f"  # '\x7f' sorts after every character of a key
                     break
             else:

@@ -15,7 +15,7 @@ from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import IDENTITY_KEY, pin_key
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.reconciling.tier_worker import TierWorker
-from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS
+from tierd.daemon.tiers.manifest_listing import MAX_MANIFEST_READS
 from tierd.daemon.tiers.tier_prune import prune
 
 

@@ -27,6 +27,7 @@ MET = (
     *("lost: a manifest", "lost: a head on a tier", "lost: a head in a spool"),
     *("restores that raised", "daemon: pruned", "daemon: quarantined", "daemon: scrub_findings"),
     *("daemon: repaired_chunks", "daemon: healed_chunks", "daemon: flushed_shared_bytes", "patches put"),
+    "summaries put",
     *(f"store faults: {one}" for one in ("fails", "lost", "late", "stalls", "partial", "spoils", "flips", "slow down")),
 )
 

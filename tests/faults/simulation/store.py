@@ -179,6 +179,11 @@ class Line(Store):
         if fate == "partial":
             raise StoreUnavailable(f"scan {prefix}: cut off at its end")
 
+    async def directories(self, prefix: str) -> list[str] | None:
+        await self._do({}, self._fate("fails", "stalls"), f"scan {prefix}")
+        keys = (key for key in self.bucket.keys if key.startswith(prefix))
+        return list(dict.fromkeys(key[len(prefix) :].partition("/")[0] for key in keys))
+
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)

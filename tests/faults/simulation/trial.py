@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from faults.rounds import Lost
 from faults.simulation.disk import OUTCOMES, Watch, watched
 from faults.simulation.life import RegionLife
@@ -26,6 +27,7 @@ from faults.simulation.node import Job, Node, World, tierd_here
 from faults.simulation.store import Bucket, Weather
 from faults.simulation.truth import HEAD, Truth, committed, named, part_of
 from support.by_hand import sealed
+from support.timed import timed
 
 from tierd.core.errors import CheckpointNotFound
 
@@ -50,7 +52,9 @@ class Trial:
 
     def run(self) -> tuple[int, Counter[str]]:
         watch = Watch()
-        with clocked(self.loop), watched(watch), tierd_here(self.loop):
+        with clocked(self.loop), watched(watch), tierd_here(self.loop), pytest.MonkeyPatch.context() as patch:
+            if self.seed % 2:  # of every complete checkpoint
+                timed(patch, summarised_ranks=1, summarised_manifests=0)
             try:
                 run_loop(self.loop, self._story(watch))
             except Lost as error:
@@ -101,6 +105,7 @@ class Trial:
 
     def _changed(self, bucket: Bucket, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
         self.world.count["patches put"] += new is not None and ".patch" in key
+        self.world.count["summaries put"] += new is not None and "/0-summaries/" in key
         try:
             self.world.truth.changed(bucket, key, old, new, who)
         except Exception as error:  # also the judge's own: in the daemon it would pass for a fault of the store
@@ -380,6 +385,8 @@ class Trial:
                         raise Lost(f"{bucket.name}: the head says {launches}, and the newest step is {steps[-1]}")
                     continue
                 about = key in ("README.md", "README.md.id")
+                if "/0-summaries/" in key and any(one.split("/")[2] == key.split("/")[3] for one in manifests):
+                    continue
                 if loose or not (about or key in manifests or "/chunks/" in key or "/retention/" in key):
                     raise Lost(f"{bucket.name}: {key} is left over")
             if heads != 1:

@@ -158,6 +158,8 @@ class RunRecords:
             await self._remember(tier, saved)
             if not live.run_mode.draining:
                 await tiers.put_policies(tier, live.inventory(), live.config, [*saved, *sorted(live.backfill.runs)])
+                with suppress(StoreUnavailable, StoreRefused):  # as for heads
+                    await tiers.write_summaries(tier, live.inventory(), saved)
 
     async def write_heads(self, tier: str, runs: Iterable[str]) -> None:
         """Write the heads of `runs` to a tier, or leave it to the next observation if the tier refuses.
@@ -219,6 +221,7 @@ class Flusher:
                 return
         except ObjectNotFound:
             if relayed:
+                tiers.observed.list_all()
                 self.workers[tier].defer(part)  # until the other tiers were observed again
             else:  # removed from the spool since the observation, perhaps by hand, which a sparing one does not see
                 live.invalidate(part.checkpoint)

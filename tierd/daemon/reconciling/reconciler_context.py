@@ -106,7 +106,7 @@ class LiveInventory:
 
     def configure(self, config: Config, tiers: TierOperations, backfill: Backfill) -> None:
         """Use another configuration and its tiers from now on."""
-        self.config, self.backfill, self._tiers = config, backfill, tiers
+        self.config, self.backfill, self.tiers = config, backfill, tiers
         self.full_tiers, self.sent = set(), {}
 
     @property
@@ -120,7 +120,7 @@ class LiveInventory:
         writers = requests.writers()
         return Inventory(
             self.place,
-            dict(self._tiers.observed.places),
+            dict(self.tiers.observed.places),
             self.free,
             self._leftovers,
             frozenset(requests.held_checkpoints),
@@ -129,14 +129,14 @@ class LiveInventory:
             requests.trainer_activity.quiet_runs(touched, writers, min(_RECENT, finished_s)),
             requests.trainer_activity.finished_runs(touched, writers, finished_s),
             silent=frozenset(
-                name for name, place in self._tiers.observed.places.items() if place is None and self._is_silent(name)
+                name for name, place in self.tiers.observed.places.items() if place is None and self._is_silent(name)
             ),
             full=frozenset(self.full_tiers),
-            append_only=self._tiers.append_only,
+            append_only=self.tiers.append_only,
             sent=dict(self.sent),
             filling=frozenset(self.backfill.runs),
             node_ends=self.run_mode.newest_first,
-            node_id=self._tiers.who,
+            node_id=self.tiers.who,
         )
 
     def retired(self, tier: str) -> list[Prune]:
@@ -152,7 +152,7 @@ class LiveInventory:
         return replace(inventory, spool=replace(place, checkpoints={**place.checkpoints, **self.local_only}))
 
     def _is_silent(self, tier: str) -> bool:
-        return self._tiers.observed.unanswered_s.get(tier, -math.inf) >= parse_duration(self.config.hold_for)
+        return self.tiers.observed.unanswered_s.get(tier, -math.inf) >= parse_duration(self.config.hold_for)
 
     @property
     def was_observed(self) -> bool:

@@ -89,6 +89,9 @@ class Repairs:
         self.save_events.expect_fetch(part)
         try:
             return await self.repairer.repair_spool(part, counted=counted, chunk_runs=chunk_runs)
+        except ObjectNotFound:
+            self.live.tiers.observed.list_all()
+            raise
         finally:
             self.live.invalidate(part.checkpoint)  # its manifest may have been replaced
             self.wake()

@@ -196,7 +196,7 @@ class WorkerLoop:
         while not self.live.run_mode.halted.is_set():
             worker.wake.clear()
             action = None
-            before = self.tiers.requests(worker.name)
+            before = self.tiers.resting_requests(worker.name)
             try:
                 action = await self.agenda.next_action(worker)
                 if action is not None:
@@ -219,7 +219,7 @@ class WorkerLoop:
             async with self.moved:
                 self.moved.notify_all()
             if not self.live.run_mode.halted.is_set() and (action is None or worker.last_error):
-                cost = self.tiers.requests(worker.name) - before
+                cost = self.tiers.resting_requests(worker.name) - before
                 pause_s = self.live.run_mode.pause.remaining_s or math.inf
                 await worker.wait(min(self.agenda.rescan_s(worker, cost), worker.deferred_s, pause_s))
                 if worker.name == SPOOL and not self.live.run_mode.draining:

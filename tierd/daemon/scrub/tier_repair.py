@@ -22,6 +22,7 @@ from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
 from tierd.daemon.tiers.intents import protect_chunks
+from tierd.daemon.tiers.summaries import void_summary
 from tierd.daemon.tiers.tier_objects import find_chunk_defect, get_recognized, get_stored, manifest_bytes, put_manifest
 from tierd.daemon.tiers.tier_observer import missing_chunks
 from tierd.daemon.tiers.tier_pauses import Pause, no_pause
@@ -275,6 +276,7 @@ class TierRepairer:
                 return  # and no prune of it begins before this context ends
             missing = await missing_chunks(self._store, manifest)
             if not missing:
+                await void_summary(self._store, self._part.checkpoint)
                 await put_manifest(self._store, self._part.manifest_key, data, reread=True)
         if missing:
             raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being repaired")

@@ -1,73 +1,78 @@
 """A tier's manifests: which ones exist, and the facts from those that were read.
 
-Invariant: names alone show whether a checkpoint is complete. So an observation lists every name and reads few
-manifests: one for each checkpoint, and those of ranks whose parts the caller has. Each is read once, and again only
-when its listing shows that it was replaced.
+Invariant: names alone show whether a checkpoint is complete. So an observation lists every name, or a summary that
+stands for a checkpoint's names, and reads few manifests: one for each checkpoint, and those of ranks whose parts the
+caller has. Each is read once, and again only when a listing shows that it was replaced.
 
 A prune reads the unread manifests before it deletes anything, because their chunks are unknown; it records them here.
-For every manifest read, the shared chunks that it names are remembered, so that no prune reads it again.
+For every manifest read, the shared chunks that it names are remembered, so that no prune reads it again. A summary
+takes the place of that only while a listing shows exactly the manifests that its maker read.
 
 The module is longer than 300 lines because observations and prunes fill and use one record of each checkpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import xxhash
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
+from tierd.core.manifest import Manifest
+from tierd.core.manifest_codec import decode
+from tierd.core.planning.checkpoint_summary import CheckpointSummary
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
 from tierd.daemon.concurrency import for_each_limited
-from tierd.daemon.tiers.shared_chunks import SharedChunks, SharedChunkTable, chunks_named_by
+from tierd.daemon.tiers.manifest_listing import (
+    MAX_MANIFEST_READS,
+    ListedCheckpoint,
+    ListedManifest,
+    ManifestListing,
+    SummaryReader,
+    Unusable,
+    list_checkpoints,
+    listing_digest,
+)
+from tierd.daemon.tiers.shared_chunks import SharedChunks, SharedChunkTable, chunks_named_by, chunks_of_summary
 from tierd.daemon.tiers.tier_objects import read_manifest
-from tierd.stores.base import ObjectInfo, Store
+from tierd.stores.base import PAGE, ObjectInfo, Store
 
-MAX_MANIFEST_READS = 8  # manifests read at once
+_BATCH = 32  # manifests that are read together, where the store reads small objects so
+_SLOW_BYTES = 16 << 10
 _LISTINGS = 5  # of a run in one observation, because a prune may delete what was listed before it is read
-
-Unusable: TypeAlias = ManifestError | FormatTooNew
+# Seconds from one listing of all names of a run with summaries to the next: a minute for each of its requests.
+_PER_PAGE_S, _LEAST_S, _MOST_S = 60.0, 600.0, 86_400.0
 
 
 @dataclass(slots=True)
 class _ReadManifest:
-    """The facts known from one checkpoint's manifests."""
+    """The facts known from one checkpoint's manifests, or from their summary."""
 
     # File name -> the token of the object read, and its facts or its defect. It holds the manifests that observations
-    # read, and all unusable ones.
+    # read, and all unusable ones. The token is empty for one that was read while a summary stood for its listing.
     cached_facts: dict[str, tuple[str, ManifestFacts | Unusable]] = field(default_factory=dict)
     # Digest of name and token -> the shared chunks of a usable manifest. Of a million manifests, only this is kept.
     shared: dict[bytes, SharedChunks] = field(default_factory=dict)
     # The owners of shared chunks in the manifests that prunes read.
     bases: set[CheckpointId] = field(default_factory=set)
     listed: int = 0  # how many manifests the last listing showed
+    summary: CheckpointSummary | None = None  # the one that the last observation used
+    summary_facts: ManifestFacts | None = None  # rank 0's, by the summary
+    summary_chunks: SharedChunks | None = None  # all shared chunks, by the summary
 
-
-@dataclass(slots=True)
-class _ListedCheckpoint:
-    """One checkpoint in a listing: the ranks whose manifests were listed, the facts of those that were read, and the
-    keys of those that were gone by then.
-    """
-
-    id: CheckpointId
-    ranks: dict[int, set[int] | frozenset[int]] = field(default_factory=dict)
-    outcomes: dict[PartId, ManifestFacts | Unusable] = field(default_factory=dict)
-    absent: set[str] = field(default_factory=set)
-    todo: list[tuple[ObjectInfo, PartId]] = field(default_factory=list)
-
-    def as_copy(self) -> CheckpointCopy:
-        return CheckpointCopy(
-            self.id,
-            {world: frozenset(world_ranks) for world, world_ranks in self.ranks.items() if world_ranks},
-            {part: facts for part, facts in self.outcomes.items() if isinstance(facts, ManifestFacts)},
-            {part: defect for part, defect in self.outcomes.items() if not isinstance(defect, ManifestFacts)},
-        )
+    @property
+    def unread_count(self) -> int:
+        """How many listed manifests name chunks that are not known."""
+        is_summarised = self.summary_chunks is not None and self.summary_chunks.chunks is not None
+        return 0 if is_summarised else max(0, self.listed - len(self.shared))
 
 
 class ManifestIndex:
@@ -76,18 +81,26 @@ class ManifestIndex:
     Args:
         strict: whether an observation fails if listed manifests vanish again and again before they are read. A reader's
             does, because an older checkpoint that is kept would pass for the newest; a daemon goes on.
+
+    Attributes:
+        summaries: the summaries on the tier.
     """
 
     def __init__(self, store: Store, *, strict: bool = True) -> None:
         self.store = store
+        self.summaries = SummaryReader(store)
         self._strict = strict
         self.cut: dict[str, set[CheckpointId]] = {}  # run -> the checkpoints whose deletion was cut off
         self._read: dict[CheckpointId, _ReadManifest] = {}
         # World size -> all its ranks, one object shared by all checkpoints.
         self._full_rank_sets: dict[int, frozenset[int]] = {}
         self._memory = SharedChunkTable()
-        self._listed: set[str] = set()  # runs whose names were all listed
+        self._listed: set[str] = set()  # runs whose names were all listed, or have summaries
         self._absent: dict[str, set[str]] = {}  # run -> the keys that the last listing showed, without an object
+        # Run -> the checkpoints of the last observation for which a summary stood.
+        self._unlisted: dict[str, set[CheckpointId]] = {}
+        # Runs with summaries -> when all their names are listed again, monotonic seconds.
+        self._list_all_at: dict[str, float] = {}
 
     # -- observing --------------------------------------------------------------------------------------------------
 
@@ -118,28 +131,39 @@ class ManifestIndex:
             if entry.id in self._read:
                 self._read[entry.id].listed = sum(map(len, entry.ranks.values()))
         self._listed.add(run)
+        self._unlisted[run] = {entry.id for entry in listed if entry.token}
         return {entry.id: entry.as_copy() for entry in listed if any(entry.ranks.values())}
+
+    async def observe_listed(
+        self, checkpoints: Collection[CheckpointId], own_ranks: Collection[int], on_answer: Callable[[], None]
+    ) -> dict[CheckpointId, CheckpointCopy | None]:
+        """List those of these checkpoints again for which a summary stood; None for one that has no manifest."""
+        copies: dict[CheckpointId, CheckpointCopy | None] = {}
+        for checkpoint in sorted(checkpoints):
+            if checkpoint not in self._unlisted.get(checkpoint.run, ()):
+                continue
+            entry = await self._list_one(checkpoint, own_ranks, on_answer)
+            if entry:
+                await self._read_listed([entry], on_answer)
+                self._read[checkpoint].listed = sum(map(len, entry.ranks.values()))
+            copies[checkpoint] = entry.as_copy() if entry and any(entry.ranks.values()) else None
+        return copies
+
+    def list_all(self, run: str | None = None) -> None:
+        """List all names of a run, or of every run, at the next observation, because a summary may be wrong."""
+        for listed_run in [run] if run else list(self._list_all_at):
+            self._list_all_at[listed_run] = -math.inf
 
     async def _list_and_read(
         self, run: str, own_ranks: Collection[int], spare_limit: int, on_answer: Callable[[], None]
-    ) -> list[_ListedCheckpoint]:
+    ) -> list[ListedCheckpoint]:
         """List a run and read manifests, again if one that was listed is gone, because newer ones may not be listed.
 
         A key that an earlier listing showed without an object does not count: that listing is late.
         """
-
-        async def hear(todo: tuple[_ListedCheckpoint, ObjectInfo, PartId]) -> None:
-            await self._read_listed_manifest(*todo)
-            on_answer()
-
         for _ in range(_LISTINGS):
             listed = await self._list(run, own_ranks, spare_limit, on_answer)
-            await for_each_limited(
-                MAX_MANIFEST_READS, hear, ((entry, info, part) for entry in listed for info, part in entry.todo)
-            )
-            for entry in listed:
-                if not any(isinstance(outcome, ManifestFacts) for outcome in entry.outcomes.values()):
-                    await self._find_usable_manifest(entry)
+            await self._read_listed(listed, on_answer)
             absent_before = self._absent.get(run, set())
             absent = self._absent[run] = set[str]().union(*(entry.absent for entry in listed))
             if absent <= absent_before:
@@ -150,83 +174,205 @@ class ManifestIndex:
             )
         return listed
 
+    async def _read_listed(self, listed: Collection[ListedCheckpoint], on_answer: Callable[[], None]) -> None:
+        async def read(batch: Sequence[tuple[ListedCheckpoint, ObjectInfo, PartId]]) -> None:
+            objects = await self.store.get_small([info.key for _, info, _ in batch])
+            for (entry, info, part), data in zip(batch, objects, strict=True):
+                if data and len(data) > _SLOW_BYTES:
+                    await asyncio.sleep(0)  # others may run between two that take a millisecond each
+                try:
+                    self._note_manifest(entry, info, part, decode(data or b"", part))
+                except (ManifestError, FormatTooNew):  # read alone, twice if it is wrong
+                    await self._read_listed_manifest(entry, info, part)
+                on_answer()
+
+        todo = [(entry, info, part) for entry in listed for info, part in entry.todo]
+        size = min(_BATCH, 1 + len(todo) // MAX_MANIFEST_READS)
+        await for_each_limited(
+            MAX_MANIFEST_READS, read, [todo[start : start + size] for start in range(0, len(todo), size)]
+        )
+        for entry in listed:
+            if not any(isinstance(outcome, ManifestFacts) for outcome in entry.outcomes.values()):
+                await self._find_usable_manifest(entry)
+
     async def _list(
         self, run: str, own_ranks: Collection[int], spare_limit: int, on_answer: Callable[[], None]
-    ) -> list[_ListedCheckpoint]:
-        listed: list[_ListedCheckpoint] = []
-        spare: list[tuple[_ListedCheckpoint, ObjectInfo, PartId]] = []
-        cached: dict[str, tuple[str, ManifestFacts | Unusable]] = {}
-        async with aclosing(self.list_manifests(run)) as walk:
-            async for info, checkpoint, name, rank, world in walk:
-                if not listed or listed[-1].id != checkpoint:
-                    self._share(listed[-1:])
-                    listed.append(_ListedCheckpoint(checkpoint))
-                    cached = self._read.setdefault(checkpoint, _ReadManifest()).cached_facts
-                    on_answer()
-                entry = listed[-1]
-                first, old = not entry.ranks, cached.get(name)
-                # Becomes a shared frozenset when complete.
-                entry.ranks.setdefault(world, set()).add(rank)  # type: ignore[union-attr]
-                is_cached = old is not None and old[0] == info.token
-                # A damaged manifest is read until it is usable: S3 gives the same token to the repaired object.
-                if old and is_cached and not isinstance(old[1], ManifestError):
-                    entry.outcomes[PartId(checkpoint, rank, world)] = old[1]
-                elif first or is_cached or rank in own_ranks:
-                    entry.todo.append((info, PartId(checkpoint, rank, world)))
-                elif spare_limit:
-                    spare.append((entry, info, PartId(checkpoint, rank, world)))
+    ) -> list[ListedCheckpoint]:
+        async with aclosing(ManifestListing(self.store, run, on_answer=on_answer)) as listing:
+            await listing.read_summaries()
+            await self.summaries.read(run, listing.summaries, on_answer)
+            if listing.summaries and time.monotonic() < self._list_all_at.setdefault(
+                run, self._next_time(run, listing)
+            ):
+                listed = await self._list_by_summaries(run, own_ranks, spare_limit, on_answer)
+                if listed is not None:
+                    return listed
+            listed, spare = [], list[tuple[ListedCheckpoint, ListedManifest]]()
+            async with aclosing(listing.checkpoints()) as checkpoints:
+                async for checkpoint, manifests in checkpoints:
+                    listed.append(self._note_listed(checkpoint, manifests, own_ranks))
+                    if spare_limit:
+                        chosen = {info.key for info, _ in listed[-1].todo}
+                        spare += [
+                            (listed[-1], manifest)
+                            for manifest in manifests
+                            if manifest.info.key not in chosen
+                            and PartId(checkpoint, manifest.rank, manifest.world) not in listed[-1].outcomes
+                        ]
                     if len(spare) > spare_limit:
                         spare, spare_limit = [], 0
-        self._share(listed[-1:])
-        for entry, info, part in spare:
-            entry.todo.append((info, part))
+            if listing.summaries:
+                self._list_all_at[run] = self._next_time(run, listing)
+        for entry, manifest in spare:
+            entry.todo.append((manifest.info, PartId(entry.id, manifest.rank, manifest.world)))
         return listed
 
-    async def list_manifests(self, run: str) -> AsyncGenerator[tuple[ObjectInfo, CheckpointId, str, int, int], None]:
-        """Yield each manifest's listing with the parts of its key: checkpoint, file name, rank and world size.
+    def _next_time(self, run: str, listing: ManifestListing) -> float:
+        """Return when to list all names of a run again that has summaries."""
+        names = sum(
+            found[1].world_size for checkpoint in listing.summaries if (found := self.summaries.get(checkpoint))
+        )
+        pause_s = min(_MOST_S, max(_LEAST_S, _PER_PAGE_S * max(listing.pages, names // PAGE)))
+        return time.monotonic() + pause_s * random.uniform(0.8, 1.0)  # noqa: S311  # nodes that start together
 
-        Names are parsed once, because there may be a million keys.
+    async def _list_by_summaries(
+        self, run: str, own_ranks: Collection[int], spare_limit: int, on_answer: Callable[[], None]
+    ) -> list[ListedCheckpoint] | None:
+        """List the checkpoints' names, and the manifests of those alone that have no summary.
+
+        Returns:
+            None if that is not possible, or costs more than to list all manifests.
         """
-        prefix = manifests_prefix(run)
-        names: dict[str, tuple[int, int] | None] = {}
-        current: str | None = None
-        checkpoint: CheckpointId | None = None
-        async with aclosing(self.store.scan(prefix)) as listing:
-            async for info in listing:
-                directory, _, name = info.key.rpartition("/")
-                if directory != current:
-                    current, checkpoint = directory, CheckpointId.parse(run, directory[len(prefix) :])
-                if name not in names:
-                    names[name] = PartId.parse_name(name)
-                pair = names[name]
-                if pair and checkpoint:
-                    yield info, checkpoint, name, *pair
+        names = await self.store.directories(manifests_prefix(run))
+        if names is None:
+            return None
+        on_answer()
+        checkpoints = [parsed for name in sorted(names) if (parsed := CheckpointId.parse(run, name))]
+        worlds = [found[1].world_size for checkpoint in checkpoints if (found := self.summaries.get(checkpoint))]
+        others, most = len(checkpoints) - len(worlds), max(worlds, default=0)
+        if others * (1 + most // PAGE) > 1 + sum(worlds) // PAGE or sum(worlds) <= spare_limit:
+            return None
+        listed = []
+        for checkpoint in checkpoints:
+            found = self.summaries.get(checkpoint)
+            entry = (
+                self._note_summarised(checkpoint, *found, own_ranks)
+                if found
+                else await self._list_one(checkpoint, own_ranks, on_answer)
+            )
+            if entry:
+                listed.append(entry)
+        return listed
 
-    def _share(self, completed: list[_ListedCheckpoint]) -> None:
-        for entry in completed:
-            for world, ranks in entry.ranks.items():
-                if len(ranks) == world:  # true of nearly all checkpoints
-                    entry.ranks[world] = self._full_rank_sets.setdefault(world, frozenset(range(world)))
+    async def _list_one(
+        self, checkpoint: CheckpointId, own_ranks: Collection[int], on_answer: Callable[[], None]
+    ) -> ListedCheckpoint | None:
+        entry = None
+        async for _, manifests in list_checkpoints(self.store, checkpoint.run, checkpoint, on_answer):
+            entry = self._note_listed(checkpoint, manifests, own_ranks)
+        return entry
+
+    def _note_summarised(
+        self, checkpoint: CheckpointId, token: str, summary: CheckpointSummary, own_ranks: Collection[int]
+    ) -> ListedCheckpoint:
+        """Take a summary for the listing of a checkpoint. Manifests that were read count as they were then."""
+        world = summary.world_size
+        entry = ListedCheckpoint(checkpoint, {world: self._all_ranks(world)}, token=token)
+        read = self._use_summary(checkpoint, summary)
+        assert read.summary_facts is not None
+        entry.outcomes[PartId(checkpoint, 0, world)] = read.summary_facts
+        todo = {PartId(checkpoint, rank, world) for rank in own_ranks if rank < world}
+        for name, (_, outcome) in read.cached_facts.items():
+            pair = PartId.parse_name(name)
+            if pair and pair[1] == world:
+                part = PartId(checkpoint, *pair)
+                if isinstance(outcome, ManifestError):
+                    todo.add(part)
                 else:
-                    entry.ranks[world] = frozenset(ranks)
+                    entry.outcomes[part] = outcome
+                    todo.discard(part)
+        entry.todo = [(ObjectInfo(part.manifest_key, 0, ""), part) for part in sorted(todo)]
+        return entry
 
-    async def _read_listed_manifest(self, entry: _ListedCheckpoint, info: ObjectInfo, part: PartId) -> None:
+    def _use_summary(self, checkpoint: CheckpointId, summary: CheckpointSummary | None) -> _ReadManifest:
+        read = self._read.setdefault(checkpoint, _ReadManifest())
+        if read.summary is not summary:
+            read.summary, read.summary_facts, read.summary_chunks = summary, None, None
+        if summary and read.summary_chunks is None:
+            read.summary_facts = summary.facts
+            read.summary_chunks = self._memory.deduplicate(chunks_of_summary(summary))
+            read.bases |= read.summary_chunks.owners
+        return read
+
+    def _note_listed(
+        self, checkpoint: CheckpointId, manifests: list[ListedManifest], own_ranks: Collection[int]
+    ) -> ListedCheckpoint:
+        """Compare a checkpoint's listed manifests with what is known of them; the result's `todo` are to be read."""
+        by_world: dict[int, set[int]] = {}
+        for manifest in manifests:
+            by_world.setdefault(manifest.world, set()).add(manifest.rank)
+        entry = ListedCheckpoint(
+            checkpoint,
+            {
+                world: self._all_ranks(world) if len(ranks) == world else frozenset(ranks)
+                for world, ranks in by_world.items()
+            },
+        )
+        summary = self._confirmed_summary(checkpoint, manifests)
+        read = self._use_summary(checkpoint, summary)
+        if summary and read.summary_facts:
+            entry.outcomes[PartId(checkpoint, 0, summary.world_size)] = read.summary_facts
+        cached, is_first = read.cached_facts, summary is None
+        for info, name, rank, world in manifests:
+            old = cached.get(name)
+            if old and summary and not old[0]:
+                old = cached[name] = info.token, old[1]
+            is_cached = old is not None and old[0] == info.token
+            # A damaged manifest is read until it is usable: S3 gives the same token to the repaired object.
+            if old and is_cached and not isinstance(old[1], ManifestError):
+                entry.outcomes[PartId(checkpoint, rank, world)] = old[1]
+            elif is_first or is_cached or rank in own_ranks:
+                entry.todo.append((info, PartId(checkpoint, rank, world)))
+            is_first = False
+        return entry
+
+    def _confirmed_summary(self, checkpoint: CheckpointId, manifests: list[ListedManifest]) -> CheckpointSummary | None:
+        """Return a checkpoint's summary if it describes exactly these objects; one that does not is not used again."""
+        found = self.summaries.get(checkpoint)
+        if found is None:
+            return None
+        if found[1].world_size == len(manifests) and found[1].listing == listing_digest(manifests):
+            return found[1]
+        self.summaries.distrust(checkpoint)
+        return None
+
+    def _all_ranks(self, world: int) -> frozenset[int]:
+        # One object for nearly all checkpoints.
+        return self._full_rank_sets.get(world) or self._full_rank_sets.setdefault(world, frozenset(range(world)))
+
+    async def _read_listed_manifest(self, entry: ListedCheckpoint, info: ObjectInfo, part: PartId) -> None:
         try:
             manifest = await read_manifest(self.store, part, info.key, info.size)
         except ObjectNotFound:  # pruned between the listing and now
             entry.ranks[part.world] = entry.ranks[part.world] - {part.rank}
             entry.absent.add(info.key)
+            if entry.token:
+                self.summaries.distrust(entry.id)
             return
         except (ManifestError, FormatTooNew) as error:
             why = _strip_traceback(error)
             self._note_unusable(entry.id, info, why)
             entry.outcomes[part] = why
         else:
-            entry.outcomes[part] = facts = ManifestFacts.of(manifest)
-            self._remember(entry.id, info, chunks_named_by(manifest))
-            self._read[entry.id].cached_facts[_name(info)] = info.token, facts
+            self._note_manifest(entry, info, part, manifest)
 
-    async def _find_usable_manifest(self, entry: _ListedCheckpoint) -> None:
+    def _note_manifest(self, entry: ListedCheckpoint, info: ObjectInfo, part: PartId, manifest: Manifest) -> None:
+        entry.outcomes[part] = facts = ManifestFacts.of(manifest)
+        if info.token:
+            self._remember(entry.id, info, chunks_named_by(manifest))
+        self._read[entry.id].cached_facts[_name(info)] = info.token, facts
+
+    async def _find_usable_manifest(self, entry: ListedCheckpoint) -> None:
         """Read the manifests of further ranks until one is usable, because one is needed to know the timeline."""
         async with aclosing(self.store.scan(f"{manifests_prefix(entry.id.run)}{entry.id.name}/")) as listing:
             async for info in listing:
@@ -248,26 +394,34 @@ class ManifestIndex:
         """Estimate how many listed manifests of a run were not read yet; infinite if the run was never listed."""
         if run not in self._listed:
             return math.inf
-        return sum(
-            max(0, read.listed - len(read.shared)) for checkpoint, read in self._read.items() if checkpoint.run == run
-        )
+        return sum(read.unread_count for checkpoint, read in self._read.items() if checkpoint.run == run)
 
     def is_read(self, checkpoint: CheckpointId) -> bool:
         """Whether all listed manifests of a checkpoint were read, and all their shared chunks are remembered."""
         read = self._read.get(checkpoint, _ReadManifest())
         with_chunks = [shared for shared in read.shared.values() if shared.chunks is not None]
-        return checkpoint.run in self._listed and len(with_chunks) >= read.listed
+        is_summarised = read.summary_chunks is not None and read.summary_chunks.chunks is not None
+        return checkpoint.run in self._listed and (is_summarised or len(with_chunks) >= read.listed)
 
     def shared_by_checkpoint(self, run: str) -> Iterator[tuple[CheckpointId, SharedChunks]]:
         """Yield the remembered shared chunks of a run's manifests, each with the checkpoint that names them."""
         for checkpoint, read in self._read.items():
             if checkpoint.run == run:
                 yield from ((checkpoint, shared) for shared in read.shared.values())
+                if read.summary_chunks is not None:
+                    yield checkpoint, read.summary_chunks
 
     def shared_chunks(self, checkpoint: CheckpointId, info: ObjectInfo) -> SharedChunks | None:
         """Return the shared chunks that a listed manifest names; None if it was not read or is unusable."""
         read = self._read.get(checkpoint)
         return read.shared.get(_mark(info)) if read else None
+
+    def shared_chunks_of_all(self, checkpoint: CheckpointId, manifests: list[ListedManifest]) -> SharedChunks | None:
+        """Return the shared chunks that all these manifests of a checkpoint name; None if no summary describes exactly
+        the objects that were listed.
+        """
+        summary = self._confirmed_summary(checkpoint, manifests)
+        return self._use_summary(checkpoint, summary).summary_chunks if summary else None
 
     async def read_all(self, run: str, to_delete: Collection[CheckpointId]) -> None:
         """Read all manifests of a run that were not read yet.
@@ -283,12 +437,17 @@ class ManifestIndex:
         count: Counter[CheckpointId] = Counter()
 
         async def unknown() -> AsyncGenerator[ObjectInfo]:
-            async with aclosing(self.list_manifests(run)) as listing:
-                async for info, owner, _, _, _ in listing:
-                    count[owner] += 1
-                    shared = self.shared_chunks(owner, info)
-                    if shared is None or (shared.chunks is None and owner in to_delete):
-                        yield info
+            async with aclosing(ManifestListing(self.store, run)) as listing:
+                await listing.read_summaries()
+                await self.summaries.read(run, listing.summaries)
+                async with aclosing(listing.checkpoints()) as checkpoints:
+                    async for owner, manifests in checkpoints:
+                        count[owner] = len(manifests)
+                        summarised = self.shared_chunks_of_all(owner, manifests)
+                        for manifest in manifests:
+                            shared = self.shared_chunks(owner, manifest.info) or summarised
+                            if shared is None or (shared.chunks is None and owner in to_delete):
+                                yield manifest.info
 
         async def learn(info: ObjectInfo) -> None:
             part = PartId.parse_key(info.key)

@@ -6,7 +6,7 @@ is marked and all other manifests are listed. Chunks of a checkpoint whose own m
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -17,7 +17,8 @@ from tierd.core.planning.place import Place
 from tierd.daemon.concurrency import for_each_limited
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.intents import Marks, sweep, why_kept
-from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS, ManifestIndex
+from tierd.daemon.tiers.manifest_index import ManifestIndex
+from tierd.daemon.tiers.manifest_listing import MAX_MANIFEST_READS, ListedManifest, ManifestListing
 from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, chunks_named_by
 from tierd.daemon.tiers.tier_objects import manifest_bytes, read_manifest
 from tierd.stores.base import ObjectInfo, Store
@@ -38,6 +39,8 @@ class ListedManifests:
     surviving: set[CheckpointId] = field(default_factory=set)
     # The surviving checkpoints that have a manifest, each with its ranks by world size.
     surviving_ranks: dict[CheckpointId, dict[int, set[int]]] = field(default_factory=dict)
+    # The summaries that were listed before the manifests.
+    summaries: dict[CheckpointId, ObjectInfo] = field(default_factory=dict)
     # Checkpoints to delete that have more parts than the decision knew -> how that is known.
     grown_reasons: dict[CheckpointId, str] = field(default_factory=dict)
 
@@ -229,36 +232,57 @@ class PrunePass:
             )
 
     async def _list(self, manifests: ListedManifests, owners: Collection[CheckpointId], *, listed: bool) -> None:
+        index = self.manifest_index
+
         async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:
-            async with aclosing(self.manifest_index.list_manifests(self.marks.run)) as listing:
-                async for info, owner, _, rank, world in listing:
-                    shared = self.manifest_index.shared_chunks(owner, info)
-                    if owner in self.to_delete:
-                        manifests.deleted_keys.setdefault(owner, []).append(info.key)
-                        if not listed and not self.decided_on.lists(PartId(owner, rank, world)):
-                            manifests.grown_reasons[owner] = "more of it has come since it was looked at"
-                        if shared and shared.chunks is not None:
-                            manifests.shared.append(shared)
-                        else:
-                            yield info, owner
-                        continue
-                    manifests.surviving.add(owner)
-                    manifests.surviving_ranks.setdefault(owner, {}).setdefault(world, set()).add(rank)
-                    if shared is None or (shared.chunks is None and not shared.owners.isdisjoint(owners)):
-                        yield info, owner
-                    else:
-                        manifests.named_chunks.add(shared)
+            async with aclosing(ManifestListing(self.store, self.marks.run)) as listing:
+                await listing.read_summaries()
+                manifests.summaries = listing.summaries
+                async with aclosing(listing.checkpoints()) as checkpoints:
+                    async for owner, group in checkpoints:
+                        for entry in self._note_listed(manifests, owner, group, owners, listed=listed):
+                            yield entry
 
         async def read(entry: tuple[ObjectInfo, CheckpointId]) -> None:
             info, owner = entry
             if owner in self.to_delete:
                 with suppress(ObjectNotFound, ManifestError):  # a damaged manifest names no chunk
-                    manifests.shared.append(await self.manifest_index.read(info))
+                    manifests.shared.append(await index.read(info))
                 return
             try:
-                manifests.named_chunks.add(await self.manifest_index.read(info))
+                manifests.named_chunks.add(await index.read(info))
             except ObjectNotFound:
                 await self._check_gone(info.key)
 
         async with aclosing(unknown()) as todo:
             await for_each_limited(MAX_MANIFEST_READS, read, todo)
+
+    def _note_listed(
+        self,
+        manifests: ListedManifests,
+        owner: CheckpointId,
+        group: list[ListedManifest],
+        owners: Collection[CheckpointId],
+        *,
+        listed: bool,
+    ) -> Iterator[tuple[ObjectInfo, CheckpointId]]:
+        """Note a checkpoint's listed manifests, and yield those whose chunks are not known."""
+        summarised = self.manifest_index.shared_chunks_of_all(owner, group)
+        is_known = summarised is not None and summarised.chunks is not None
+        for info, _, rank, world in group:
+            shared = summarised if is_known else self.manifest_index.shared_chunks(owner, info) or summarised
+            if owner in self.to_delete:
+                manifests.deleted_keys.setdefault(owner, []).append(info.key)
+                if not listed and not self.decided_on.lists(PartId(owner, rank, world)):
+                    manifests.grown_reasons[owner] = "more of it has come since it was looked at"
+                if shared and shared.chunks is not None:
+                    manifests.shared.append(shared)
+                else:
+                    yield info, owner
+                continue
+            manifests.surviving.add(owner)
+            manifests.surviving_ranks.setdefault(owner, {}).setdefault(world, set()).add(rank)
+            if shared is None or (shared.chunks is None and not shared.owners.isdisjoint(owners)):
+                yield info, owner
+            else:
+                manifests.named_chunks.add(shared)

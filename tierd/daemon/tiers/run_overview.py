@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, WrongKey
-from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, manifests_prefix
+from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, manifests_prefix, parse_summary
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import ManifestFacts, complete_world_sizes, total_stored_size
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import for_each_limited, gather_limited
-from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS
+from tierd.daemon.tiers.manifest_listing import MAX_MANIFEST_READS
 from tierd.daemon.tiers.run_removal import measure_in_spool, measure_on_tier
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.spool.spool import Spool
@@ -118,6 +118,8 @@ async def check_encryption_key(store: Store, run: str) -> None:
             continue
         async with aclosing(store.scan(manifests_prefix(other_run))) as listing:
             async for info in listing:
+                if parse_summary(other_run, info.key):
+                    continue
                 if (tried := tried + 1) > _MOST_TRIED:
                     return
                 try:

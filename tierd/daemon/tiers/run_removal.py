@@ -21,14 +21,16 @@ from tierd.core.ids import (
     flushing_prefix,
     is_of_run,
     manifests_prefix,
+    parse_summary,
     pins_prefix,
     pruning_prefix,
     quarantine_prefix,
+    summaries_prefix,
 )
 from tierd.core.planning.copies import is_complete
 from tierd.daemon.concurrency import for_each_limited
 from tierd.daemon.tiers.intents import checkpoint_of_mark
-from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS
+from tierd.daemon.tiers.manifest_listing import MAX_MANIFEST_READS
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.spool import leases
 from tierd.spool.leases import trainers_on_this_machine
@@ -38,8 +40,8 @@ from tierd.stores.base import ObjectInfo, Store
 
 _BATCH = 1000  # keys that one call deletes
 _PASSES = 3  # passes, because objects may be put meanwhile
-# Manifests are deleted first.
-_SORTS = (manifests_prefix, quarantine_prefix, flushing_prefix, pins_prefix, pruning_prefix)
+# What stands for manifests is deleted first, then manifests.
+_SORTS = (summaries_prefix, manifests_prefix, quarantine_prefix, flushing_prefix, pins_prefix, pruning_prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ async def measure_on_tier(store: Store, name: str, run: str) -> RunSize:
         if not is_of_run(run, info.key):
             continue
         objects, size = objects + 1, size + info.size
-        if info.key.startswith(manifests_prefix(run)):
+        if PartId.parse_key(info.key) and info.key.startswith(manifests_prefix(run)):
             checkpoints.add(info.key.split("/")[2])
     return RunSize(name, len(checkpoints), objects, size)
 
@@ -88,7 +90,7 @@ async def remove_from_tier(store: Store, run: str) -> None:
         StoreUnavailable: the rest is still there; every deleted chunk had lost its manifest before.
         StoreRefused: another process keeps writing there, or the store refuses.
     """
-    names = (manifests_prefix, quarantine_prefix, pins_prefix, flushing_prefix, pruning_prefix, chunks_prefix)
+    names = (*_SORTS, chunks_prefix)
     for _ in range(_PASSES):
         deleted_any = False
         for prefix in (*(name(run) for name in names), f"{run}/"):
@@ -204,6 +206,8 @@ async def list_launch_objects(store: Store, run: str, attempt: str) -> LaunchObj
     manifests: list[tuple[ObjectInfo, PartId]] = []
     for prefix in (sort(run) for sort in _SORTS):
         async for info in store.scan(prefix):
+            if prefix == manifests_prefix(run) and parse_summary(run, info.key):
+                continue
             name = info.key[len(prefix) :].partition("/")[0]
             owner = (
                 checkpoint_of_mark(run, info.key) if prefix == pruning_prefix(run) else CheckpointId.parse(run, name)
@@ -235,5 +239,9 @@ async def disown(store: Store, keys: Collection[str]) -> None:
     Raises:
         StoreUnavailable, StoreRefused: the rest is still there.
     """
-    for sort in dict.fromkeys(key.split("/")[1] for key in keys):
-        await store.delete([key for key in keys if key.split("/")[1] == sort])
+    by_sort: dict[str, list[str]] = {}
+    for key in keys:
+        sort = key.split("/")[1] if parse_summary(key.split("/")[0], key) is None else "summaries"
+        by_sort.setdefault(sort, []).append(key)
+    for sorted_keys in by_sort.values():
+        await store.delete(sorted_keys)

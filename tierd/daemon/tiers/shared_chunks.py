@@ -7,6 +7,7 @@ it again.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import xxhash
 
 from tierd.core.ids import CheckpointId, chunk_owner
 from tierd.core.manifest import Manifest
+from tierd.core.planning.checkpoint_summary import CheckpointSummary
 
 MAX_TABLE_BYTES = 32 << 20  # for each tier; beyond it, a prune that needs a manifest's chunks reads the manifest again
 _Name: TypeAlias = tuple[frozenset[CheckpointId], tuple[int, ...] | None]
@@ -50,6 +52,29 @@ def chunks_named_by(manifest: Manifest, *, include_own: bool = False) -> SharedC
     return SharedChunks(
         frozenset(marks), {owner: array("Q", sorted(owner_marks)) for owner, owner_marks in marks.items()}
     )
+
+
+def chunks_of_summary(summary: CheckpointSummary) -> SharedChunks:
+    """Return the shared chunks that all manifests of a checkpoint together name, by their summary."""
+    by_owner = {CheckpointId.parse(summary.run, name): chunks for name, chunks in summary.shared.items()}
+    chunks = {owner: _unpack(packed) for owner, packed in by_owner.items() if owner and packed is not None}
+    owners = frozenset(owner for owner in by_owner if owner)
+    return SharedChunks(owners, chunks if len(chunks) == len(owners) else None)
+
+
+def pack_chunks(digests: Iterable[int]) -> bytes:
+    """Return the digests as a summary has them: sorted, eight bytes each, big-endian."""
+    packed = array("Q", sorted(digests))
+    if sys.byteorder == "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpack(packed: bytes) -> array[int]:
+    digests = array("Q", packed)
+    if sys.byteorder == "little":
+        digests.byteswap()
+    return digests
 
 
 class SharedChunkTable:

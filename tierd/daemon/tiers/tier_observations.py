@@ -169,6 +169,12 @@ class Observations:
     def invalidate(self, tier: str) -> None:
         """Discard the last observation of a tier, because it proved wrong."""
         self.places[tier] = None
+        self._observers[tier].list_all()
+
+    def list_all(self) -> None:
+        """List every manifest at the next observation of each tier, because one that was expected is not there."""
+        for observer in self._observers.values():
+            observer.list_all()
 
 
 def _retrieve_exception(observation: asyncio.Task[None]) -> None:

@@ -22,6 +22,7 @@ from tierd.core.ids import (
     group_owner,
     manifests_prefix,
     parse_pin,
+    pruning_prefix,
     quarantine_prefix,
 )
 from tierd.core.manifest import Manifest
@@ -33,6 +34,7 @@ from tierd.core.retention.policy import StoredRetention
 from tierd.core.timeline.launch_chain import Head
 from tierd.daemon.concurrency import for_each_limited
 from tierd.daemon.spool_observer import SpoolObserver
+from tierd.daemon.tiers.announcements import STAMP
 from tierd.daemon.tiers.manifest_index import ManifestIndex
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.tiers.tier_run_records import HeadReader, RunPolicyReader
@@ -57,7 +59,8 @@ async def observe_places(
     Where runs have few manifests on a tier, all are read, because the caller wants to see sizes and is not a daemon.
 
     Args:
-        chunks: also find the names under which chunks are stored, for callers that delete by the result.
+        chunks: list every manifest, and also find the names under which chunks are stored, for callers that delete or
+            verify by the result.
     """
     place = SpoolObserver(spool).observe() if spool else Place()
     own_ranks = place.ranks
@@ -68,7 +71,12 @@ async def observe_places(
             runs = {run} if run else await eye.runs()
             spare_limit = _FEW // max(1, len(runs))
             tiers[name] = await eye.observe(
-                runs, own_ranks, spare_reads=spare_limit, chunks=chunks, concurrency=_MAX_RUNS_AT_A_TIME
+                runs,
+                own_ranks,
+                spare_reads=spare_limit,
+                chunks=chunks,
+                concurrency=_MAX_RUNS_AT_A_TIME,
+                all_names=chunks,
             )
         except (StoreUnavailable, StoreRefused) as error:
             log.warning("%s: cannot be asked: %s", name, error)
@@ -97,8 +105,23 @@ async def missing_chunks(store: Store, manifest: Manifest, on_answer: Callable[[
 
 
 async def list_chunk_owners(store: Store, run: str, on_answer: Callable[[], None] = lambda: None) -> set[CheckpointId]:
-    """List the checkpoints under whose names chunks are stored, as `list_names` lists names."""
-    groups = await list_groups(store, chunks_prefix(run), partial(chunk_group, run), on_answer)
+    """List the checkpoints under whose names chunks are stored.
+
+    Where chunks are many, and the store can, only the names of their prefixes are listed.
+    """
+    prefix = chunks_prefix(run)
+
+    async def list_prefixes() -> set[str] | None:
+        names = await store.directories(prefix)
+        if names is None:
+            return None
+        prefixes = {f"{prefix}{name}/" for name in names}
+        for fan in [name for name in names if len(name) == 1]:
+            on_answer()
+            prefixes |= {f"{prefix}{fan}/{name}/" for name in await store.directories(f"{prefix}{fan}/") or ()}
+        return prefixes
+
+    groups = await list_groups(store, prefix, partial(chunk_group, run), on_answer, list_prefixes)
     return {owner for group in groups if (owner := group_owner(run, group))}
 
 
@@ -154,6 +177,7 @@ class TierObserver:
         on_answer: Callable[[], None] = lambda: None,
         chunks: bool = True,
         concurrency: int = 1,
+        all_names: bool = False,
     ) -> Place:
         """Observe the tier's copies of `runs`.
 
@@ -161,6 +185,7 @@ class TierObserver:
             own_ranks: run -> the ranks whose manifests are all read.
             spare_reads: also read all other manifests of a run if they are at most this many.
             chunks: also find the owners of chunks.
+            all_names: list every manifest, also those for which a summary stands.
 
         Raises:
             StoreUnavailable, StoreRefused: the tier failed to answer a request. Or, for a reader, checkpoints were
@@ -175,9 +200,18 @@ class TierObserver:
 
         async def observe(run: str) -> None:
             ranks = (own_ranks or {}).get(run, ())
-            checkpoints.update(await self.manifests.observe(run, ranks, spare_reads=spare_reads, on_answer=on_answer))
+            if all_names:
+                self.manifests.list_all(run)
+            copies = await self.manifests.observe(run, ranks, spare_reads=spare_reads, on_answer=on_answer)
             infos = await self._beside_manifests(run)
             on_answer()
+            doubted = copies.keys() & {checkpoint for info in infos if (checkpoint := _changing_checkpoint(run, info))}
+            for checkpoint, copy in (await self.manifests.observe_listed(doubted, ranks, on_answer)).items():
+                if copy:
+                    copies[checkpoint] = copy
+                else:
+                    del copies[checkpoint]
+            checkpoints.update(copies)
             quarantined.update(await self._read_quarantined(run, infos))
             on_answer()
             stored = [policy for info in infos if (policy := await self._policies.read(run, info))]
@@ -241,6 +275,19 @@ class TierObserver:
             self._listed[run] = now
         return self._owners[run]
 
+    def list_all(self) -> None:
+        """List every manifest at the next observation, because the last one proved wrong."""
+        self.manifests.list_all()
+
     def forget(self, checkpoint: CheckpointId) -> None:
         """Record that only shared chunks are left under a checkpoint's name."""
         self._owners.get(checkpoint.run, set()).discard(checkpoint)
+
+
+def _changing_checkpoint(run: str, info: ObjectInfo) -> CheckpointId | None:
+    """Return the checkpoint of a quarantined manifest or of a mark, whose other manifests are perhaps being deleted."""
+    if part := PartId.parse_key(info.key):
+        return part.checkpoint
+    prefix = pruning_prefix(run)
+    stamp = STAMP.fullmatch(info.key[len(prefix) :]) if info.key.startswith(prefix) else None
+    return CheckpointId.parse(run, stamp[1]) if stamp else None

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable
-from tierd.core.ids import CheckpointId, PartId, pruning_prefix
+from tierd.core.ids import CheckpointId, PartId, pruning_prefix, summary_key
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import Inventory, fills_tier, policy_for
+from tierd.core.planning.inventory import Inventory, fills_tier, is_janitor, policy_for
 from tierd.core.planning.place import Place
 from tierd.daemon.concurrency import gather_limited, suspend_aware_timeout
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.intents import sweep
-from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS
+from tierd.daemon.tiers.manifest_listing import MAX_MANIFEST_READS
 from tierd.daemon.tiers.node_records import NodeIdentity, sweep_rank_notes
 from tierd.daemon.tiers.prune_pass import Confirm
+from tierd.daemon.tiers.summaries import due_summaries, put_summaries
 from tierd.daemon.tiers.tier_identity import check_identities
 from tierd.daemon.tiers.tier_observations import Observations
 from tierd.daemon.tiers.tier_observer import TierObserver
@@ -47,6 +49,7 @@ class TierOperations:
         }
         self.observed = Observations(self._observers, timings.answers_s)
         self._comparing = asyncio.Lock()
+        self._summary_requests = Counter[str]()  # by tier, those of `requests` that made summaries
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
 
     @property
@@ -57,6 +60,10 @@ class TierOperations:
     def requests(self, tier: str) -> int:
         """How many requests observations, flushes and prunes have made to a tier; scrubs and restores do not count."""
         return self.stores[tier].requests if tier in self.stores else 0
+
+    def resting_requests(self, tier: str) -> int:
+        """As `requests`, without those that made summaries, which are no part of any later observation."""
+        return self.requests(tier) - self._summary_requests[tier]
 
     def requests_by_kind(self, tier: str) -> dict[str, int]:
         """As `requests`, by kind: `put`, `get`, `list`, `delete`."""
@@ -108,6 +115,19 @@ class TierOperations:
                     continue  # already said; `due_head` repeats it because merged heads of others cannot be deleted
                 await put_head(self.stores[tier], head, place.heads.get(run, ()))
                 self.observed.apply_change(tier, partial(Place.with_heads, run=head.run, heads=(head,)))
+
+    async def write_summaries(self, tier: str, inventory: Inventory, runs: Iterable[str]) -> None:
+        """Put summaries of the checkpoints of `runs` on a tier, if this node is the run's janitor there."""
+        place, index, before = self.observed.places[tier], self._observers[tier].manifests, self.requests(tier)
+        if place is None or self.refusal(tier):
+            return
+        for run in runs:
+            if is_janitor(inventory, place, run):
+                orphans = [summary_key(own) for own in index.summaries.orphans(run, place.checkpoints)]
+                if orphans:
+                    await delete_if_permitted(self.stores[tier], orphans)
+                await put_summaries(self.stores[tier], index, due_summaries(place, index, run, self.timings))
+        self._summary_requests[tier] += self.requests(tier) - before
 
     async def why_rolled_back(self, tier: str, run: str, spool: Place) -> str | None:
         """Why the history of `run` on a tier is older than the spool remembers; None if it is not."""

@@ -1,9 +1,9 @@
 """Delete and quarantine copies on a tier. `core/planning/plan.py` decides which; this module decides in which order.
 
-Invariant: a prune deletes the manifest first, then the chunks that it names. It spares chunks that a surviving manifest
-names, or that an intent names (`intents`). After an interruption the next observation finds either a
-whole checkpoint or chunks that no manifest names. The plan then prunes those chunks again. Where the checkpoint's name
-still holds shared chunks, the mark that stands there shows that the prune was cut off.
+Invariant: a prune deletes the summary first, then the manifests, then the chunks that these name. It spares chunks that
+a surviving manifest names, or that an intent names (`intents`). After an interruption the next observation finds either
+a whole checkpoint or chunks that no manifest names. The plan then prunes those chunks again. Where the checkpoint's
+name still holds shared chunks, the mark that stands there shows that the prune was cut off.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from tierd.core.ids import (
     chunks_prefix,
     group_owner,
     quarantine_prefix,
+    summary_key,
 )
 from tierd.core.planning.place import Place
 from tierd.daemon.concurrency import for_each_limited
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.intents import deletion_marks
-from tierd.daemon.tiers.manifest_index import MAX_MANIFEST_READS, ManifestIndex
+from tierd.daemon.tiers.manifest_index import ManifestIndex
+from tierd.daemon.tiers.manifest_listing import MAX_MANIFEST_READS
 from tierd.daemon.tiers.prune_pass import Confirm, Deletions, PrunePass
 from tierd.daemon.tiers.shared_chunks import key_digest
 from tierd.daemon.tiers.tier_objects import manifest_bytes, put_manifest, read_manifest
@@ -101,7 +103,10 @@ async def prune(
         await _add_unlisted(store, manifest_keys, parts)
         marks.has_begun = True
         manifests = sorted({*itertools.chain(*manifest_keys.values()), *(part.manifest_key for part in parts)})
+        summaries = [info.key for checkpoint, info in going.listed.summaries.items() if checkpoint in going.to_delete]
         try:
+            if summaries:  # first, because they stand for the manifests
+                await store.delete(summaries)
             await store.delete(manifests)
         except DeleteRefused:
             marks.has_begun = False  # no chunk is being deleted, so the marks may be removed
@@ -204,6 +209,7 @@ async def quarantine(
                 return False
             if time.monotonic() > ends_s:  # the timeout acts only at the next wait, and that is in the deletion
                 raise timed_out
+            await store.delete([summary_key(part.checkpoint)])
             await store.delete([part.manifest_key])
     except ObjectNotFound:
         return False

@@ -109,7 +109,7 @@ async def copy_run(
         StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there. Or the
             target has another key than `target`.
     """
-    source_place = await TierObserver(source).observe({run}, spare_reads=_FEW, chunks=False)
+    source_place = await TierObserver(source).observe({run}, spare_reads=_FEW, chunks=False, all_names=True)
     _check_readable(source_place, run, "the source")
     selected = _select_checkpoints(source_place, run, step, attempt)
     target_place = await TierObserver(target).observe({to_run}, {to_run: source_place.run(run).ranks}, chunks=False)
@@ -126,7 +126,7 @@ async def copy_run(
         results |= await work.copied(selected, pins)
         if step is not None or all(results[checkpoint] for checkpoint in selected):
             break
-        work.source_place = await TierObserver(source).observe({run}, spare_reads=_FEW, chunks=False)
+        work.source_place = await TierObserver(source).observe({run}, spare_reads=_FEW, chunks=False, all_names=True)
         complete = work.source_place.run(run).usable
         selected = [
             checkpoint
