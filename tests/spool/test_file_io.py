@@ -883,3 +883,15 @@ def test_file_whose_kind_cannot_be_read_is_closed(path, monkeypatch):
             file_io.open_plain(path)
         assert file_io._open_spare(path) is None
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_forked_child_uses_no_buffer_of_its_parent(tmp_path):
+    direct_io.give_back_spare(direct_io.take_spare())
+    child = os.fork()
+    if not child:
+        try:
+            memory = direct_io.take_spare()
+            memory[:] = bytes(len(memory))  # would end a child that had the parent's, which no child inherits
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

@@ -25,7 +25,7 @@ import zstandard
 from tierd.codec import numpy_loops
 from tierd.codec.number_layout import WIDTHS, Bytes, NumberLayout, detect_layout, neighbour_base
 from tierd.codec.zstd_frames import expand_frame
-from tierd.spool.direct_io import memory_for
+from tierd.spool.direct_io import libc, memory_for
 
 try:
     from tierd.codec import _plane_loops
@@ -84,11 +84,19 @@ def _memory(size: int) -> memoryview:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def pack(raw: Buffer) -> memoryview | None:
-    """Return the object that holds `raw` (at most 4 GiB), or None if it would not be at least 1/64 shorter."""
+def packing_size(size: int) -> int:
+    """Return the bytes of memory that `pack` needs for the object that holds `size` bytes."""
+    return size + _EDGE * ((size >> BLOCK_LOG) + 2)
+
+
+def pack(raw: Buffer, into: memoryview | None = None) -> memoryview | None:
+    """Return the object that holds `raw` (at most 4 GiB), or None if it would not be at least 1/64 shorter.
+
+    The object is in `into`, of `packing_size` bytes, or in new memory.
+    """
     data = np.frombuffer(raw, np.uint8)
     size = 1 << BLOCK_LOG
-    out = _Writer(len(data) + _EDGE * (len(data) // size + 2))
+    out = _Writer(_memory(packing_size(len(data))) if into is None else into)
     out.put(HEAD.pack(MAGIC, len(data), BLOCK_LOG, bytes(3)))
     layout, age, expected = NumberLayout(), 0, 0
     for start in range(0, len(data), size):
@@ -123,14 +131,15 @@ def _block_reads_back(encoded: memoryview, block: Bytes) -> bool:
     except Exception as error:  # whatever a fault here or in the processor raises
         log.error("a block cannot be read as it was written: %r", error)
         return False
-    return np.array_equal(decoded, block)
+    # Not by NumPy, which would make an array of its answers.
+    return not int(libc.memcmp(decoded.ctypes.data, block.ctypes.data, len(block)))
 
 
 class _Writer:
-    """The object so far is `array[:at]`. The memory beyond it is untouched, so the kernel has not allocated it."""
+    """The object so far is `array[:at]`. New memory beyond it is untouched, so the kernel has not allocated it."""
 
-    def __init__(self, bound: int) -> None:
-        self.view = _memory(bound)
+    def __init__(self, memory: memoryview) -> None:
+        self.view = memory
         self.array: Bytes = np.frombuffer(self.view, np.uint8)
         self.at = 0
 

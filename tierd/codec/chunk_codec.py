@@ -61,12 +61,13 @@ class EncodedChunk:
         return self.chunk.stored
 
 
-def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> EncodedChunk:
+def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True, into: memoryview | None = None) -> EncodedChunk:
     """Encode one chunk of `part` from its verified bytes. Equal input gives equal output.
 
-    Without `pack` it is stored raw, for a link that is faster than the compressor (`core/chunk_boundaries.py`).
+    Without `pack` it is stored raw, for a link that is faster than the compressor (`core/chunk_boundaries.py`). Packed
+    numbers are in `into` if it is given; it has `packing_size(chunk.size)` bytes.
     """
-    codec, data = _pack(chunk, raw) if pack else (RAW, raw)
+    codec, data = _pack(chunk, raw, into) if pack else (RAW, raw)
     key = chunk_key(part, chunk.xxh3_128, codec, chunk.home)
     # The raw bytes were already compared with this digest.
     stored_digest = chunk.xxh3_128 if codec == RAW else digest(data)
@@ -96,7 +97,7 @@ def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw:
     return EncodedChunk(_with_stored(chunk, stored), data)
 
 
-def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:
+def _pack(chunk: Chunk, raw: Buffer, into: memoryview | None) -> tuple[str, Buffer]:
     # The result is never longer than `raw`. Of equally short results the older codec is taken, because it comes first.
     found_kind = chunk_kind(raw)
     if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):
@@ -107,7 +108,7 @@ def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:
         encodings.append((ZSTD, _zstd(raw)))
     if numbers:
         with _cores:
-            packed = byte_planes.pack(raw)
+            packed = byte_planes.pack(raw, into)
         if packed is not None:
             encodings.append((PLANES, packed))
     codec, data = min(encodings, key=lambda encoding: len(encoding[1]))

@@ -250,12 +250,12 @@ class Buffers:
 
     def take(self, size: int) -> memoryview:
         """Return at least `size` bytes of memory, as `hold` provides it, until `give_back`."""
-        fitting = [
-            number for number, memory in enumerate(self._idle) if size <= len(memory) <= _LOOSE * max(size, _GRAIN)
-        ]
+        new_size = -(-size // _GRAIN) * _GRAIN if size >= _GRAIN else max(size, 1)
+        largest = _LOOSE * max(new_size, _GRAIN)
+        fitting = [number for number, memory in enumerate(self._idle) if size <= len(memory) <= largest]
         if fitting:
             memory = self._idle.pop(min(fitting, key=lambda number: len(self._idle[number])))
         else:
-            memory = memory_for(-(-max(size, 1) // _GRAIN) * _GRAIN if size >= _GRAIN else max(size, 1))
+            memory = memory_for(new_size)
         self._used += len(memory)
         return memory

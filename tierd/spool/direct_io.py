@@ -22,12 +22,14 @@ from typing import TypeVar
 PAGE = 4096  # O_DIRECT alignment of memory, offsets and lengths on every Linux file system we know, bytes
 LARGE = 1 << 20  # bytes; from this size on, O_DIRECT, a reservation and a thread pay off
 PIECE = 16 << 20  # one read(2) or write(2), bytes; larger ones gain nothing
+SPARE_BYTES = 4 << 20  # of a buffer; direct I/O has no read-ahead and no write-behind, so it needs larger requests
 
 T = TypeVar("T")
 
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14
 libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def set_direct(fd: int, on: bool) -> bool:
@@ -91,24 +93,44 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> boo
     return direct
 
 
-def write_pages(fd: int, data: memoryview, offset: int, *, spare_bytes: int = PIECE) -> None:
+_SPARES = 4  # idle buffers
+_spares: list[memoryview] = []
+os.register_at_fork(after_in_child=_spares.clear)  # because a child does not have their memory
+
+
+def take_spare() -> memoryview:
+    """Return `SPARE_BYTES` of whole pages, which earlier users have touched if there were any; for any thread."""
+    try:
+        return _spares.pop()  # not asked for their number first, because other threads take them as well
+    except IndexError:
+        return memory_for(SPARE_BYTES)
+
+
+def give_back_spare(memory: memoryview) -> None:
+    """End the use of what `take_spare` returned. A reader that was cancelled keeps it, because its thread may go on."""
+    if len(_spares) < _SPARES:
+        _spares.append(memory)
+
+
+def write_pages(fd: int, data: memoryview, offset: int) -> None:
     """Write `data` at `offset`: whole pages of the file past the page cache, the rest through it.
 
     A neighbouring write may share the first or last page with this one, so shared pages use the cache. The cache costs
     several times the CPU of the write itself. The file's O_DIRECT is set or cleared as needed. Data that does not lie
-    in whole pages of memory is copied in pieces of `spare_bytes`, whole pages. Raises OSError as `write_all`.
+    in whole pages of memory is copied through a buffer. Raises OSError as `write_all`.
     """
     edge = -offset % PAGE if len(data) >= LARGE else len(data)
     set_direct(fd, False)
     write_all(fd, data[:edge], offset)
     body, offset = data[edge:], offset + edge
     if body and set_direct(fd, True) and not _is_aligned(body):
-        spare = memory_for(spare_bytes)
+        spare = take_spare()
         while body:
             piece = spare[: min(len(spare), len(body))]
             piece[:] = body[: len(piece)]
             write_all(fd, piece, offset)
             body, offset = body[len(piece) :], offset + len(piece)
+        give_back_spare(spare)
     write_all(fd, body, offset)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import xxhash
 from aiofiles.threadpool.binary import AsyncFileIO
 
-from tierd.spool.direct_io import LARGE, memory_for, read_into, set_direct
+from tierd.spool.direct_io import LARGE, give_back_spare, memory_for, read_into, set_direct, take_spare
 from tierd.stores.base import ObjectInfo, is_key
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -204,10 +204,7 @@ def _reaches(directory: str, prefix: str, after: str) -> bool:
     return directory > after or inside
 
 
-DIRECT_PIECE = 4 << 20  # bytes; direct I/O has no read-ahead and no write-behind, so it needs larger requests
 _PIECE = 1 << 20  # bytes; small enough to stay in the processor's cache until it is copied
-_SPARE_BUFFERS = 4  # of `DIRECT_PIECE`
-_spare_buffers: list[memoryview] = []
 
 
 async def read_file_into(file: AsyncFileIO, view: memoryview, on_piece: Callable[[], None]) -> memoryview:
@@ -217,7 +214,7 @@ async def read_file_into(file: AsyncFileIO, view: memoryview, on_piece: Callable
     its buffer to the next one, because the first touch of fresh memory costs more than the copy.
     """
     large = len(view) >= LARGE and set_direct(file.fileno(), True)
-    buffer, at = _spare_buffer() if large else _buffer(len(view), large=False), 0
+    buffer, at = take_spare() if large else memory_for(min(_PIECE, len(view))), 0
     while at < len(view):
         try:
             count = await file.readinto(buffer)
@@ -231,8 +228,8 @@ async def read_file_into(file: AsyncFileIO, view: memoryview, on_piece: Callable
         view[at : at + count] = buffer[:count]
         at += count
         on_piece()
-    if large and len(_spare_buffers) < _SPARE_BUFFERS:
-        _spare_buffers.append(buffer)
+    if large:
+        give_back_spare(buffer)
     return view
 
 
@@ -242,25 +239,17 @@ def digest_file(fd: int, size: int, on_piece: Callable[[], None]) -> str:
     Raises OSError if it cannot be read, or is shorter by now.
     """
     large = size >= LARGE and set_direct(fd, True)
-    buffer, hasher = _buffer(size, large=large), xxhash.xxh3_128()
+    buffer = take_spare() if large else memory_for(min(_PIECE, size))
+    hasher = xxhash.xxh3_128()
     for at in range(0, size, len(buffer) or 1):
         length = min(len(buffer), size - at)
         if read_into(fd, buffer, length, at) < length:
             raise _became_shorter()
         hasher.update(buffer[:length])
         on_piece()
+    if large:
+        give_back_spare(buffer)
     return hasher.hexdigest()
-
-
-def _spare_buffer() -> memoryview:
-    try:
-        return _spare_buffers.pop()  # not asked for their number first, because each event loop has a thread of its own
-    except IndexError:
-        return memory_for(DIRECT_PIECE)
-
-
-def _buffer(size: int, *, large: bool) -> memoryview:
-    return memory_for(DIRECT_PIECE if large else min(_PIECE, size))
 
 
 def _became_shorter() -> OSError:

@@ -20,7 +20,6 @@ from tierd.core.errors import DeleteRefused, StoreRefused, StoreUnavailable, Tie
 from tierd.spool.direct_io import PIECE, write_pages
 from tierd.stores.base import ObjectInfo, check_size
 from tierd.stores.file_descriptors import (
-    DIRECT_PIECE,
     DIRECTORY,
     ScanState,
     closing,
@@ -206,7 +205,7 @@ class FileTree:
                 take_lock(fd)  # held while the descriptor is open, so that a sweep knows that its writer lives
                 for start in range(0, len(data), PIECE):
                     if not stop.is_set():
-                        write_pages(fd, data[start : start + PIECE], start, spare_bytes=DIRECT_PIECE)
+                        write_pages(fd, data[start : start + PIECE], start)
                         self.count_piece()
                 if stop.is_set():
                     return

@@ -7,13 +7,14 @@ import random
 import time
 from array import array
 
+import numpy as np
 import pytest
 from support.doubles import Double, is_chunk
 from support.world import commit, part
 
 from tierd.core.errors import StoreUnavailable
 from tierd.daemon import concurrency as buffers_module
-from tierd.daemon.concurrency import MAX_IDLE_BYTES, Buffers
+from tierd.daemon.concurrency import MAX_IDLE_BYTES, Buffers, MemoryBudget
 from tierd.daemon.transfer import download
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
@@ -60,6 +61,27 @@ def test_buffers_may_keep_the_unused_rest_of_a_budget_idle():
     assert 2 * MAX_IDLE_BYTES < sum(map(len, made._idle)) <= 3 * MAX_IDLE_BYTES
     made.clear()
     assert not made._idle
+
+
+def test_buffer_of_one_size_serves_the_next_size_below_it():
+    """Sizes are rounded up, so that a buffer fits whatever would be rounded to it."""
+    buffers, mebibyte = Buffers(), 1 << 20
+    memory = buffers.take(2 * mebibyte + 300_000)
+    buffers.give_back(memory)
+    assert buffers.take(2 * mebibyte + 1) is memory
+
+
+def test_flush_encodes_into_memory_that_earlier_chunks_have_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr("support.world.CHUNK", LARGE)
+    numbers = (np.random.default_rng(1).standard_normal(8 * LARGE // 4) * 0.02).astype("<f4").tobytes()
+    spool, store = Spool(tmp_path / "spool"), Double()
+    commit(spool, PART, {"numbers": numbers})
+    new_sizes, allocate = [], buffers_module.memory_for
+    monkeypatch.setattr(buffers_module, "memory_for", lambda size: new_sizes.append(size) or allocate(size))
+
+    asyncio.run(flush(spool, PART, TierUploadContext(store, budget=MemoryBudget(LARGE))))
+    assert len(store.puts(is_chunk)) == 8
+    assert sum(new_sizes) <= 8 * LARGE, "memory for reading and for encoding of one chunk, and for reading it back"
 
 
 @pytest.mark.parametrize("failing", [False, True])

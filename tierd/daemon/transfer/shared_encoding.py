@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeAlias
 
-from tierd.codec.chunk_codec import EncodedChunk, encode
+from tierd.codec.byte_planes import packing_size
+from tierd.codec.chunk_codec import PLANES, EncodedChunk, encode
 from tierd.core.chunk_boundaries import CompressionChoice, compression_choice
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, ContentId
@@ -111,12 +112,14 @@ class Throughput:
         self._unpacked = 0 if pays else self._unpacked + 1
         return pays or not self._unpacked % _TRY
 
-    def encode(self, part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview, pack: bool) -> EncodedChunk:
+    def encode(
+        self, part: PartId, chunk: Chunk, raw: Buffer, pack: bool, into: memoryview | None = None
+    ) -> EncodedChunk:
         """Encode a chunk as `chunk_codec.encode` does, and measure it."""
         if not pack:
             return encode(part, chunk, raw, pack=False)
         with self._encoder.measured(chunk.size):
-            encoded = encode(part, chunk, raw)
+            encoded = encode(part, chunk, raw, into=into)
         fade = 0.5 if self._raw > _FADE_BYTES else 1.0
         self._raw = self._raw * fade + chunk.size
         self._stored = self._stored * fade + encoded.stored.size
@@ -192,20 +195,24 @@ class SharedEncoder:
         async with self._threads.take(1):
             self._make_room(entry.chunk.size)
             async with self._budget.take(entry.chunk.size):
-                entry.memory = memory = self.buffers.take(room)
+                memory = self.buffers.take(room)
+                packed = self.buffers.take(packing_size(entry.chunk.size)) if pack else None
 
-                def work() -> tuple[EncodedChunk, bool]:
+                def work() -> EncodedChunk:
                     raw = read(memory[:room])
-                    encoded = self.throughput.encode(part, entry.chunk, raw, pack)
-                    return encoded, encoded.data is raw
-
-                is_raw = False
-                try:
-                    encoded, is_raw = await thread_uncancelled(work)
+                    encoded = self.throughput.encode(part, entry.chunk, raw, pack, packed)
+                    if encoded.data is raw:
+                        entry.memory = memory
+                    elif encoded.stored.codec == PLANES:
+                        entry.memory = packed
                     return encoded
+
+                try:
+                    return await thread_uncancelled(work)
                 finally:
-                    if not is_raw:  # a compressed chunk lies elsewhere
-                        self._free(entry)
+                    for buffer in (memory, packed):
+                        if buffer is not None and buffer is not entry.memory:
+                            self.buffers.give_back(buffer)
 
     def _free(self, entry: _Entry) -> None:
         """Give back the memory of an entry that nothing reads any more."""
