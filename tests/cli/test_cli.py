@@ -386,8 +386,8 @@ def test_config_check_reaches_tiers(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["ls", "/does/not/exist"], 6, ""),
         (["show", "r", "1", "/does/not/exist"], 6, "did not answer"),
         (["pin", "r", "1", "/does/not/exist"], 6, "did not answer"),
-        (["nonsense"], 2, "nonsense"),
-        (["show", "r"], 2, "STEP"),
+        (["nonsense"], 3, "nonsense"),
+        (["show", "r"], 3, "STEP"),
     ],
 )
 def test_bad_input_is_one_clear_error(
@@ -427,4 +427,4 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("line", [[], ["--json"], ["--json", "advise"]])
 def test_a_command_line_without_its_command(line: list[str]) -> None:
-    assert run(line) == 2
+    assert run(line) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from typer.main import get_command
 
 from tierd import cli
+from tools.reference import ROOT
 
 ALL = [command for commands in cli.MODULES.values() for command in commands]
 
@@ -18,6 +20,21 @@ def test_the_table_names_every_command_once_beside_its_module():
     for module, commands in cli.MODULES.items():
         assert tuple(get_command(cli._app(module)).commands) == commands, module
     assert sorted(get_command(cli.app).commands) == sorted(ALL)
+
+
+def test_the_help_has_the_groups_of_the_reference(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    sections = {section.partition("\n")[0]: section for section in page.split("\n## ")[1:]}
+    assert list(cli.GROUPS) == list(sections)
+    for title, names in cli.GROUPS.items():
+        headings = re.findall(r"^### tierd ([a-z-]+)", sections[title], re.MULTILINE)
+        assert tuple(dict.fromkeys(headings)) == names
+    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(ALL)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(sum(line.startswith(f"  {name} ") for line in lines) == 1 for name in ALL)
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_the_spool_may_be_named_by_a_configuration(spool: Spool, capsys: pytest.
         (["--for", "0s"], 3, "--for 0s: more than nothing"),
         (["--for", "367d"], 3, "until `tierd resume`"),
         (["--for", "-1h"], 3, "--for: '-1h' is no duration"),
-        (["--for"], 2, "requires an argument"),
+        (["--for"], 3, "requires an argument"),
     ],
 )
 def test_a_time_that_is_none_is_refused(

@@ -1,4 +1,4 @@
-"""The command line: typer for the grammar, rich for the tables, JSON for programs.
+"""The command line: typer for the grammar, tables for people, JSON for programs.
 
 Invariant: every error ends in one line on stderr and an exit code that `EXIT_CODES` lists; a traceback is a bug.
 
@@ -12,17 +12,19 @@ import functools
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from tierd import __version__
 from tierd.cli.output import complain, print_json
 from tierd.core import errors, manifest
-from tierd.ipc.messages import EXIT_HELD
+from tierd.ipc.messages import EXIT_BAD_INPUT, EXIT_HELD
 from tierd.ipc.protocol import PROTOCOL
 from tierd.logs import make_formatter
 
@@ -44,6 +46,25 @@ MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help
     "commands.watch_commands": ("watch", "prepare"),
     "commands.copy_commands": ("copy", "import"),
 }
+GROUPS: dict[str, tuple[str, ...]] = {  # the help's and the reference's sections
+    "The daemon and its node": (
+        "run",
+        "watch",
+        "top",
+        "status",
+        "doctor",
+        "notify",
+        "drain",
+        "wait",
+        "pause",
+        "resume",
+    ),
+    "Checkpoints in the spool and on tiers": (
+        *("runs", "ls", "show", "verify", "du", "prune", "pin", "unpin", "rm", "disown"),
+        *("restore", "copy", "import", "prepare", "export", "follow"),
+    ),
+    "Tools": ("inspect", "check-resume", "advise", "bench", "config"),
+}
 _EXIT_CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,
     errors.ObjectNotFound: 4,
@@ -54,6 +75,28 @@ _EXIT_CODES: dict[type[errors.TierdError], int] = {
     errors.DaemonUnavailable: 6,
     errors.SpoolHeld: EXIT_HELD,
 }
+
+
+class _GroupedCommands(TyperGroup):
+    """The commands, which the help lists by `GROUPS`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = formatter.width - max(map(len, self.commands)) - 6
+        for title, names in GROUPS.items():
+            rows = [(name, _purpose(self.commands[name], width)) for name in names if name in self.commands]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _purpose(command: Any, width: int) -> str:
+    """Return as much of the first sentence of a command's help as fits, up to a comma or the like."""
+    sentence = " ".join((command.help or "").split()).split(". ")[0].rstrip(".")
+    sentence = re.sub(r" \([^)]*\)", "", sentence)
+    if len(sentence) <= width:
+        return sentence
+    end = max(sentence.rfind(mark, 0, width) for mark in (", ", "; ", ": "))
+    return sentence[:end] if end > 0 else f"{sentence[: sentence.rfind(' ', 0, width)]} …"
 
 
 def _main(
@@ -78,7 +121,9 @@ def _app(module: str | None) -> typer.Typer:
     """The commands of one module, or of all."""
     app = typer.Typer(
         name="tierd",
+        cls=_GroupedCommands,
         help="Async tiered checkpoint storage: verified, retained, restored.",
+        rich_markup_mode=None,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
@@ -104,7 +149,7 @@ def _module_of(arguments: list[str]) -> str | None:
 
 
 @functools.cache
-def _grammar(module: str | None) -> Callable[[list[str] | None], Any]:
+def _grammar(module: str | None) -> Callable[..., Any]:
     """The commands and their options; cached because to read them off the functions takes longer than most commands."""
     return get_command(_app(module))
 
@@ -115,15 +160,18 @@ def run(arguments: list[str] | None = None) -> int:
     handler.setFormatter(make_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
-        _grammar(_module_of(sys.argv[1:] if arguments is None else arguments))(arguments)
-        return 0
-    except SystemExit as end:  # typer's own end; 2 if it did not understand the command line
+        grammar = _grammar(_module_of(sys.argv[1:] if arguments is None else arguments))
+        code = grammar(arguments, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
         return 130
+    except typer.Abort:  # a question that nobody answered
+        return 1
     except errors.TierdError as error:
         complain(error)
-        return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 3)
+        return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_BAD_INPUT)
     except (OSError, TimeoutError) as error:
         complain(error)
         return 1
@@ -132,3 +180,18 @@ def run(arguments: list[str] | None = None) -> int:
             raise
         complain(errors.EXHAUSTED)
         return 1
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's and click's own errors, whichever typer brings
+            raise
+        complain_of_usage(error)
+        return EXIT_BAD_INPUT
+
+
+def complain_of_usage(error: Any) -> None:
+    """Say on the standard error how typer did not understand the command line; without any argument, print the help."""
+    message, context = str(error.format_message()), getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message, file=sys.stderr)
+        return
+    see = f"; see `{context.command_path} --help`" if context is not None else ""
+    complain(f"{message[:1].lower()}{message[1:].rstrip('.')}{see}")

@@ -62,9 +62,8 @@ EXIT_NOTHING_TAKEN = 13
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",
     1: "an unexpected failure: a bug, or an error of the operating system",
-    2: "the command line was not understood",
-    EXIT_BAD_INPUT: "bad input: configuration, URL, name, step, a spool that cannot be used, "
-    "a loop that fails by itself",
+    EXIT_BAD_INPUT: "bad input: a command line that is not understood, configuration, URL, name, step, "
+    "a spool that cannot be used, a loop that fails by itself",
     4: "not found: no such checkpoint, or none verified; `inspect`, `import`: a checkpoint is incomplete or unknown",
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; this proves nothing wrong",

@@ -6,6 +6,7 @@ Invariant: it ends within a minute or so, leaves nothing behind, and shows no se
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -76,6 +77,7 @@ def doctor(
     the time to end. Print what is wrong, the worst first, with what to do.
 
     Run it as the account that trains. Exit code 10: there are warnings; 11: something will fail."""
+    logging.getLogger("tierd.stores.retry").setLevel(logging.ERROR)  # a finding says what a last try said
     findings = asyncio.run(_examine(url, spool, config, key_file))
     answer = Diagnosis(worst_severity(findings), tuple(findings))
     if json:
@@ -109,7 +111,8 @@ def _describe_problem(problem: Finding, places: Sequence[str]) -> str:
 
 
 def _count_severities(findings: Sequence[Finding]) -> str:
-    counts = Counter(finding.severity for finding in findings)
+    others = [entry for entry in findings if entry.severity not in ("error", "warning")]
+    counts = Counter(entry.severity for entry in (*main_problems(findings), *others))
     words: dict[Severity, str] = {
         "error": "error",
         "warning": "warning",

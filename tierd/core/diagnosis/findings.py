@@ -348,6 +348,7 @@ def finding(place: str, name: str, detail: str, check: str = "") -> Finding:
 
 
 _CAUSES = {  # findings that are only a consequence, by their causes in the same place
+    "full": ("nearly full",),
     "no credentials": ("refused", "no answer", "takes nothing"),
     "credentials unknown": ("refused", "no answer", "takes nothing"),
 }
