@@ -109,7 +109,7 @@ def test_without_the_key_one_line_names_it_and_nothing_is_called_corrupt(tier, t
     assert run(["verify", tier, "--json", *options]) == 6
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [(one["step"], one["wrong"], ID in one["unchecked"]) for one in checks] == [(2, [], True), (1, [], True)]
-    assert run(["ls", tier, "--json", *options]) == 0
+    assert run(["ls", tier, "--json", *options]) == 6
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [copy["state"] for one in found for copy in one["copies"]] == ["unreadable"] * 2
     assert run(["prune", tier, "--keep-last", "1", "--json", *options]) == 0
@@ -128,7 +128,7 @@ def test_without_the_key_a_head_is_said_to_be_encrypted_not_newer(tier, key, tmp
             await store.put(head_key(RUN, "deadbeef"), b"{}")
 
     asyncio.run(put())
-    assert run(["ls", tier, *(["--key-file", write_key(tmp_path / "wrong", bytes(32))] if wrong else [])]) == 0
+    assert run(["ls", tier, *(["--key-file", write_key(tmp_path / "wrong", bytes(32))] if wrong else [])]) == 6
     assert f"encrypted with key {ID}" in caplog.text and "--key-file" in caplog.text
     assert "newer" not in caplog.text
 

@@ -104,8 +104,11 @@ def test_name_of_a_tier_stands_for_its_url_and_key(
 def test_environment_names_the_key_of_urls(
     home: Path, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert run(["ls", str(tmp_path / "tier")]) == 6
+    assert "encrypted with key" in (said := capsys.readouterr().err) and "--key-file" in said
     monkeypatch.setenv(places.KEY_FILE, str(tmp_path / "key"))
     assert run(["verify", str(tmp_path / "tier")]) == 0
+    assert run(["ls", str(tmp_path / "tier")]) == 0
 
 
 def test_several_runs_need_a_name(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig, from_toml, from_urls
-from tierd.core.enum_values import with_allowed_values
+from tierd.core.conversion_messages import with_allowed_values
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import Best, RetentionPolicy
 
@@ -174,7 +174,7 @@ def test_a_mistake_in_a_text_is_answered_by_its_form(toml: str, form: str) -> No
 def test_invalid_value_of_enumeration_is_answered_with_the_valid_values(toml: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_toml(toml, "tierd.toml")
-    assert str(caught.value) == f"tierd.toml: {message}"
+    assert str(caught.value).startswith(f"tierd.toml: {message} (line ")
 
 
 @pytest.mark.parametrize("table", [Config, TierConfig, NotifyConfig, HttpConfig, WatchConfig, RetentionPolicy, Best])
@@ -254,3 +254,24 @@ def test_two_tiers_in_one_place_of_a_bucket_are_refused(urls, message):
 
 def test_tiers_beside_each_other_in_a_bucket_are_a_configuration():
     assert len(from_urls("/s", ["s3://bucket/n", "s3://bucket/nr", "gs://bucket/n"]).tier) == 3
+
+
+PLACES = "spool = '/s'\n[[tier]]\nname = 'a'\nurl = '/a'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"rescann = '3s'\n{PLACES}", "unknown field `rescann`; did you mean `rescan`? (line 1)"),
+        (f"{PLACES}[[tier]]\nname = 'b'\nulr = '/b'\n", "tier[1]: Object contains unknown field `ulr`; did you mean"),
+        (f"{PLACES}[[tier]]\nname = 'b'\nulr = '/b'\n", "`url`? (line 7)"),
+        (f"{PLACES}[tier.retention]\nkeep_lst = 3\n", "unknown field `keep_lst`; did you mean `keep_last`? (line 6)"),
+        (f"{PLACES}retention = {{keep_last = 'x'}}\n", "tier[0].retention.keep_last: Expected `int`, got `str`"),
+        (f"{PLACES}retention = {{keep_last = 'x'}}\n", "(line 5)"),
+        (f"{PLACES}[[tier]]\nname = 'b'\nurl = 'gopher://x'\n", "(line 7)"),
+    ],
+)
+def test_message_names_the_line_and_a_similar_key(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_toml(text, "tierd.toml")
+    assert message in str(raised.value)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tierd.core.enum_values import with_allowed_values
+from tierd.core.conversion_messages import line_of_member, with_allowed_values, with_similar_member
 from tierd.core.errors import ConfigError
 from tierd.core.event_kinds import SELECTABLE_KINDS, check_webhook, is_reference, redacted_url
 from tierd.core.ids import check_run
@@ -222,10 +222,15 @@ def from_toml(text: str, where: str) -> Config:
     try:
         config = msgspec.convert(tomllib.loads(text), Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_readable(str(error))}") from error
+        raise ConfigError(f"{where}: {_readable(str(error), text)}") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, for example, raises no TOMLDecodeError
         raise ConfigError(f"{where}: not TOML: {error}") from error
-    return _checked(config, where)
+    try:
+        return _checked(config, where)
+    except ConfigError as error:
+        message = str(error)
+        path = re.match(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*(?=: )", message.removeprefix(f"{where}: "))
+        raise ConfigError(f"{message}{_line_text(text, path[0] if path else '')}") from error
 
 
 def from_urls(
@@ -413,11 +418,17 @@ def _check_rate(text: str | None, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _readable(message: str) -> str:
+def _line_text(text: str, path: str) -> str:
+    line = line_of_member(text, path) if path else None
+    return f" (line {line})" if line else ""
+
+
+def _readable(message: str, text: str) -> str:
     # msgspec writes "... - at `$.tier[0].url`". The path is moved to the front, and `$.`, which users do not know, is
     # removed.
     for pattern, form in _FORMS.items():  # a pattern says nothing to a person
         message = message.replace(f"Expected `str` matching regex {pattern!r}", f"write {form}")
-    message = with_allowed_values(message, Config)
+    message, unknown = with_similar_member(with_allowed_values(message, Config), Config)
     match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message)
-    return f"{match[2]}: {match[1]}" if match else message
+    line = _line_text(text, unknown or (match[2] if match else ""))
+    return f"{match[2]}: {match[1]}{line}" if match else f"{message}{line}"

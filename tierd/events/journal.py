@@ -25,6 +25,7 @@ log = logging.getLogger("tierd.daemon")
 
 _MAX_EVENTS = 256  # events
 SAVES = "save"  # the kind of thing for alerts about a writer's saves
+_REPEATED = frozenset({"flushed"})  # kinds that another event repeats for the whole checkpoint: logged at DEBUG
 _LEVELS = {"info": logging.INFO, "error": logging.ERROR, "alert": logging.CRITICAL}
 
 Subject = PartId | CheckpointId | str
@@ -85,7 +86,8 @@ class Journal:
         if EVENT_KINDS[kind].persists:
             _, count = self.staying_events.get((kind, place), (event, 0))
             self.staying_events[kind, place] = event, count + 1
-        log.log(_LEVELS[event.level], "%s: %s %s: %s", place, kind, subject, why)
+        level = logging.DEBUG if kind in _REPEATED else _LEVELS[event.level]
+        log.log(level, "%s: %s %s: %s", place, kind, subject, why)
         self._on_event(event)
 
     def record_release(self, place: str, part: PartId) -> None:

@@ -19,6 +19,7 @@ from tierd.core.timeline.concurrent_launches import (
     disown_advice,
     unproven_attempts,
 )
+from tierd.core.units import format_size
 from tierd.events.journal import SAVES, Journal
 from tierd.spool.commit import CommittedPart
 
@@ -145,7 +146,7 @@ class SaveEvents:
             self._record_failure(part, str(outcome))
         else:
             self._journal.counters["persisted"] += 1
-            how = "past the page cache" if outcome.direct else "through the page cache"
+            how = outcome.origin or ("past the page cache" if outcome.direct else "through the page cache")
             if self._first_seen.claim_new(part):
                 times = {"blocked_s": _rounded(outcome.blocked_s), "seconds": _rounded(outcome.durable_s)}
                 self._record_save(part, outcome.size, f", {how}", outcome.metrics, **times)
@@ -179,10 +180,11 @@ class SaveEvents:
         self._first_seen.claim_new(part)
 
     def report_new_parts(self, spool: Place) -> None:
-        """Process an observation of the spool. A part that no trainer handed over was committed by its trainer."""
+        """Process an observation of the spool. A part that nobody handed over was committed by its trainer,
+        or by a watch whose report follows."""
         for part in self._first_seen.new_parts(spool):
             facts = spool.facts(part)
-            self._record_save(part, facts.size if facts else 0, ", by its trainer", facts.metrics if facts else {})
+            self._record_save(part, facts.size if facts else 0, ", found in the spool", facts.metrics if facts else {})
 
     def report_rival_launches(self, inventory: Inventory) -> None:
         """Process an observation of any place: report, once, launches of a run that save at the same time."""
@@ -250,7 +252,10 @@ class SaveEvents:
             raw = sum(part_facts.size for part_facts in facts)
             stored = total_stored_size(copy.facts)
             ranks = max((world for world, ranks in copy.ranks.items() if len(ranks) == world), default=0)
-            why = f"every part of {ranks} ranks is there, verified; {len(facts)} of them read, {raw} bytes as {stored}"
+            why = "verified" if ranks == 1 else f"the parts of all {ranks} ranks are there, verified"
+            if facts:
+                of = "" if len(facts) == ranks else f"{len(facts)} of them read, "
+                why += f"; {of}{format_size(raw)} stored as {format_size(stored)}"
             sizes = {"raw_bytes": raw, "stored_bytes": stored} if len(facts) == ranks else {}
             numbers = metrics_of(next(iter(facts)).metrics) if facts else None
             self._journal.record(
@@ -273,7 +278,9 @@ class SaveEvents:
         self, part: PartId, size: int, how: str, metrics: Mapping[str, float], **times: float | None
     ) -> None:
         numbers = metrics_of(metrics)
-        self._journal.record("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size, metrics=numbers, **times)
+        self._journal.record(
+            "persisted", SPOOL, part, f"{format_size(size)}{how}", raw_bytes=size, metrics=numbers, **times
+        )
         self._journal.record_save(part)
 
 

@@ -56,6 +56,7 @@ class CommittedPart:
     Attributes:
         recycled: whether the largest file overwrote the blocks of a removed file.
         metrics: the save's metrics, if the caller reports them.
+        origin: where the files are from, in words; empty: from the process that saved them.
         blocked_s: the time for which the save blocked training, in seconds; None: not known.
         durable_s: the time from the call of `save` until the commit, in seconds; None: not known.
     """
@@ -66,6 +67,7 @@ class CommittedPart:
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     blocked_s: float | None = field(default=None, compare=False)
     durable_s: float | None = field(default=None, compare=False)
+    origin: str = ""
 
 
 def write_part(

@@ -104,7 +104,7 @@ def test_a_part_that_is_observed_before_its_hand_off_is_reported_is_an_event_onc
     observe()
     observe()
     (event,) = [one for one in daemon.reconciler.journal.events if one.what == "persisted"]
-    assert ("by its trainer" in event.why) is fails
+    assert ("found in the spool" in event.why) is fails
     assert (event.blocked_s is None) is fails and (event.seconds is None) is fails
 
 

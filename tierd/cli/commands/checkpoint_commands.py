@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
-from tierd.core.run_report import Report, make_report
+from tierd.core.run_report import Checkpoint, Report, make_report
 from tierd.core.storage_faults import UnstableRead
 from tierd.core.timeline.restore_order import not_found_error, restore_candidates
 from tierd.core.units import format_size
@@ -57,6 +58,7 @@ from tierd.stores.base import Store
 from tierd.stores.open import open_tiers
 from tierd.threads import mark_foreground
 
+_ENCRYPTED = re.compile(r"encrypted with key ([0-9a-f]+)")  # as `WrongKey` says it
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
 
 
@@ -84,7 +86,8 @@ def ls(
         print_checkpoints(listing)
         for name in listing.unreached:
             complain(f"{name} did not answer")
-    if listing.unreached or unanswered:
+    is_encrypted = _complain_of_encryption(listing.checkpoints)
+    if listing.unreached or unanswered or is_encrypted:
         raise typer.Exit(6)
     with naming_known_runs(where, run):
         if missing:
@@ -113,6 +116,7 @@ def show(
     if json:
         print_json({"checkpoint": summary, "manifests": manifests})
         return
+    _complain_of_encryption((summary,))
     out = console()
     out.print(f"{checkpoint}, {summary.created}, {'complete' if summary.complete else 'incomplete'}")
     out.print(f"resumed from: {_origin(run, summary.resumed_from) or 'nothing'}")
@@ -125,6 +129,19 @@ def show(
         rows = [(file.path, format_size(file.size), str(len(file.chunks))) for file in manifest.files]
         title = f"rank {manifest.rank} of {manifest.world_size}"
         out.print(Table(("FILE", "BYTES", "CHUNKS"), rows, title=title))
+
+
+def _complain_of_encryption(checkpoints: Sequence[Checkpoint]) -> bool:
+    """Say which places are encrypted with a key that was not given, and whether there is one."""
+    keys = {
+        copy.place: match[1]
+        for checkpoint in checkpoints
+        for copy in checkpoint.copies
+        if copy.state == "unreadable" and (match := _ENCRYPTED.search(" ".join(copy.defects)))
+    }
+    for place, key in keys.items():
+        complain(f"{place}: it is encrypted with key {key}: give its file by --key-file or TIERD_KEY_FILE")
+    return bool(keys)
 
 
 def _observe_checkpoint(

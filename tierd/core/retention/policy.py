@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from tierd.core.enum_values import with_allowed_values
+from tierd.core.conversion_messages import with_allowed_values
 from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import retention_key
 from tierd.core.manifest_codec import encrypted_with

@@ -23,6 +23,7 @@ from tierd.core.ids import CheckpointId, PartId, next_attempt
 from tierd.core.manifest import UNIT_NAME, Manifest
 from tierd.core.planning.place import Place
 from tierd.core.timeline.restore_order import describe_steps
+from tierd.core.units import format_size
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.unit_files import ImportSource, ListedEntries, UnitBusy, make_unit_file, stage_unit
 from tierd.daemon.tiers.tier_objects import read_manifest
@@ -299,7 +300,10 @@ class _Import:
         flushed = await flush(self.spool, part, TierUploadContext(store), base=base, worn_out=worn_out)
         self.places[name] = self.places[name].adding(part, flushed.facts)
         log.info(
-            "%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, flushed.raw, flushed.stored, flushed.sent
+            "%s: imported, %s stored as %s",
+            part.checkpoint,
+            format_size(flushed.raw),
+            format_size(flushed.stored),
         )
         return flushed.sent
 

@@ -422,9 +422,11 @@ class UnitWatch:
         self._history = self._history.with_checkpoint(assigned.checkpoint, created, assigned.origin)
         self._record(due_unit, assigned.checkpoint, created, staged.files)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.counts_by_method.items()))
-        log.info("%s: taken as %s: %s", due_unit.unit.path, assigned.checkpoint, how)
+        log.debug("%s: taken as %s: %s", due_unit.unit.path, assigned.checkpoint, how)
         if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
             log.warning("%s: a file's time is not one of 1970 to 2069, and counts as 1970", due_unit.unit.path)
         size = sum(file.size for file in staged.files)
-        committed = CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics))
+        origin = f"taken from {due_unit.unit.path}, {how}"
+        metrics = dict(described.metrics)
+        committed = CommittedPart(size, direct=False, recycled=False, metrics=metrics, origin=origin)
         self._reports.report_taken(part, committed)

@@ -33,6 +33,7 @@ from tierd.core.planning.unflushed_parts import (
     describe_unflushed,
     list_unflushed,
 )
+from tierd.core.units import format_size
 from tierd.daemon.reconciling.reconciler_context import LiveInventory
 from tierd.daemon.reconciling.repairs import Repairs
 from tierd.daemon.reconciling.tier_worker import TierWorker
@@ -247,7 +248,8 @@ class Flusher:
         self._note_sent(tier, part.checkpoint, leads=leading)
         tiers.observed.note_flushed(tier, part, flushed.facts)
         how = ", from another tier" if relayed else ""
-        why = f"verified, {flushed.raw} bytes as {flushed.stored}, {flushed.sent} of them sent{how}"
+        sent = "" if flushed.sent == flushed.stored else f", {format_size(flushed.sent)} of it sent now"
+        why = f"verified, {format_size(flushed.raw)} stored as {format_size(flushed.stored)}{sent}{how}"
         sizes = {"raw_bytes": flushed.raw, "stored_bytes": flushed.stored, "sent_bytes": flushed.sent}
         fields: dict[str, Any] = {**sizes, "metrics": metrics_of(flushed.facts.metrics)}
         journal.record("flushed", tier, part, why, **fields, seconds=round(time.monotonic() - started_s, 3))

@@ -53,8 +53,8 @@ from tierd.stores.s3.transport import DirectSession, HttpResponse, ProxiedSessio
 
 _DELETE_BATCH = 1000  # S3's own limit
 
-for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets in responses of STS
-    logging.getLogger(_library).setLevel(logging.INFO)
+for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets in responses of STS;
+    logging.getLogger(_library).setLevel(logging.WARNING)  # at INFO with each client that credentials were found
 
 
 class S3Store(ForeignStore):
