@@ -127,24 +127,6 @@ def test_no_event_is_sent_that_is_not_listed() -> None:
     assert sent | {MORE_EVENTS, TEST_EVENT} == set(event_kinds.EVENT_KINDS)
 
 
-def test_relative_links_lead_somewhere() -> None:
-    """Sphinx checks those between pages of the site, anchors too; this holds for who reads the files."""
-    for page in (
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("benchmarks/**/*.md"),
-        ROOT / "tierd" / "FORMAT.md",
-    ):
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_anchors_of_the_readme_are_headings() -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:\s]+)#([^)\s]+)\)", README.read_text()):
-        heads = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(), re.M)
-        assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}, target
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.read_bytes()) <= 8192
 

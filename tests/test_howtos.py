@@ -65,7 +65,7 @@ def typed(page: str) -> list[str]:
     return [one.strip() for one in spans]
 
 
-_PAGES = ("recovery", "operate", "doctor", "follow", "export", "spot")
+_PAGES = ("recovery", "operate", "tiers", "doctor", "follow", "export", "spot")
 COMMANDS = [(page, one) for page in _PAGES for one in typed(page) if " run " not in one]
 
 
@@ -121,7 +121,7 @@ def test_commands_of_the_page_about_watching_work_as_described(tmp_path: Path, c
         (tmp_path / name).mkdir()
     optimizer = layouts.trainer(tmp_path / "out") / "optimizer.pt"
     right = optimizer.read_bytes()
-    watch, explain, _, restore, prepare = (one for one in typed("watch") if " DIR " in f"{one} " and "EMPTY" not in one)
+    watch, restore, prepare = (one for one in typed("watch") if " DIR " in f"{one} " and "EMPTY" not in one)
     words = {"DIR": f"{tmp_path}/out", "RUN": "r", "URL": f"{tmp_path}/tier"}
 
     def typed_in(command: str) -> int:
@@ -129,7 +129,7 @@ def test_commands_of_the_page_about_watching_work_as_described(tmp_path: Path, c
             command = re.sub(rf"(?<![\w/]){word}(?![\w/])", value, command)
         return run(shlex.split(command)[1:])
 
-    assert typed_in(explain) == 0
+    assert typed_in("tierd watch --explain DIR") == 0
     assert "checkpoint-500/trainer_state.json is there" in capsys.readouterr().out
     assert typed_in(f"{watch} --until-idle") == 0
     optimizer.write_bytes(right[:-20])

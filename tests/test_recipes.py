@@ -1,4 +1,4 @@
-"""Each recipe of docs/howto/recipes.md that needs only torch: what is wrong or laborious before, and right after."""
+"""Each recipe of docs/howto that needs only torch: what is wrong or laborious before, and right after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torchdata")
 
 import torch
-from support.recipes import PAGE, execute, recipes
+from support.recipes import execute, recipes
 from support.world import Daemon
 
 import tierd
@@ -207,7 +207,8 @@ def test_recipe_of_when_to_save_keeps_the_same_checkpoints(tmp_path: Path, monke
 
 
 def test_the_cost_of_an_interval(capsys: pytest.CaptureFixture[str]):
-    (command,) = re.findall(r"^    (tierd advise .*)$", PAGE.read_text(), re.M)
+    page = Path(__file__).parent.parent / "docs" / "howto" / "recipes-rules.md"
+    (command,) = re.findall(r"^    (tierd advise .*)$", page.read_text(), re.M)
     assert run([*shlex.split(command)[1:], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert run(shlex.split(command)[1:]) == 0
@@ -270,7 +271,7 @@ def test_use_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             assert slower.state_dict()["state"][0]["step"] == 1
 
 
-def test_every_block_of_the_page_is_executed():
+def test_every_block_of_the_pages_is_executed():
     here = Path(__file__).read_text() + (Path(__file__).parent / "loaders" / "test_recipes.py").read_text()
     assert [heading for heading, blocks in RECIPES.items() if blocks and f'"{heading}"' not in here] == []
     for blocks in RECIPES.values():

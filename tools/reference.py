@@ -51,7 +51,7 @@ from tierd.reading.command_follower import Delivery
 from tierd.reading.export_from_tiers import StateExport
 from tierd.state.kinds import supported_values as state_reference
 from tierd.watching.unit_description import WatchExplanation
-from tools import api_reference
+from tools import api_reference, page_lists
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
@@ -427,6 +427,7 @@ KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "types": types,
     "api": api_reference.section,
     "contents": api_reference.contents,
+    "links": page_lists.links,
     "errors": errors,
     "state": state_kinds,
     "refused": state_refused,

@@ -1,6 +1,6 @@
 """A node dies with parts half sent or in its spool alone, and another one fills a tier with `backfill`, at random.
 
-Judged by docs/howto/operate.md, "Add a tier": the tier gets every checkpoint that its `retention` wants and that
+Judged by docs/howto/tiers.md, "Add a tier": the tier gets every checkpoint that its `retention` wants and that
 another tier holds complete; a run of which the dead node has recorded a policy there is left to it, and a warning names
 the node and its record; after the record's deletion this node copies the run; nothing is deleted for it, on any tier.
 And by docs/explanation/failures.md: a checkpoint whose parts died with the node is never offered.

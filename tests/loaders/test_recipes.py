@@ -1,4 +1,4 @@
-"""Each recipe of docs/howto/recipes.md that needs another library than torch; tests/test_recipes.py has the others."""
+"""Each recipe of docs/howto that needs another library than torch; tests/test_recipes.py has the others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_fall_back_to_a_fresh_epoch(structured: Any, tmp_path: Path, monkeypatch
 def test_dali(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     dali = pytest.importorskip("nvidia.dali")
     names = {"fn": dali.fn, "pipeline_def": dali.pipeline_def, "np": pytest.importorskip("numpy")}
-    before, after = executed("DALI", tmp_path, monkeypatch, **names)
+    before, after = executed("Recipe: an external source", tmp_path, monkeypatch, **names)
     for side, then in ((before, range(8)), (after, range(12, 20))):
         assert side.train(4) == list(range(16))
         assert side.train(5) == list(then), "steps 4 and 5"

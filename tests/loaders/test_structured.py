@@ -121,7 +121,7 @@ def test_dataset_that_was_read_to_its_end_is_not_read_again(tmp_path: Path):
 
 # -- what is read again, in samples -----------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "data-loaders.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "structured-dataset.md"
 EPOCH, AT_ONCE, IN_FILE = 150, 5, 15  # samples
 DONE = (8, 16, 24, 28)  # batches
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/howto/recipes.md as programs: a block's two sides, executed with the paths of a test."""
+"""The recipes of docs/howto as programs: a block's two sides, executed with the paths of a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tierd
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "recipes.md"
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "howto").glob("*.md"))
 IMPORTS = (
     *(DataLoader, DistributedSampler, IterableDataset, StatefulDataLoader, deque, get_worker_info),
     *(dist, logging, os, pathlib, tierd, torch),
@@ -26,14 +26,15 @@ IMPORTS = (
 
 
 def recipes() -> dict[str, list[tuple[str, str]]]:
-    """The blocks below each heading, as the code before and the code after."""
-    sections = re.split(r"^## (.+)\n", PAGE.read_text(), flags=re.M)[1:]
-    return {
-        heading: [
-            (_side(block, "-"), _side(block, "+")) for block in re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)
-        ]
-        for heading, text in zip(sections[::2], sections[1::2], strict=True)
-    }
+    """The blocks below each heading of the pages, as the code before and the code after."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for page in PAGES:
+        sections = re.split(r"^## (.+)\n", page.read_text(), flags=re.M)[1:]
+        for heading, text in zip(sections[::2], sections[1::2], strict=True):
+            if blocks := re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S):
+                assert heading not in found, f"{page.name}: {heading}"
+                found[heading] = [(_side(block, "-"), _side(block, "+")) for block in blocks]
+    return found
 
 
 def _side(block: str, sign: str) -> str:

@@ -1,4 +1,4 @@
-"""A link to one of several directories of a checkpoint is its pointer. Judged by the words of docs/explanation/watching.md."""
+"""A link to one of several directories of a checkpoint is its pointer, as docs/explanation/watching.md says."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two nodes with one id, because one's spool is a copied volume: neither harms the other, and one says so.
 
-Judged by docs/howto/operate.md: of two daemons that live, one takes a new id, with a warning, and records its policies
+Judged by docs/howto/tiers.md: of two daemons that live, one takes a new id, with a warning, and records its policies
 again; until then the other one keeps what the former record keeps.
 """
 

@@ -140,7 +140,7 @@ def serve_until_idle(monkeypatch, spool: Spool, stores: dict[str, Double]) -> tu
 
 @pytest.mark.parametrize("delay", [0.0, 0.1])
 def test_until_idle_names_the_undone_work_of_a_dead_node_at_any_speed_of_tiers(tmp_path, monkeypatch, delay):
-    """docs/howto/operate.md, "Add a tier": `tierd run --until-idle` waits for the parts of other runs, and names those
+    """docs/howto/tiers.md, "Add a tier": `tierd run --until-idle` waits for the parts of other runs, and names those
     that another node was to send."""
     old, new, gone = asyncio.run(old_tier(tmp_path, range(1, 11))), Double(), Spool(tmp_path / "third")
     commit(gone, part(11, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 10))

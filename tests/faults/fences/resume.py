@@ -100,7 +100,7 @@ FENCES = (
     ),
     Fence(
         "a rank's restore ends before every rank has loaded",
-        "docs/howto/ranks.md#what-is-restored",
+        "docs/explanation/ranks.md#what-is-restored",
         "order",
         "StateRestorer._load",
         Replace("agreement exchange_load_result", "if failure:\n    raise failure"),
