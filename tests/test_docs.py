@@ -19,6 +19,7 @@ from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, from
 from tierd.core.event_kinds import MORE_EVENTS, TEST_EVENT, Event
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tools import reference
+from tools.installation import with_install_commands
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -28,6 +29,12 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 def test_the_tables_of_the_reference_are_those_of_the_code() -> None:
     """`make reference` writes them anew."""
     assert [str(path.relative_to(ROOT)) for path in reference.stale()] == []
+
+
+def test_one_constant_decides_from_where_all_pages_install() -> None:
+    page = "    pip install '.[crypt]'    # in a checkout\nThey need `pip install '.[s3]'` in a checkout.\n"
+    released = "    pip install 'tierd[crypt]'\nThey need `pip install 'tierd[s3]'`.\n"
+    assert (with_install_commands(page, "tierd"), with_install_commands(released, ".")) == (released, page)
 
 
 def test_the_reference_has_every_command_event_counter_and_public_name() -> None:

@@ -52,6 +52,7 @@ from tierd.reading.export_from_tiers import StateExport
 from tierd.state.kinds import supported_values as state_reference
 from tierd.watching.unit_description import WatchExplanation
 from tools import api_reference, page_lists
+from tools.installation import availability, with_install_commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
@@ -428,6 +429,7 @@ KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "api": api_reference.section,
     "contents": api_reference.contents,
     "links": page_lists.links,
+    "availability": availability,
     "errors": errors,
     "state": state_kinds,
     "refused": state_refused,
@@ -441,12 +443,13 @@ def made(text: str) -> str:
         arguments = [match[3]] if match[3] else []
         return match[1] + KINDS_OF_TABLE[match[2]](*arguments)
 
-    return _MARK.sub(anew, text)
+    return with_install_commands(_MARK.sub(anew, text))
 
 
 def stale() -> list[Path]:
     """The pages that say something else than the code."""
-    return [path for path in sorted(PAGES.rglob("*.md")) if made(path.read_text()) != path.read_text()]
+    shown = [ROOT / "README.md", ROOT / "systemd" / "tierd.toml", ROOT / "tierd" / "TIER_README.md"]
+    return [path for path in (*shown, *sorted(PAGES.rglob("*.md"))) if made(path.read_text()) != path.read_text()]
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """A program of a layout that no table knows, beside a watch, a tier, `prepare` and `restore --into`.
 
 The judge is written from the words of docs/explanation/watching.md and prepare.md. What is taken, and what comes
-back, is byte for byte a save that the program finished, with all its files, of one step; a file without a step is one that the program finished.
+back, is byte for byte a save that the program finished, with all its files, of one step; a file without a step is one
+that the program finished.
 Nothing that the program finished and left alone is passed over without a report. `prepare` moves no file of a save that
 is whole. Only `prepare` and `restore --into` write to the watched directory.
 """
