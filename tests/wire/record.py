@@ -14,6 +14,7 @@ import json
 import socket
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from support.world import Daemon, commit, part  # noqa: E402
 
 import tierd  # noqa: E402
 from tierd.client.checkpointer import internals  # noqa: E402
+from tierd.client.restoring.part_fetch import FetchProgress  # noqa: E402
+from tierd.client.restoring.slot_ring import SlotRing  # noqa: E402
 from tierd.client.saving.snapshot_handoff import HandoffClient  # noqa: E402
 from tierd.core import errors  # noqa: E402
 from tierd.ipc import message_codec  # noqa: E402
@@ -171,6 +174,10 @@ def handed(home: Path) -> dict[str, bytes]:
             assert successor.recall(save.part) is not None
             successor.close()
             dead.close()
+            daemon.settle()
+            ring = SlotRing(daemon.spool, save.part, FetchProgress(save.part))
+            assert list(ring.each(deque([(0, 0)])))
+            ring.release()
         found["unknown.request"] = b'{"op":"of-a-later-version"}'
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as later:
             later.settimeout(60)

@@ -30,7 +30,6 @@ class ClientTimings:
     last_sign_s: float = 2.0  # for a rank's last sign of life, so that no board call runs while the interpreter exits
     notes_s: float = 20.0  # that the daemon, or its successor, may take for one request of the ranks' notes
     stalled_s: float = 600.0  # without a byte that end a fetch; well above the time that a tier gets for one chunk
-    arrived_s: float = 0.05  # between two checks for chunks that have arrived
     close_shown_s: float = 2.0  # after which a `close` that waits shows its progress
     close_logged_s: float = 60.0  # between two lines of the log about that
     close_poll_s: float = 0.5  # between two questions of `close` to the daemon

@@ -20,6 +20,7 @@ from typing import Any
 from tierd import __version__
 from tierd.core.errors import RequestUnknown, VersionMismatch
 from tierd.core.ids import PartId
+from tierd.daemon.transfer.slot_fills import SlotSession
 from tierd.ipc import message_codec, messages
 from tierd.ipc.message_codec import UnknownRequest, error_reply, greeting
 from tierd.ipc.messages import Hello
@@ -108,6 +109,7 @@ class TrainerConnection(_ClientConnection):
     has_detached: bool = False  # the trainer lives on and will not recall its arenas
     expires: float = 0.0  # monotonic seconds, set when its trainer dies
     thread: threading.Thread | None = None
+    slots: SlotSession | None = None  # of a restore
 
     @property
     def hung_up(self) -> bool:
@@ -121,6 +123,8 @@ class TrainerConnection(_ClientConnection):
         self._end(self.socket)
 
     def close(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
         last = self.last_snapshot
         for arena in {*self.arenas.values(), *((last.arena, last.box) if last else ())}:
             arena.close()

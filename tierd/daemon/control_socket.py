@@ -18,7 +18,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from tierd.daemon.daemon_status import Status, make_status
 from tierd.daemon.handoff_socket import HandoffServer
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.request_handler import RequestHandler
+from tierd.daemon.transfer.slot_fills import SlotFills, SlotSession
 from tierd.events.notifier import Notifier
 from tierd.ipc import message_codec, messages
 from tierd.spool.spool_access import bind_private_socket, foreign_peer_uid, peer_pid
@@ -63,11 +64,14 @@ class ControlServer:
         # A socket that is there may be replaced, because the spool's lock excludes another daemon.
         listener, remove = bind_private_socket(spool.socket, socket.SOCK_STREAM)
         server = await asyncio.start_unix_server(self._serve, sock=listener, limit=messages.MAX_REQUEST)
-        self._handoff.room = functools.partial(self._make_room, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._handoff.room = functools.partial(self._make_room, loop)
+        self._handoff.open_slots = functools.partial(self._open_slots, loop)
         try:
             yield
         finally:
-            self._handoff.room = None  # the loop ends, so a thread that asks would wait in vain
+            # The loop ends, so a thread that asks would wait in vain.
+            self._handoff.room = self._handoff.open_slots = None
             server.close()
             tasks = [line.task for line in self._connections]
             for task in tasks:
@@ -179,6 +183,16 @@ class ControlServer:
             return message_codec.error_reply(error)
         finally:
             work.cancel()
+
+    def _open_slots(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        part: PartId,
+        memory: memoryview,
+        reply: Callable[[dict[str, object]], None],
+    ) -> SlotSession:
+        repairer = self._reconciler.repairs.repairer
+        return SlotSession(loop, SlotFills(part, repairer.stores, repairer.budget, memory), reply)
 
     def _make_room(self, loop: asyncio.AbstractEventLoop, part: PartId, size_bytes: int, quota: bool) -> bool:
         """Free disk space for a part. Called in a thread that persists the part and that waits only for this."""

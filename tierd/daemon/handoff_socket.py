@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import os
 import select
@@ -23,18 +24,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TypeAlias
 
 import msgspec
 
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, StepRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE
-from tierd.core.manifest_codec import decode
+from tierd.core.manifest_codec import decode, encode
 from tierd.daemon import client_connections
 from tierd.daemon.client_connections import DAEMON_PEER, HandedOverSnapshot, PeerLog, TrainerConnection, unknown_request
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
+from tierd.daemon.transfer.slot_fills import SlotSession
 from tierd.ipc import message_codec, messages
 from tierd.spool.arena import Arena
 from tierd.spool.commit import CommittedPart, SpaceMaker, write_making_room, write_part
@@ -42,6 +45,8 @@ from tierd.spool.spool import Spool
 from tierd.spool.spool_access import bind_private_socket, foreign_peer_uid, peer_pid, spool_error
 
 log = logging.getLogger("tierd.daemon")
+
+OpenSlots: TypeAlias = Callable[[PartId, memoryview, Callable[[dict[str, object]], None]], SlotSession]
 
 
 class HandoffServer:
@@ -71,6 +76,8 @@ class HandoffServer:
         self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
         self._stopping = False
         self.room: SpaceMaker | None = None  # frees disk space when a commit finds the disk full
+        # Begins to fetch chunks of a part into memory, with what sends the answers; None while there is no event loop.
+        self.open_slots: OpenSlots | None = None
 
     # -- for the rest of the daemon ---------------------------------------------------------------------------------
 
@@ -268,6 +275,10 @@ class HandoffServer:
                 self._reply(line, self._persist(line, message, box))
             case message_codec.RecallSnapshot(part=part), []:
                 self._recall(line, part)
+            case message_codec.LendSlots(part=part), [arena]:
+                self._lend_slots(line, part, arena)
+            case message_codec.FillSlot(), [] if line.slots is not None:
+                line.slots.request(message)
             case message_codec.DetachTrainer(), []:
                 line.has_detached = True
             case _:
@@ -332,6 +343,34 @@ class HandoffServer:
         message = last.message
         sizes = {"tensors": message.tensors, "manifest": message.manifest, "tree": message.tree}
         self._reply(line, {"ok": True, **sizes}, [last.arena.fd, last.box.fd])
+
+    def _lend_slots(self, line: TrainerConnection, part: PartId, arena: Arena) -> None:
+        if line.slots is not None or line.arenas or self.open_slots is None:
+            raise ValueError("slots are lent once, on a connection of their own, to a daemon that runs")
+        line.arenas[0] = arena
+        line.slots = self.open_slots(part, arena.view, functools.partial(self._send_now, line))
+        opening = line.slots.open()
+        while not concurrent.futures.wait([opening], timeout=messages.BEAT).done:
+            self._beat(line)
+            if line.hung_up:
+                opening.cancel()
+        try:
+            manifest = encode(opening.result())
+        except (TierdError, OSError, concurrent.futures.CancelledError) as error:
+            self._reply(line, message_codec.error_reply(error))
+            return
+        box = Arena(len(manifest))
+        box.view[: len(manifest)] = manifest
+        self._reply(line, {"ok": True, "manifest": len(manifest)}, [box.fd])
+        box.close()
+
+    def _send_now(self, line: TrainerConnection, reply: dict[str, object]) -> None:
+        """Send an answer from the event loop. A trainer that leaves so many unread that one does not fit is left."""
+        try:
+            socket.send_fds(line.socket, [msgspec.json.encode(reply)], [], socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except OSError:
+            with suppress(OSError):
+                line.socket.shutdown(socket.SHUT_RDWR)
 
     def _reply(self, line: TrainerConnection, reply: dict[str, object], fds: list[int] | None = None) -> None:
         try:

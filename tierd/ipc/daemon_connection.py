@@ -61,7 +61,7 @@ def _owner(root: Path) -> int:
 OWN_PEER = Peer(PROTOCOL, __version__)
 HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
 
-_SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
+SILENCE_S = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
 GREETING_S = 5.0  # the same for the greeting, which a daemon sends at once even if it is busy
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
 _PROBE = 5.0  # seconds in which a daemon that closed the connection at the greeting may answer `StatusRequest`
@@ -103,7 +103,7 @@ class DaemonConnection:
     ) -> None:
         self._spool = spool
         self._to_greet, self._greeting_s = greet, greeting_s
-        self._silence_s = _SILENCE if silence_s is None else silence_s
+        self._silence_s = SILENCE_S if silence_s is None else silence_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(self._silence_s)
         self._buffer = b""

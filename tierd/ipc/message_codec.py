@@ -19,7 +19,7 @@ from tierd.core import errors
 from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
 from tierd.core.manifest_codec import MAX_MANIFEST_SIZE
-from tierd.ipc.messages import AnyRequest, Fetch, Hello, Measured, Ranges, Request
+from tierd.ipc.messages import AnyRequest, Fetch, Hello, Index, Measured, Ranges, Request
 from tierd.ipc.protocol import PROTOCOL, Peer
 
 MAX_PACKET = 16 << 10  # bytes
@@ -62,7 +62,32 @@ class DetachTrainer(Request, frozen=True, kw_only=True, tag="leave"):
     """Hand-off: this trainer ends in order, so no process will recall its snapshots. No answer."""
 
 
-AnyHandoff = Hello | LendArena | PersistSnapshot | RecallSnapshot | DetachTrainer
+class LendSlots(Request, frozen=True, kw_only=True, tag="lend-slots"):
+    """Hand-off: the attached descriptor is memory into which chunks of `part` are fetched from the tiers, until the
+    connection ends.
+
+    Answer: `manifest`, the size in bytes of the part's manifest, which the answer's descriptor holds. Errors: as
+    `Fetch`, and nothing is quarantined.
+    """
+
+    part: PartId
+
+
+class FillSlot(Request, frozen=True, kw_only=True, tag="fill"):
+    """Hand-off: get a chunk as a tier stores it into the lent memory, `room` bytes from `begin` on.
+
+    `file` and `index` are the chunk's place in the manifest of `LendSlots`. Answers come in any order, each with
+    `begin`, `tier`, and `codec`, `size` and `digest` as in `StoredChunk`. The daemon verifies the chunk only if it has
+    to decode it; it is then `raw`. Errors: as `Fetch`, and nothing is quarantined.
+    """
+
+    file: Index
+    index: Index
+    begin: Annotated[int, Meta(ge=0, le=1 << 40)]
+    room: Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+AnyHandoff = Hello | LendArena | PersistSnapshot | RecallSnapshot | DetachTrainer | LendSlots | FillSlot
 
 
 T = TypeVar("T")

@@ -12,6 +12,9 @@ silence is found soon. `messages.NotesRequest` is added, by which ranks on sever
 `messages.RunsRequest`.
 
 2.0: parts in the spool are of format 4, which neither side of protocol 1 reads. The messages are those of 1.1.
+
+2.1: `LendSlots` and `FillSlot` of `ipc/message_codec` are added, by which a restore gets chunks without a copy in the
+spool.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class Protocol(NamedTuple):
         return Protocol(int(major), int(minor))
 
 
-PROTOCOL = Protocol(2, 0)
+PROTOCOL = Protocol(2, 1)
 
 
 class Peer(NamedTuple):

@@ -204,6 +204,15 @@ def populate(memory: mmap.mmap, begin: int, length: int) -> int:
     return ctypes.get_errno()
 
 
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy writable bytes to writable bytes of the same number. Other threads run meanwhile, as in no slice's copy."""
+    if len(target) != len(source):
+        raise ValueError(f"{len(source)} bytes for a place of {len(target)}")
+    if target:
+        to, begin = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
+        ctypes.memmove(to, begin, len(source))
+
+
 def finish_read(memory: memoryview, size: int) -> memoryview:
     """Return the `size` bytes that were read into `memory`, and let forked children inherit that memory again."""
     if isinstance(memory.obj, mmap.mmap):

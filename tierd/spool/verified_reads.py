@@ -119,13 +119,15 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
     return read_chunks(path, file, index, index + 1, memory)
 
 
-def read_chunks(path: Path, file: File, first: int, end: int, memory: memoryview) -> memoryview:
+def read_chunks(
+    path: Path, file: File, first: int, end: int, memory: memoryview, offset: int | None = None
+) -> memoryview:
     """Read and verify the chunks from `first` to before `end` of a file as one piece; raises as `read_file` does.
 
     `memory` is two pages larger than the chunks. To read past the page cache, it must consist of whole pages of its own
-    (`memory_for` at least `LARGE`).
+    (`memory_for` at least `LARGE`). `offset` is that of the first chunk, if the caller knows it.
     """
-    offset = sum(map(operator.attrgetter("size"), file.chunks[:first]))
+    offset = sum(map(operator.attrgetter("size"), file.chunks[:first])) if offset is None else offset
     size = sum(map(operator.attrgetter("size"), file.chunks[first:end]))
     fd = _open_direct(path, file.size)
     try:

@@ -14,7 +14,7 @@ from support.seeds import seeds
 
 import tierd
 from tierd.client.checkpointer import internals
-from tierd.client.restoring import device_uploads
+from tierd.client.restoring import device_uploads, verified_chunks
 from tierd.client.saving import device_copies, slots
 from tierd.core.errors import CheckpointNotFound, StateMismatch
 from tierd.spool.commit import write_part
@@ -137,6 +137,7 @@ def test_packed_values_hold_up_no_copies(spool, fake, monkeypatch):
         self.arena.view[end:] = behind
 
     monkeypatch.setattr(device_uploads.DeviceUploads, "copy_up_to", verified)
+    monkeypatch.setattr(verified_chunks, "HANDS", 0)  # no thread writes into the arena meanwhile
     parameters = [torch.nn.Parameter(torch.full((600,), float(number))) for number in range(FEWEST)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for parameter in parameters:

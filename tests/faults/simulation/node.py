@@ -29,7 +29,7 @@ from faults.simulation.truth import HOMES, Checkpoint, Part, Truth, committed, c
 from support.world import RUN, commit, config, part
 
 from tierd.client.ranks.attempts import RankClock
-from tierd.client.restoring import part_fetch, part_source, restorer
+from tierd.client.restoring import part_source, restorer, verified_chunks
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.event_kinds import Event
@@ -578,9 +578,6 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
     def name(home: Path) -> str:
         return digest(home.parent.name.partition(".")[0].encode())[:8]
 
-    def no_thread(spool: Spool, which: PartId, worth: bool, **options: Any) -> part_fetch.StreamedPart:
-        return part_fetch.StreamedPart(spool, which, worth=False, **options)
-
     with contextlib.ExitStack() as stack:
         for target, value in (
             ("tierd.daemon.tiers.node_records.node_id", name),
@@ -592,5 +589,5 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch(target, value))
         stack.enter_context(mock.patch.object(part_source, "DaemonConnection", _Link))
-        stack.enter_context(mock.patch.object(part_source, "StreamedPart", no_thread))
+        stack.enter_context(mock.patch.object(verified_chunks, "HANDS", 0))
         yield

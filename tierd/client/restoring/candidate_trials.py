@@ -112,6 +112,7 @@ class CandidateTrials:
         error: Exception | None,
         *,
         unfit: bool = False,
+        rest: bool = False,
         replicas: Mapping[str, str] = MappingProxyType({}),
     ) -> ConsensusResult:
         """Report this rank's result for `candidate` to all ranks. Raises as `RestoreAgreement.settle`.
@@ -120,19 +121,20 @@ class CandidateTrials:
             replicas: the fingerprints in this rank's part, if a candidate whose ranks differ is to be tried last.
         """
         is_last_resort = candidate.checkpoint in self._differing
-        settled = self.agreement.settle(error, unfit=unfit, replicas={} if is_last_resort else replicas)
+        settled = self.agreement.settle(error, unfit=unfit, rest=rest, replicas={} if is_last_resort else replicas)
         if settled.differ and not settled.corrupt:
             self._differing.add(candidate.checkpoint)
             self.source.deep = True  # because older ones come before it now
             self._passed[candidate.checkpoint] = f"{DIFFERING}: {settled.differ}"
-        if settled.should_load and is_last_resort:
+        is_last = settled.should_load and not settled.has_rest
+        if is_last and is_last_resort:
             log.warning("%s is restored although its replicas differ, because no other can be", candidate.checkpoint)
         self._has_vanished = settled.is_gone
         if settled.corrupt:
             self._corruptions[candidate.checkpoint] += 1
             log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
             self._passed[candidate.checkpoint] = settled.corrupt
-        if settled.should_load and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
+        if is_last and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
             reasons = tuple(str(skip)[:MAX_REASON] for skip in skipped[:MOST_REASONS])
             self._report(FallbackNotice(checkpoint=candidate.checkpoint, skipped=reasons))
         return settled

@@ -55,12 +55,13 @@ class Outcome(msgspec.Struct, frozen=True):
     target.
 
     `failed` means that the rank could not find out. `replicas` summarizes the fingerprints of replicated tensors, if
-    the ranks compare them.
+    the ranks compare them. `rest` says that some chunks of a whole part will still be read, into live tensors.
     """
 
     what: Literal["whole", "corrupt", "gone", "unfit", "failed"]
     why: str = ""
     replicas: dict[str, str] = {}
+    rest: bool = False
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
@@ -73,11 +74,14 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 class ConsensusResult:
     """What all ranks do next: load; try the next candidate if parts are `corrupt` or their replicas `differ`; or list
     again if one `is_gone`.
+
+    If some rank `has_rest`, all settle once more, after the rest was read and before they load.
     """
 
     corrupt: str = ""
     is_gone: bool = False
     differ: str = ""
+    has_rest: bool = False
 
     @property
     def should_load(self) -> bool:
@@ -187,7 +191,12 @@ class RestoreAgreement:
                 )
 
     def settle(
-        self, error: Exception | None, *, unfit: bool = False, replicas: Mapping[str, str] = MappingProxyType({})
+        self,
+        error: Exception | None,
+        *,
+        unfit: bool = False,
+        rest: bool = False,
+        replicas: Mapping[str, str] = MappingProxyType({}),
     ) -> ConsensusResult:
         """Exchange each rank's result for a candidate in one gather, and return what all ranks do next.
 
@@ -195,16 +204,19 @@ class RestoreAgreement:
             error: why this rank's part is not verified and fitting. `CorruptChunk` and `ManifestError` mean proven
                 corruption in every place, `ObjectNotFound` that no place has the part any more.
             unfit: the part is right, but does not fit its target state.
+            rest: some of the part will be read into live tensors once all ranks agree.
             replicas: the fingerprints in this rank's part, if ranks compare them.
 
         Raises:
             StoreUnavailable: another rank could not find out whether its part is right; or this rank's own error.
             StateMismatch: another rank's part does not fit.
         """
-        own_outcome = msgspec.structs.replace(_outcome(error, unfit=unfit), replicas=summarize_replicas(replicas))
+        own_outcome = msgspec.structs.replace(
+            _outcome(error, unfit=unfit), replicas=summarize_replicas(replicas), rest=rest
+        )
         outcomes = self._ranks.gather(own_outcome)
         outcome_kinds = {outcome.what for outcome in outcomes}
-        if error is not None and _outcome(error, unfit=unfit).what in ("unfit", "failed"):
+        if error is not None and own_outcome.what in ("unfit", "failed"):
             raise error
         for rank, outcome in enumerate(outcomes):
             if outcome.what == "failed":
@@ -222,7 +234,8 @@ class RestoreAgreement:
         name = "rank {}: {}" if self._ranks.world > 1 else "{1}"
         corrupt = [name.format(rank, outcome.why) for rank, outcome in enumerate(outcomes) if outcome.what == "corrupt"]
         differences = compare_replicas({rank: outcome.replicas for rank, outcome in enumerate(outcomes)})
-        return ConsensusResult(corrupt="; ".join(corrupt), differ=str(differences))
+        has_rest = any(outcome.rest for outcome in outcomes)
+        return ConsensusResult(corrupt="; ".join(corrupt), differ=str(differences), has_rest=has_rest)
 
 
 def _outcome(error: Exception | None, *, unfit: bool) -> Outcome:

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tierd.client.restoring.part_image import PartImage
+from tierd.client.restoring.verified_chunks import VerifiedChunks
 from tierd.client.saving import slots
 from tierd.client.saving.device_copies import split_copy
-from tierd.client.saving.slots import SLICE, Pinning
+from tierd.client.saving.slots import Pinning
 from tierd.core.errors import StateMismatch
-from tierd.core.manifest import TENSORS, TREE, File, Manifest
+from tierd.core.manifest import TENSORS, TREE, ChunkPlace, File, Manifest
 from tierd.spool.arena import Arena, available
-from tierd.spool.verified_reads import check_bytes, read_file
+from tierd.spool.verified_reads import check_bytes
 from tierd.state import cuda
 from tierd.state.kinds.dtensors import tensors_in
 from tierd.state.state_loading import unflatten
@@ -80,14 +81,24 @@ class DeviceUploads:
         self._size = file.size
         return self.arena.view
 
-    def read(self, path: Path, file: File) -> memoryview:
-        """Read a file as `read_file` does, and copy it to devices meanwhile."""
-        memory = self.memory(file)
-        if memory is None:
-            data = read_file(path, file)
-            self._saw(file, data)
-            return data
-        return read_file(path, file, memory, self.copy_up_to)
+    def bring(self, image: PartImage, chunks: VerifiedChunks) -> None:
+        """Bring a whole part into an image of which `memory` gave the memory, and copy it to devices meanwhile.
+
+        Raises as `VerifiedChunks.each`.
+        """
+        files = list(enumerate(image.manifest.files))
+        # The tree first, because it says which tensor goes to which device.
+        for number, file in sorted(files, key=lambda item: item[1].path == TENSORS):
+            if is_uploaded := file.path == TENSORS and self.arena is not None:
+                self._saw(file, image.files[file.path])
+
+            def done(where: ChunkPlace, number: int = number, is_uploaded: bool = is_uploaded) -> None:
+                if is_uploaded:
+                    self.copy_up_to(image.brought_bytes(chunks, number))
+
+            image.bring(chunks, [where for where in image.missing if where[0] == number], done)
+            if not is_uploaded:
+                self._saw(file, image.files[file.path])
 
     def check(self, arena: Arena, files: Mapping[str, memoryview], manifest: Manifest) -> None:
         """Verify files in memory, of which the tensor file is in `arena`, as `check_bytes`, and copy meanwhile."""
@@ -97,13 +108,6 @@ class DeviceUploads:
         for file in sorted(manifest.files, key=lambda file: file.path == TENSORS):
             check_bytes(files[file.path], file, self.copy_up_to if file.path == TENSORS else lambda end: None)
             self._saw(file, files[file.path])
-
-    def copy_verified(self, files: Mapping[str, memoryview], manifest: Manifest) -> None:
-        """Copy from files that are already verified; the tensor file is in the memory that `memory` returned."""
-        for file in manifest.files:
-            self._saw(file, files[file.path])
-        for end in range(SLICE, self._size + SLICE, SLICE) if self.arena else ():
-            self.copy_up_to(min(end, self._size))
 
     def _saw(self, file: File, data: memoryview) -> None:
         if file.path == TREE:

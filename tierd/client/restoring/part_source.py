@@ -11,14 +11,18 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
 from tierd.client.client_timings import USUAL_TIMINGS, ClientTimings
 from tierd.client.restoring.device_uploads import DeviceUploads
-from tierd.client.restoring.part_fetch import FetchProgress, StreamedPart
+from tierd.client.restoring.part_fetch import FetchProgress
+from tierd.client.restoring.part_image import FindTargets, PartImage
+from tierd.client.restoring.slot_ring import SlotRing, SlotsUnavailable
+from tierd.client.restoring.verified_chunks import SpoolChunks, VerifiedChunks
 from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -92,6 +96,8 @@ _WAIT_S = 2.0  # seconds to wait for one part and one tier at a time
 _POLL_S = 0.2  # seconds between two rounds
 
 LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
+T = TypeVar("T")
+_READ_ERRORS = (CorruptChunk, ManifestError, ObjectNotFound, OSError)  # of a read of the spool
 
 
 class NodeSource:
@@ -105,6 +111,7 @@ class NodeSource:
         metrics: names of the metrics whose values the view contains.
         silent: why the daemon cannot be asked, if that is already known; the daemon is then not waited for again.
         uploads: copies files to devices while more is read.
+        targets: finds live tensors that may receive bytes directly; None: none may.
 
     Attributes:
         link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
@@ -112,6 +119,8 @@ class NodeSource:
         deep: whether a listing of the spool alone contains every checkpoint, not only the newest few.
         odd: by checkpoint, what lies in the place of its directory, or of a part's, in this spool, if that is no
             directory. Such a copy counts as absent.
+        arena: the memory that holds the returned files, if a predecessor left them there, or it is for a device.
+        image: of the part that was returned last, if live tensors still lack some of it; `finish` brings it.
     """
 
     def __init__(
@@ -125,9 +134,10 @@ class NodeSource:
         metrics: tuple[str, ...] = (),
         silent: str = "",
         uploads: DeviceUploads | None = None,
+        targets: FindTargets | None = None,
         timings: ClientTimings = USUAL_TIMINGS,
     ) -> None:
-        self._uploads, self._timings = uploads, timings
+        self._uploads, self._targets, self._timings = uploads, targets, timings
         self.spool, self.run, self.keep = spool, run, keep
         self._tiers, self._line = tiers, line
         self._metrics = metrics
@@ -136,7 +146,10 @@ class NodeSource:
         self.alone = silent
         self.deep = False
         self.odd: Mapping[CheckpointId, str] = {}
-        self.arena: Arena | None = None  # the memory that holds the returned files, if a predecessor left them there
+        self.arena: Arena | None = None
+        self.image: PartImage | None = None
+        self._ring: SlotRing | None = None
+        self._place = SPOOL  # of the bytes of the part that was returned last
 
     def run_view(self) -> RunView:
         """Observe the run through the daemon, or in the spool if no daemon is expected or none answers."""
@@ -175,6 +188,7 @@ class NodeSource:
         return link
 
     def close(self) -> None:
+        self._end_ring()
         if self.link:
             self.link.close()
 
@@ -229,8 +243,10 @@ class NodeSource:
             return False
         return True
 
-    def obtain(self, part: PartId) -> LoadedPart:
+    def obtain(self, part: PartId, *, direct: bool = False) -> LoadedPart:
         """Return a part's manifest, its files and the place of its bytes, with every byte verified on this read.
+
+        With `direct`, chunks of live tensors alone are left out; `finish` brings them.
 
         Raises:
             CorruptChunk, ManifestError: every copy is proven corrupt; all are quarantined.
@@ -238,37 +254,77 @@ class NodeSource:
             StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
             FormatTooNew: the part was written by a newer tierd.
         """
-        link = self.link
         local: Exception | None = None
         self._forget()
         remembered = self._remembered(part) if self.keep else None
         if remembered:
             return *remembered, MEMORY
         # For a directory the daemon is asked in any case, because it then keeps the directory.
-        if link is None or self.keep:
+        if self.link is None or self.keep:
             try:
-                return *self._read(part), SPOOL
-            except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+                return self._read(part, SPOOL, direct=direct)
+            except _READ_ERRORS as error:
                 local = error.with_traceback(None)  # without its traceback, whose frames hold the bytes that were read
                 self._forget()
-                if link is None:
-                    return self._alone(part, error)
-            if self.spool.has(part):
-                log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
-            else:  # a fresh node, where nothing is wrong
+            if self.link is not None and not self.spool.has(part):  # a fresh node, where nothing is wrong
                 log.info("%s is fetched from the tiers", part)
-        assert link is not None
+                # What an interrupted fetch left is used by the next one.
+                if not self.spool.fetch_directory(part).exists():
+                    try:
+                        return self._stream(part, direct=direct)
+                    except SlotsUnavailable as error:
+                        self._forget()
+                        log.info("%s: the daemon fetches it into the spool first: %s", part, error)
+        return self._put_right(part, local, lambda place: self._read(part, place, direct=direct))
+
+    def finish(self, part: PartId) -> str:
+        """Bring what `obtain` left out of `part` into live tensors; return the place of its bytes.
+
+        Raises as `obtain`; the tensors are partly new then.
+        """
+        image, ring = self.image, self._ring
+        assert image is not None
+
+        def read(place: str) -> str:
+            manifest = self.spool.manifest(part)
+            if not manifest.same_content(image.manifest):
+                raise StoreUnavailable(f"{part}: its content is another one than when this restore began to read it")
+            image.bring(SpoolChunks(self.spool.path(part), manifest, place), list(image.missing))
+            return place
+
+        local: Exception | None = None
         try:
-            memory = self._uploads.memory if self._uploads else lambda file: None
-            arriving = StreamedPart(self.spool, part, worth=self.keep, memory=memory, pause_s=self._timings.arrived_s)
-            with arriving, FetchProgress(part, self._timings.stalled_s) as fetching:
+            if ring is None:
+                return read(self._place)
+            image.bring(ring, list(image.missing))
+            return ring.place
+        except SlotsUnavailable as error:
+            log.info("%s: the daemon fetches it into the spool: %s", part, error)
+            self._end_ring()
+        except _READ_ERRORS as error:
+            local = error.with_traceback(None)
+        return self._put_right(part, local, read)
+
+    def _put_right(self, part: PartId, local: Exception | None, read: Callable[[str], T]) -> T:
+        """Make the spool's copy of a part whole, and return what `read` reads from it, given the place of the bytes.
+
+        `local` says what is wrong with the spool's copy, if that is known.
+        """
+        link = self.link
+        if link is None:
+            assert local is not None
+            return self._alone(part, local, read)
+        if local is not None and self.spool.has(part):
+            log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+        try:
+            with FetchProgress(part, self._timings.stalled_s) as fetching:
                 tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
         except CorruptChunk as error:
             covers_spool = local is None or SPOOL in str(error)
             raise CorruptChunk(str(error) if covers_spool else f"local: {local}; {error}") from error
         try:
-            return *self._read(part, arriving), tiers[0] if tiers else SPOOL
-        except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+            return read(tiers[0] if tiers else SPOOL)
+        except _READ_ERRORS as error:
             # Some copy is right, because otherwise the fetch would have reported corruption. So this disk is failing,
             # which is no reason to try an older checkpoint.
             raise StoreUnavailable(f"{part} was just repaired, and reads back wrong from the spool: {error}") from error
@@ -296,11 +352,17 @@ class NodeSource:
 
     def _forget(self) -> None:
         """Release the memory of another copy or another part, once nothing is copied from it any more."""
-        self.arena = None
+        self.arena = self.image = None
+        self._end_ring()
         if self._uploads:
             self._uploads.begin()
 
-    def _alone(self, part: PartId, local: Exception) -> LoadedPart:
+    def _end_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.release()
+            self._ring = None
+
+    def _alone(self, part: PartId, local: Exception, read: Callable[[str], T]) -> T:
         if self._tiers:
             raise DaemonUnavailable(
                 f"{part} cannot be read from the spool ({local}), and whether a tier has it right cannot be asked: "
@@ -312,28 +374,39 @@ class NodeSource:
             raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
         drop_cached(self.spool.path(part))
         try:
-            return *self._read(part), SPOOL  # right on the disk: only the first read was wrong
+            return read(SPOOL)  # right on the disk: only the first read was wrong
         except (CorruptChunk, ManifestError) as error:
             local = error.with_traceback(None)
-            self._forget()
         except OSError as error:
             raise StoreUnavailable(f"{part}: the spool cannot be read: {error}") from error
         self.spool.quarantine(part)
         raise CorruptChunk(f"local: {local}") from local
 
-    def _read(self, part: PartId, arriving: StreamedPart | None = None) -> tuple[Manifest, Mapping[str, memoryview]]:
+    def _read(self, part: PartId, place: str, *, direct: bool) -> LoadedPart:
         manifest = self.spool.manifest(part)
-        uploads = self._uploads
         if self.keep:
-            if arriving:
-                files = arriving.read(self.spool.path(part), manifest)
-                if uploads:
-                    uploads.copy_verified(files, manifest)
-            else:
-                files = self.spool.read(part, manifest, uploads.read) if uploads else self.spool.read(part, manifest)
-            self.arena = uploads.arena if uploads else None
-            return manifest, files
+            return self._load(SpoolChunks(self.spool.path(part), manifest, place), direct=direct)
         for file in manifest.files:
             for _, _, defect in bad_chunks(self.spool.path(part) / file.path, file):
                 raise defect
-        return manifest, {}
+        return manifest, {}, place
+
+    def _stream(self, part: PartId, *, direct: bool) -> LoadedPart:
+        """Read a part from the tiers past the spool. Raises `SlotsUnavailable`, which says nothing about the part."""
+        ring = self._ring = SlotRing(self.spool, part, FetchProgress(part, self._timings.stalled_s))
+        return self._load(ring, direct=direct)
+
+    def _load(self, chunks: VerifiedChunks, *, direct: bool) -> LoadedPart:
+        uploads = self._uploads
+        image = PartImage(chunks.manifest, uploads.memory if uploads else lambda file: None)
+        if uploads:
+            uploads.bring(image, chunks)
+            self.arena = uploads.arena
+        elif direct and self._targets:
+            image.bring_all_but_direct(chunks, self._targets)
+        else:
+            image.bring(chunks, list(image.missing))
+        image.finish()
+        self.image = image if image.missing else None
+        self._place = chunks.place or SPOOL
+        return chunks.manifest, image.files, self._place

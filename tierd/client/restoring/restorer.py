@@ -14,6 +14,7 @@ from tierd.client.ranks.attempts import RankClock, make_rank_clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
 from tierd.client.restoring.other_world import choose_part
+from tierd.client.restoring.part_image import PartImage
 from tierd.client.restoring.part_source import LoadedPart, NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_entries, with_siblings
@@ -44,8 +45,8 @@ class Restored:
         metrics: the metrics given to `save`.
         skipped: newer checkpoints (or better ones) that were skipped, each with its reason.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
-        directory: the verified files. With `only`, the part's directory if the spool has it; not all of its files are
-            verified then.
+        directory: the verified files, if the restore was one without a state. With a state, the part's directory if the
+            spool has it; it has not if the bytes came from a tier, and with `only` not all of its files are verified.
     """
 
     step: int
@@ -61,7 +62,8 @@ class Restored:
 class VerifiedPart:
     """A part of which every byte was just verified, or every byte of the requested entries.
 
-    `tier` is as in `Restored`. `files` also has the tensor files of other ranks in which tensors of this part lie.
+    `tier` is as in `Restored`. In `files`, the bytes of `image`'s live tensors are zeros; these tensors have them, once
+    all ranks have agreed. `files` also has the tensor files of other ranks in which tensors of this part lie.
     `arena` is the memory that holds the tensor file, if a predecessor left it or the file was read for a device; saves
     use it afterwards. `kept` are entries of which nothing was saved for this rank, so that it keeps its own.
     """
@@ -75,6 +77,7 @@ class VerifiedPart:
     attempts: tuple[str, ...]
     unreached: tuple[str, ...]
     arena: Arena | None
+    image: PartImage | None
     clocks: Sequence[RankClock]  # of every rank, to name the attempt that continues from here
     tree: dict[str, Any] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
@@ -112,6 +115,7 @@ class Restorer(CandidateTrials):
         at_least: int | None = None,
         *,
         equal_replicas: bool = False,
+        changing: Callable[[], None] = lambda: None,
     ) -> VerifiedPart | None:
         """Read the checkpoint to resume from, the same on every rank; None if the run has no checkpoint.
 
@@ -123,6 +127,8 @@ class Restorer(CandidateTrials):
                 gets it.
             best: try the best checkpoint first.
             equal_replicas: try checkpoints whose ranks hold different replicas last.
+            changing: called before the first live tensor receives bytes. If this raises afterwards, live tensors are
+                partly new.
 
         Raises:
             CheckpointNotFound: checkpoints exist, and none could be verified, or not the requested one.
@@ -135,8 +141,13 @@ class Restorer(CandidateTrials):
         try:
             for candidate in self.candidates(step, attempt, best, at_least, everything=False, only=self._only):
                 verified, error, unfit = self._try(candidate, build_tree)
+                has_rest = verified is not None and verified.image is not None
                 replicas = verified.manifest.replicas if verified is not None and equal_replicas else {}
-                if self.settle(candidate, error, unfit=unfit, replicas=replicas).should_load:
+                settled = self.settle(candidate, error, unfit=unfit, rest=has_rest, replicas=replicas)
+                if settled.has_rest and settled.should_load:
+                    verified, error = self._finish(verified, changing)
+                    settled = self.settle(candidate, error)
+                if settled.should_load:
                     assert verified is not None
                     elapsed_s = time.monotonic() - began
                     self._report(ReportRestored(part=verified.part, place=verified.tier[:64], seconds=elapsed_s))
@@ -159,8 +170,21 @@ class Restorer(CandidateTrials):
         except Exception as error:
             return None, error, True
 
+    def _finish(
+        self, verified: VerifiedPart | None, changing: Callable[[], None]
+    ) -> tuple[VerifiedPart | None, Exception | None]:
+        """Bring the rest of a part into live tensors, if it has one. Return the part, or the error if that failed."""
+        if verified is None or verified.image is None:
+            return verified, None
+        try:
+            changing()
+            return replace(verified, tier=self.source.finish(verified.part)), None
+        except Exception as error:  # raised later, because the other ranks must be notified first
+            return None, error
+
     def _obtain(self, candidate: Candidate) -> VerifiedPart:
         part, names, kept = own_part(candidate, self._ranks.rank), self._only, frozenset[str]()
+        image: PartImage | None = None
         with ExitStack() as stack:
             if candidate.world != self._ranks.world:
                 if not self._keep:
@@ -180,7 +204,8 @@ class Restorer(CandidateTrials):
             if exchanged is not None:
                 manifest, contents, tier = exchanged
             elif names is None:
-                manifest, contents, tier = self.source.obtain(part)
+                manifest, contents, tier = self.source.obtain(part, direct=candidate.world == self._ranks.world)
+                image = self.source.image
                 contents = with_siblings(lambda: self._part_files(candidate, stack), part, contents)
             else:
                 files = self._part_files(candidate, stack)
@@ -196,6 +221,7 @@ class Restorer(CandidateTrials):
             self.resume.attempts,
             (*self.resume.unreached, *self.resume.alone),
             self.source.arena,
+            image,
             self.agreement.clocks,
             kept=kept,
         )

@@ -10,11 +10,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
+
 from tierd.client import client_timings
 from tierd.client.daemon_attachment import Attachment
 from tierd.client.ranks.launch import Launch
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.device_uploads import DeviceUploads
+from tierd.client.restoring.part_image import FindTargets
 from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restored, Restorer, VerifiedPart
 from tierd.client.restoring.saved_entries import check_written_by_save
@@ -29,6 +32,7 @@ from tierd.core.save_rules import MetricGoal
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
 from tierd.state.kinds.live_parameters import rename_like
+from tierd.state.live_tensors import direct_targets
 from tierd.state.load_check import LoadFit, check_fit, select_entries
 from tierd.state.replicas import ReplicaGroup
 from tierd.state.state_loading import load_restored, unflatten
@@ -79,11 +83,18 @@ class StateRestorer:
         """
         device = None if state is None or names is not None else device_of(state)
         uploads = DeviceUploads(state, device) if state is not None and device is not None else None
+
+        def find_targets(files: Mapping[str, memoryview]) -> Mapping[int, torch.Tensor]:
+            assert state is not None
+            tree = unflatten(files[TREE], files[TENSORS], is_read=False)
+            return direct_targets(state, rename_like(state, tree) if ignore_prefixes else tree)
+
         restorer = self.restorer(
             keep=state is not None,
             best=None if goal is None else goal.metric,
             only=names,
             uploads=uploads,
+            targets=None if state is None or names is not None else find_targets,
             fresh=fresh,
             replicated=() if state is None else self._group().entries(state),
         )
@@ -104,7 +115,9 @@ class StateRestorer:
             if uploads:
                 ending.callback(uploads.close)
             avoids = self._prefers_equal_replicas and step is None
-            verified = restorer.restore(step, attempt, build_tree, goal, at_least, equal_replicas=avoids)
+            verified = restorer.restore(
+                step, attempt, build_tree, goal, at_least, equal_replicas=avoids, changing=self._launch.loading
+            )
             if verified is not None:
                 self._hold = verified.hold
                 self._launch.started_from = verified.manifest.started_from
@@ -136,6 +149,7 @@ class StateRestorer:
         best: str | None = None,
         only: Collection[str] | None = None,
         uploads: DeviceUploads | None = None,
+        targets: FindTargets | None = None,
         fresh: Collection[str] = (),
         replicated: Collection[str] = (),
     ) -> Restorer:
@@ -152,6 +166,7 @@ class StateRestorer:
             metrics=tuple({name for name in (best, self._schedule.metric) if isinstance(name, str)}),
             silent=self._daemon.silence_reason,
             uploads=uploads,
+            targets=targets,
             timings=client_timings.current_timings(),
         )
         launch = self._launch
@@ -181,6 +196,8 @@ class StateRestorer:
             if state is not None:
                 into = _loaded_entries(state, names, verified)
                 staged = uploads.device_tensors(verified.tree) if uploads else {}
+                if verified.image is not None:
+                    staged = verified.image.live_tensors(verified.tree)
                 load_restored(
                     into,
                     verified.tree,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -45,12 +46,18 @@ def send_packet(connection: socket.socket, message: AnyHandoff, *fds: int) -> No
     socket.send_fds(connection, [msgspec.json.encode(message)], fds, socket.MSG_NOSIGNAL)
 
 
-def receive_packet(connection: socket.socket, silence_s: float, most_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+def receive_packet(
+    connection: socket.socket,
+    silence_s: float,
+    most_fds: int = 0,
+    on_sign_of_life: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], list[int]]:
     """Wait for the next answer and its descriptors, which the caller then owns, while the daemon shows that it works.
 
     Args:
         silence_s: seconds without a packet that end the wait; 0 checks without waiting.
         most_fds: how many descriptors the answer may bring. The kernel closes further ones.
+        on_sign_of_life: called for each packet by which the daemon shows that it works; what it raises is raised.
 
     Raises:
         TierdError: the condition that the daemon answered with.
@@ -74,6 +81,7 @@ def receive_packet(connection: socket.socket, silence_s: float, most_fds: int = 
                 if reply is not None:
                     answered, fds = fds, []
                     return reply, answered
+                on_sign_of_life()
             finally:
                 close_fds(fds)
     except ConnectionError as error:  # the daemon died with unread packets, or before it accepted the connection

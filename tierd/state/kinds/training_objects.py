@@ -39,17 +39,26 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _prepare_state(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
-    """Return the state to pass to a module: views where torch's own modules copy, owned memory where others may keep
-    it.
+def keeper_prefixes(module: nn.Module) -> tuple[str, ...] | None:
+    """Return how the keys of submodules begin that may keep or change what they load, because their code is not torch's
+    own; None if that holds for the module as a whole.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
-        return copy.deepcopy(saved, memo)
-    keepers = tuple(
+        return None
+    return tuple(
         f"{prefix}." if prefix else ""
         for prefix, part in module.named_modules(remove_duplicate=False)
         if part._load_state_dict_pre_hooks or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")
     )
+
+
+def _prepare_state(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
+    """Return the state to pass to a module: views where torch's own modules copy, owned memory where others may keep
+    it.
+    """
+    keepers = keeper_prefixes(module)
+    if keepers is None:
+        return copy.deepcopy(saved, memo)
     prepared = copy.copy(saved)  # a copy of an OrderedDict keeps its _metadata
     for key, value in saved.items():
         if not isinstance(value, torch.Tensor | SavedDTensor) or key.startswith(keepers) or is_extra_state(key):
