@@ -23,7 +23,7 @@ def job(nodes: int, ranks_per_node: int, *, has_part=lambda rank: False) -> list
 
 @pytest.mark.parametrize("most", [1, 2, 3, 64])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_rank_gets_every_chunk_and_each_chunk_is_read_by_one(monkeypatch, most, seed):
+def test_every_rank_gets_every_chunk_and_each_chunk_is_read_once(monkeypatch, most, seed):
     """What a rank has is played from the plans alone, step by step."""
     monkeypatch.setattr(exchange_plan, "MOST_MEMBERS", most)
     dice = random.Random(f"{most} {seed}")

@@ -75,7 +75,7 @@ def test_locator_finds_tensors_of_every_rank_and_reads_each_header_once(spool, p
     assert [files.reads.count((rank, TENSORS, 0)) for rank in range(4)] == [1, 1, 1, 1]
 
 
-def test_siblings_that_are_not_in_the_spool_are_asked_for_one_after_the_other(spool, tmp_path, parts):
+def test_siblings_outside_the_spool_are_asked_for_in_turn(spool, tmp_path, parts):
     """Two threads read siblings, and a connection that carried two requests at once gave neither its answer."""
     whole, under_way, most = Spool(tmp_path / "whole"), set(), []
     named = write_divided(whole, 1, parts)

@@ -255,7 +255,7 @@ class NodeSource:
             FormatTooNew: the part was written by a newer tierd.
         """
         local: Exception | None = None
-        self._forget()
+        self.forget()
         remembered = self._remembered(part) if self.keep else None
         if remembered:
             return *remembered, MEMORY
@@ -265,7 +265,7 @@ class NodeSource:
                 return self._read(part, SPOOL, direct=direct)
             except _READ_ERRORS as error:
                 local = error.with_traceback(None)  # without its traceback, whose frames hold the bytes that were read
-                self._forget()
+                self.forget()
             if self.link is not None and not self.spool.has(part):  # a fresh node, where nothing is wrong
                 log.info("%s is fetched from the tiers", part)
                 # What an interrupted fetch left is used by the next one.
@@ -273,7 +273,7 @@ class NodeSource:
                     try:
                         return self._stream(part, direct=direct)
                     except SlotsUnavailable as error:
-                        self._forget()
+                        self.forget()
                         log.info("%s: the daemon fetches it into the spool first: %s", part, error)
         return self._put_right(part, local, lambda place: self._read(part, place, direct=direct))
 
@@ -345,12 +345,12 @@ class NodeSource:
                     check_bytes(recalled.files[file.path], file)
         except (TierdError, OSError) as error:  # for example, the predecessor died while it overwrote that memory
             log.info("%s is not whole in memory, and read from the spool: %s", part, error)
-            self._forget()
+            self.forget()
             return None
         self.arena = recalled.arena
         return manifest, recalled.files
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Release the memory of another copy or another part, once nothing is copied from it any more."""
         self.arena = self.image = None
         self._end_ring()

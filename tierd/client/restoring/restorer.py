@@ -233,6 +233,7 @@ class Restorer(CandidateTrials):
         files = self._part_files(candidate, stack)
         if (contents := ShareExchange(self._ranks, files, part, min(self._node_ranks)).read()) is None:
             return None
+        self.source.forget()
         return files.manifest(part), contents, next(iter(files.tiers), SPOOL)
 
     def _part_files(self, candidate: Candidate, stack: ExitStack) -> PartFiles:
