@@ -254,7 +254,7 @@ MAY: dict[str, set[str]] = {
         "codec.numpy_loops",
         "codec",  # its compiled module
         "daemon",
-        "events.receivers",  # which are tried
+        "events",  # receivers, which are tried
         "stores",
         "ipc.daemon_connection",
         "ipc.messages",
