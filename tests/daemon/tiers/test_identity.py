@@ -353,3 +353,12 @@ def test_doctor_names_the_tier_that_is_the_place_of_another(tmp_path, recorded):
     findings = asyncio.run(examine(ExaminationScope(None, 3, 60.0, tiers)))
     assert [result.place for result in findings if result.finding == "another tier's place"] == ["b"]
     assert recorded or not (tmp_path / "a" / "README.md.id").exists()
+
+
+@pytest.mark.parametrize("data", [b'{"id\xad', b"", b"[" * 100_000, b'{"id": 5}'])
+async def test_identity_that_is_no_json_counts_as_absent_and_is_put_again(data: bytes) -> None:
+    store = MemoryStore()
+    await store.put(IDENTITY_KEY, data)
+    assert await read_identity(store) == ""
+    assert not await ensure_identity(store)
+    assert await read_identity(store)

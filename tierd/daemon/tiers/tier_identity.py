@@ -59,7 +59,7 @@ async def read_identity(store: Store, key: str = IDENTITY_KEY) -> str:
     """Return the id in a tier's record, or in another one below it; empty if there is none that can be read."""
     try:
         return msgspec.json.decode(await read_agreed(store, key), type=Identity).id
-    except (ObjectNotFound, CorruptChunk, msgspec.DecodeError):
+    except (ObjectNotFound, CorruptChunk, msgspec.DecodeError, ValueError, RecursionError):
         return ""
 
 
