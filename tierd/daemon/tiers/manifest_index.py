@@ -8,7 +8,7 @@ A prune reads the unread manifests before it deletes anything, because their chu
 For every manifest read, the shared chunks that it names are remembered, so that no prune reads it again. A summary
 takes the place of that only while a listing shows exactly the manifests that its maker read.
 
-The module is longer than 300 lines because observations and prunes fill and use one record of each checkpoint.
+The module is longer than 300 lines because observations and prunes use the same listings and reads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-
-import xxhash
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.checkpoint_summary import CheckpointSummary
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
@@ -36,12 +32,15 @@ from tierd.daemon.tiers.manifest_listing import (
     ListedCheckpoint,
     ListedManifest,
     ManifestListing,
-    SummaryReader,
-    Unusable,
     list_checkpoints,
-    listing_digest,
 )
-from tierd.daemon.tiers.shared_chunks import SharedChunks, SharedChunkTable, chunks_named_by, chunks_of_summary
+from tierd.daemon.tiers.shared_chunks import (
+    ManifestRecords,
+    ReadManifest,
+    SharedChunks,
+    chunks_named_by,
+    strip_traceback,
+)
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.stores.base import PAGE, ObjectInfo, Store
 
@@ -52,50 +51,19 @@ _LISTINGS = 5  # of a run in one observation, because a prune may delete what wa
 _PER_PAGE_S, _LEAST_S, _MOST_S = 60.0, 600.0, 86_400.0
 
 
-@dataclass(slots=True)
-class _ReadManifest:
-    """The facts known from one checkpoint's manifests, or from their summary."""
-
-    # File name -> the token of the object read, and its facts or its defect. It holds the manifests that observations
-    # read, and all unusable ones. The token is empty for one that was read while a summary stood for its listing.
-    cached_facts: dict[str, tuple[str, ManifestFacts | Unusable]] = field(default_factory=dict)
-    # Digest of name and token -> the shared chunks of a usable manifest. Of a million manifests, only this is kept.
-    shared: dict[bytes, SharedChunks] = field(default_factory=dict)
-    # The owners of shared chunks in the manifests that prunes read.
-    bases: set[CheckpointId] = field(default_factory=set)
-    listed: int = 0  # how many manifests the last listing showed
-    summary: CheckpointSummary | None = None  # the one that the last observation used
-    summary_facts: ManifestFacts | None = None  # rank 0's, by the summary
-    summary_chunks: SharedChunks | None = None  # all shared chunks, by the summary
-
-    @property
-    def unread_count(self) -> int:
-        """How many listed manifests name chunks that are not known."""
-        is_summarised = self.summary_chunks is not None and self.summary_chunks.chunks is not None
-        return 0 if is_summarised else max(0, self.listed - len(self.shared))
-
-
-class ManifestIndex:
+class ManifestIndex(ManifestRecords):
     """The manifests of one tier, as far as they were listed and read.
 
     Args:
         strict: whether an observation fails if listed manifests vanish again and again before they are read. A reader's
             does, because an older checkpoint that is kept would pass for the newest; a daemon goes on.
-
-    Attributes:
-        summaries: the summaries on the tier.
     """
 
     def __init__(self, store: Store, *, strict: bool = True) -> None:
-        self.store = store
-        self.summaries = SummaryReader(store)
+        super().__init__(store)
         self._strict = strict
-        self.cut: dict[str, set[CheckpointId]] = {}  # run -> the checkpoints whose deletion was cut off
-        self._read: dict[CheckpointId, _ReadManifest] = {}
         # World size -> all its ranks, one object shared by all checkpoints.
         self._full_rank_sets: dict[int, frozenset[int]] = {}
-        self._memory = SharedChunkTable()
-        self._listed: set[str] = set()  # runs whose names were all listed, or have summaries
         self._absent: dict[str, set[str]] = {}  # run -> the keys that the last listing showed, without an object
         # Run -> the checkpoints of the last observation for which a summary stood.
         self._unlisted: dict[str, set[CheckpointId]] = {}
@@ -294,16 +262,6 @@ class ManifestIndex:
         entry.todo = [(ObjectInfo(part.manifest_key, 0, ""), part) for part in sorted(todo)]
         return entry
 
-    def _use_summary(self, checkpoint: CheckpointId, summary: CheckpointSummary | None) -> _ReadManifest:
-        read = self._read.setdefault(checkpoint, _ReadManifest())
-        if read.summary is not summary:
-            read.summary, read.summary_facts, read.summary_chunks = summary, None, None
-        if summary and read.summary_chunks is None:
-            read.summary_facts = summary.facts
-            read.summary_chunks = self._memory.deduplicate(chunks_of_summary(summary))
-            read.bases |= read.summary_chunks.owners
-        return read
-
     def _note_listed(
         self, checkpoint: CheckpointId, manifests: list[ListedManifest], own_ranks: Collection[int]
     ) -> ListedCheckpoint:
@@ -336,16 +294,6 @@ class ManifestIndex:
             is_first = False
         return entry
 
-    def _confirmed_summary(self, checkpoint: CheckpointId, manifests: list[ListedManifest]) -> CheckpointSummary | None:
-        """Return a checkpoint's summary if it describes exactly these objects; one that does not is not used again."""
-        found = self.summaries.get(checkpoint)
-        if found is None:
-            return None
-        if found[1].world_size == len(manifests) and found[1].listing == listing_digest(manifests):
-            return found[1]
-        self.summaries.distrust(checkpoint)
-        return None
-
     def _all_ranks(self, world: int) -> frozenset[int]:
         # One object for nearly all checkpoints.
         return self._full_rank_sets.get(world) or self._full_rank_sets.setdefault(world, frozenset(range(world)))
@@ -360,17 +308,11 @@ class ManifestIndex:
                 self.summaries.distrust(entry.id)
             return
         except (ManifestError, FormatTooNew) as error:
-            why = _strip_traceback(error)
+            why = strip_traceback(error)
             self._note_unusable(entry.id, info, why)
             entry.outcomes[part] = why
         else:
             self._note_manifest(entry, info, part, manifest)
-
-    def _note_manifest(self, entry: ListedCheckpoint, info: ObjectInfo, part: PartId, manifest: Manifest) -> None:
-        entry.outcomes[part] = facts = ManifestFacts.of(manifest)
-        if info.token:
-            self._remember(entry.id, info, chunks_named_by(manifest))
-        self._read[entry.id].cached_facts[_name(info)] = info.token, facts
 
     async def _find_usable_manifest(self, entry: ListedCheckpoint) -> None:
         """Read the manifests of further ranks until one is usable, because one is needed to know the timeline."""
@@ -382,46 +324,7 @@ class ManifestIndex:
                     if isinstance(entry.outcomes.get(part), ManifestFacts):
                         return
 
-    def bases(self, checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
-        """Return the checkpoints whose chunks are named by those manifests of `checkpoints` that prunes read."""
-        return frozenset[CheckpointId]().union(
-            *(self._read[checkpoint].bases for checkpoint in checkpoints if checkpoint in self._read)
-        )
-
     # -- for deletions ----------------------------------------------------------------------------------------------
-
-    def unread_count(self, run: str) -> float:
-        """Estimate how many listed manifests of a run were not read yet; infinite if the run was never listed."""
-        if run not in self._listed:
-            return math.inf
-        return sum(read.unread_count for checkpoint, read in self._read.items() if checkpoint.run == run)
-
-    def is_read(self, checkpoint: CheckpointId) -> bool:
-        """Whether all listed manifests of a checkpoint were read, and all their shared chunks are remembered."""
-        read = self._read.get(checkpoint, _ReadManifest())
-        with_chunks = [shared for shared in read.shared.values() if shared.chunks is not None]
-        is_summarised = read.summary_chunks is not None and read.summary_chunks.chunks is not None
-        return checkpoint.run in self._listed and (is_summarised or len(with_chunks) >= read.listed)
-
-    def shared_by_checkpoint(self, run: str) -> Iterator[tuple[CheckpointId, SharedChunks]]:
-        """Yield the remembered shared chunks of a run's manifests, each with the checkpoint that names them."""
-        for checkpoint, read in self._read.items():
-            if checkpoint.run == run:
-                yield from ((checkpoint, shared) for shared in read.shared.values())
-                if read.summary_chunks is not None:
-                    yield checkpoint, read.summary_chunks
-
-    def shared_chunks(self, checkpoint: CheckpointId, info: ObjectInfo) -> SharedChunks | None:
-        """Return the shared chunks that a listed manifest names; None if it was not read or is unusable."""
-        read = self._read.get(checkpoint)
-        return read.shared.get(_mark(info)) if read else None
-
-    def shared_chunks_of_all(self, checkpoint: CheckpointId, manifests: list[ListedManifest]) -> SharedChunks | None:
-        """Return the shared chunks that all these manifests of a checkpoint name; None if no summary describes exactly
-        the objects that were listed.
-        """
-        summary = self._confirmed_summary(checkpoint, manifests)
-        return self._use_summary(checkpoint, summary).summary_chunks if summary else None
 
     async def read_all(self, run: str, to_delete: Collection[CheckpointId]) -> None:
         """Read all manifests of a run that were not read yet.
@@ -462,7 +365,7 @@ class ManifestIndex:
         async with aclosing(unknown()) as todo:
             await for_each_limited(MAX_MANIFEST_READS, learn, todo)
         for owner, listed in count.items():
-            self._read.setdefault(owner, _ReadManifest()).listed = listed
+            self._read.setdefault(owner, ReadManifest()).listed = listed
         self._listed.add(run)
 
     async def read(self, info: ObjectInfo) -> SharedChunks:
@@ -472,20 +375,12 @@ class ManifestIndex:
             manifest = await read_manifest(self.store, part, info.key, info.size)
         except (ManifestError, FormatTooNew) as error:
             if part:
-                self._note_unusable(part.checkpoint, info, _strip_traceback(error))
+                self._note_unusable(part.checkpoint, info, strip_traceback(error))
             raise
         shared = chunks_named_by(manifest)
         self._remember(manifest.part.checkpoint, info, shared)
         self._read[manifest.part.checkpoint].bases |= shared.owners
         return shared
-
-    def _remember(self, checkpoint: CheckpointId, info: ObjectInfo, shared: SharedChunks) -> None:
-        self._read.setdefault(checkpoint, _ReadManifest()).shared[_mark(info)] = self._memory.deduplicate(shared)
-
-    def _note_unusable(self, checkpoint: CheckpointId, info: ObjectInfo, why: Unusable) -> None:
-        read = self._read.setdefault(checkpoint, _ReadManifest())
-        read.cached_facts[_name(info)] = info.token, why
-        read.shared.pop(_mark(info), None)
 
     async def are_usable(self, checkpoint: CheckpointId) -> bool:
         """Whether all manifests of a checkpoint are there and usable; those not read yet are read now."""
@@ -503,16 +398,3 @@ class ManifestIndex:
         except (ObjectNotFound, ManifestError, FormatTooNew):
             return False
         return is_complete(ranks)
-
-
-def _strip_traceback(error: Unusable) -> Unusable:
-    """Copy an error without its traceback and causes, because their frames keep the manifest in memory."""
-    return type(error)(str(error))
-
-
-def _name(info: ObjectInfo) -> str:
-    return info.key.rpartition("/")[2]
-
-
-def _mark(info: ObjectInfo) -> bytes:
-    return xxhash.xxh3_128_digest(f"{_name(info)} {info.token}".encode())
