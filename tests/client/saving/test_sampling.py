@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierd.client.saving.write_sampling import _WHOLE, DeferredTensors, TensorSample
 
@@ -77,3 +78,32 @@ def test_where_it_looks_is_drawn_anew_and_from_no_generator_of_training():
         found.add(bool(compare(sample, live, copies)))
     assert found == {False, True}
     assert (random.getstate(), torch.get_rng_state().tolist()) == (states[0], states[1].tolist())
+
+
+class CallCount(TorchDispatchMode):
+    """Counts the operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_for(count: int) -> tuple[int, int]:
+    """The operators of a sample of so many tensors, and of its comparison. Gaps stand for a device: both are read by
+    torch, and not by address.
+    """
+    live = {f"{size} {number}": noise(torch.float32, size, 8)[:, :6] for number in range(count) for size in (50, 900)}
+    with CallCount() as calls:
+        sample = noted(live)
+        sampled = calls.number
+        assert compare(sample, live, {}) == []
+    return sampled, calls.number - sampled
+
+
+def test_sampled_tensor_costs_one_operator():
+    few, many = calls_for(10), calls_for(110)
+    assert [more - less for more, less in zip(many, few, strict=True)] == [200, 200]

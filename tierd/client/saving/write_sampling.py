@@ -21,8 +21,9 @@ import operator
 import random
 from array import array
 from collections.abc import Callable, Mapping
-from itertools import compress, groupby
+from itertools import compress
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,9 @@ _WHOLE = 16 << 10  # bytes
 _POINTS = 16  # elements of a tensor that is read element by element
 # Item size -> the dtype that shows a value's bits.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# The dtypes of which `torch.take` takes elements; of others it takes the bits.
+_TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64, *BITS.values()}
 
 _FEW_TENSORS, _FEW_BYTES = 256, 1 << 20  # so little is copied before another thread has started
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -105,6 +109,13 @@ class DeferredTensors:
 NONE_DEFERRED = DeferredTensors({})
 
 
+class _Group(NamedTuple):
+    """Tensors of one dtype on one device, and the bits of their sampled elements when `save` was called."""
+
+    names: list[str]
+    sampled: torch.Tensor
+
+
 class TensorSample:
     """Elements of live tensors as they are now. Host elements are read at once, a device's when its current stream
     reaches the read.
@@ -112,10 +123,14 @@ class TensorSample:
 
     def __init__(self, deferred: DeferredTensors, live: Mapping[str, torch.Tensor]) -> None:
         self._deferred = deferred
-        self._at: dict[int, torch.Tensor] = {}  # number of elements -> the sampled positions
+        self._positions: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and number of elements
         self._places = deferred.take_positions()
         self._words = _read(self._places)
-        self._noted = {name: self._sample(live[name]) for name in deferred.unsampled}
+        names_by_form: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name in deferred.unsampled:
+            if live[name].numel():
+                names_by_form.setdefault((live[name].device, live[name].dtype), []).append(name)
+        self._groups = [_Group(names, self.sample(names, live)) for names in names_by_form.values()]
 
     def compare(
         self,
@@ -137,34 +152,40 @@ class TensorSample:
         changed = list(compress(small, map(_memcmp, *pairs)))
         differ = (_read(self._places) != self._words).view(-1, _LINES * _NEIGHBOURS)
         changed += compress(self._deferred.large, differ.any(dim=1).tolist())
-        devices = sorted((str(live[name].device), name) for name in self._noted if live[name].is_cuda)
-        for name in self._noted.keys() - {name for _, name in devices}:
-            if not torch.equal(self._sample(live[name]), self._noted[name]):
-                changed.append(name)
-        reads = [
-            _Read(self, [name for _, name in group], live, stream)
-            for _, group in groupby(devices, key=operator.itemgetter(0))
-        ]
+        on_devices: dict[torch.device, list[_Group]] = {}
+        for group in self._groups:
+            device = live[group.names[0]].device
+            if device.type == "cuda":
+                on_devices.setdefault(device, []).append(group)
+            else:
+                changed += compress(group.names, self.differing(group, live).tolist())
+        reads = [_Read(self, groups, live, stream(device)) for device, groups in on_devices.items()]
         return lambda: [*changed, *(name for read in reads for name in read.changed())]
 
-    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sampled elements' bits, on the tensor's device."""
+    def sample(self, names: list[str], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the bits of `_POINTS` elements of each tensor, of one dtype on one device, in one tensor there.
+
+        Each operator is a call of some microseconds on a device, so each tensor has one, and all of them share the
+        rest.
+        """
+        points = torch.cat([self._take(live[name]) for name in names])
+        return points.view(BITS[points.element_size()]).view(len(names), -1)
+
+    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)  # no integer dtype has 16 bytes
-        count = tensor.numel()
-        at = self._at.get(count)
-        if at is None:
+        elif tensor.dtype not in _TAKEN:
+            tensor = tensor.view(BITS[tensor.element_size()])
+        device, count = tensor.device, tensor.numel()
+        if (device, count) not in self._positions:
             draw = random.SystemRandom().randrange
-            at = self._at[count] = torch.tensor(
-                [draw(count) for _ in range(_POINTS)] if count else [], dtype=torch.int64
-            )
-        if not tensor.is_cpu:
-            at = at.to(tensor.device, non_blocking=True)
-        return torch.take(tensor.view(BITS[tensor.element_size()]), at)
+            drawn = torch.tensor([draw(count) for _ in range(_POINTS)], dtype=torch.int64)
+            self._positions[device, count] = drawn if tensor.is_cpu else drawn.to(device, non_blocking=True)
+        return torch.take(tensor, self._positions[device, count])
 
-    def differs(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a flag on the tensor's device, true if its sampled elements differ from the recorded ones."""
-        return (self._sample(tensor) != self._noted[name]).any()
+    def differing(self, group: _Group, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a flag for each tensor of a group, on its device, true if its sampled elements differ from before."""
+        return (self.sample(group.names, live) != group.sampled).any(dim=1)
 
 
 def _read(places: torch.Tensor) -> torch.Tensor:
@@ -188,13 +209,13 @@ class _Read:
     def __init__(
         self,
         sample: TensorSample,
-        names: list[str],
+        groups: list[_Group],
         live: Mapping[str, torch.Tensor],
-        stream: Callable[[torch.device], torch.cuda.Stream],
+        stream: torch.cuda.Stream,
     ) -> None:
-        self._names = names
-        with torch.cuda.stream(stream(live[names[0]].device)), torch.no_grad():
-            flags = torch.stack([sample.differs(name, live[name]) for name in names])
+        self._names = [name for group in groups for name in group.names]
+        with torch.cuda.stream(stream), torch.no_grad():
+            flags = torch.cat([sample.differing(group, live) for group in groups])
             self._flags = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
             self._flags.copy_(flags, non_blocking=True)
             self._over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
