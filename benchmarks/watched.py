@@ -337,7 +337,9 @@ def least_export(objects: list[Path], target: Path) -> None:
         digest(stored)
         raw = memoryview(stored) if path.suffix == ".raw" else byte_planes.unpack(stored, raw_size(path))
         digest(raw)
-        write_pages(out, raw, offset)
+        own = os.open(target, os.O_WRONLY)  # because a write sets and clears O_DIRECT of its descriptor
+        write_pages(own, raw, offset)
+        os.close(own)
 
     out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with ThreadPoolExecutor(2) as pool:

@@ -285,7 +285,7 @@ def test_memory_is_bounded_by_slabs_and_kept_chunks(monkeypatch, shape):
     )
     reader = streamed_tensors.ChunkReader(files)
     found = b""
-    for slab in streamed_tensors.read_ahead(one.slabs(reader)):
+    for slab in streamed_tensors.read_ahead(one.slabs(reader), reader.recycle):
         assert len(slab) <= 10_000
         found += slab
         assert sum(map(len, reader._kept.values())) <= 3 * 4096

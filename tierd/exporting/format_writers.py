@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -103,9 +104,17 @@ class ExportJob:
         return tensor.nbytes // tensor.dtype.itemsize * self.dtype_of(tensor).itemsize
 
     def stream(self, tensors: Sequence[StreamedTensor]) -> Iterator[tuple[int, Iterator[memoryview]]]:
-        """Yield the index of each tensor that has bytes, and its slabs as they are written, reading one ahead."""
-        slabs = ((number, slab) for number, tensor in enumerate(tensors) for slab in tensor.slabs(self.reader))
-        for number, tensor_slabs in groupby(read_ahead(slabs), lambda numbered: numbered[0]):
+        """Yield the index of each tensor that has bytes, and its slabs as they are written, reading some ahead.
+
+        A slab's memory is used again when the next one is asked for.
+        """
+        reads = (
+            partial(_numbered, number, read)
+            for number, tensor in enumerate(tensors)
+            for read in tensor.slabs(self.reader)
+        )
+        slabs = read_ahead(reads, lambda numbered: self.reader.recycle(numbered[1]))
+        for number, tensor_slabs in groupby(slabs, lambda numbered: numbered[0]):
             tensor = tensors[number]
             yield number, (self._convert_slab(tensor, slab) for _, slab in tensor_slabs)
 
@@ -122,6 +131,10 @@ class ExportJob:
             file.flush()
             os.fsync(file.fileno())
             self.file_sizes[name] = file.tell()
+
+
+def _numbered(number: int, read: Callable[[], memoryview]) -> tuple[int, memoryview]:
+    return number, read()
 
 
 def in_file_order(export: ExportJob) -> list[StreamedTensor]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import mmap
 import os
-from collections import OrderedDict
+from bisect import bisect_right
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +22,7 @@ import torch
 from tierd.client.restoring.ranged_reader import PartRanges, Span
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
-from tierd.spool.direct_io import memory_for
+from tierd.spool.direct_io import LARGE, memory_for
 from tierd.state.tensor_file import DTYPES
 
 CACHED_BYTES = 192 << 20  # of chunks that are kept
@@ -26,7 +31,7 @@ _Key = tuple[PartId, str, int]  # a file, and the offset of a chunk in it
 
 
 class ChunkReader:
-    """Verified ranges of files. Each chunk of a file that is read in order is fetched once. For one thread at a time.
+    """Verified ranges of files. Each chunk of a file that is read in order is fetched once. For several threads.
 
     Raises (each method): as `PartRanges.fill`.
     """
@@ -35,13 +40,51 @@ class ChunkReader:
         self._files = files
         self._kept: OrderedDict[_Key, bytes] = OrderedDict()
         self._size = 0
+        self._sharing = Lock()  # held by reads that leave a part of a chunk to others
+        self._spares: list[memoryview] = []  # memory for slabs, which was touched
 
     def read(self, part: PartId, path: str, offset: int, length: int) -> memoryview:
-        """Return `length` bytes at `offset`, in memory that nothing else writes to."""
+        """Return `length` bytes at `offset`, in memory that nothing else writes to until `recycle`."""
         if not length:
             return memoryview(b"")
         span = self._files.span(part, path, offset, length)
-        memory = memory_for(span.stop - span.start)
+        memory = self._memory(span.stop - span.start)
+        with nullcontext() if (span.start, span.stop) == (offset, offset + length) else self._sharing:
+            self._fill(span, memory)
+        return memory[offset - span.start : offset - span.start + length]
+
+    def recycle(self, memory: memoryview) -> None:
+        """Let later reads use the memory of a `read` that its caller does not need any more."""
+        if isinstance(memory.obj, mmap.mmap):
+            self._spares.append(memoryview(memory.obj))
+
+    def _memory(self, size: int) -> memoryview:
+        while size >= LARGE:
+            try:
+                spare = self._spares.pop()
+            except IndexError:
+                break
+            if len(spare) >= size:  # a smaller one is dropped, so that soon all are as large as the largest slab
+                return spare
+        return memory_for(size)
+
+    def ranges(self, part: PartId, path: str, offset: int, length: int, item: int) -> Iterator[tuple[int, int]]:
+        """Yield the bytes from `offset` on as ranges of at most `SLAB_BYTES`, which end with chunks if they can.
+
+        Each range has whole elements of `item` bytes.
+        """
+        span = self._files.span(part, path, offset, length)
+        ends = list(itertools.accumulate((c.size for c in span.file.chunks[span.first : span.end]), initial=span.start))
+        begin, stop = offset, offset + length
+        while begin < stop:
+            limit = min(begin + max(SLAB_BYTES // item, 1) * item, stop)
+            chunk_end = ends[bisect_right(ends, limit) - 1]
+            end = chunk_end if begin < chunk_end and (chunk_end - offset) % item == 0 else limit
+            yield begin, end
+            begin = end
+
+    def _fill(self, span: Span, memory: memoryview) -> None:
+        part, path, offset, length = span.part, span.path, span.offset, span.length
         missing: list[Span] = []
         at = span.start
         edges: list[tuple[int, int]] = []
@@ -59,7 +102,6 @@ class ChunkReader:
         for begin, size in {edges[0], edges[-1]}:
             if begin < offset or begin + size > offset + length:  # a neighbouring range shares no other chunk
                 self._cache_chunk((part, path, begin), memory[begin - span.start : begin - span.start + size])
-        return memory[offset - span.start : offset - span.start + length]
 
     def size(self, part: PartId, path: str) -> int:
         return self._files.span(part, path).length
@@ -104,7 +146,7 @@ class RangeStream(io.RawIOBase):
         return count
 
 
-SLAB_BYTES = 64 << 20  # of a tensor in memory at a time
+SLAB_BYTES = 32 << 20  # of a tensor in memory at a time; a chunk of a large tensor has as many
 T = TypeVar("T")
 
 
@@ -134,10 +176,11 @@ class StreamedTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def slabs(self, reader: ChunkReader) -> Iterator[memoryview]:
-        """Yield the tensor's bytes, row-major, in slabs of at most `SLAB_BYTES`. Raises as `PartRanges.fill`.
+    def slabs(self, reader: ChunkReader) -> Iterator[Callable[[], memoryview]]:
+        """Yield calls, each of which reads the next slab of the tensor's bytes, row-major, of at most `SLAB_BYTES`.
 
-        Raises `StateMismatch` if the pieces do not cover the tensor exactly.
+        Several threads may make the calls. This and each call raise as `PartRanges.fill`; this raises `StateMismatch`
+        if the pieces do not cover the tensor exactly.
         """
         if not self.nbytes:
             return
@@ -151,9 +194,14 @@ class StreamedTensor:
             row //= dims[dim]
         rows = max(1, SLAB_BYTES // row)
         places = [(piece, piece.locate(reader)) for piece in self.pieces if math.prod(piece.size)]
+        if len(places) == 1 and (places[0][0].array or (1,)) == dims:
+            part, path, offset = places[0][1]
+            for begin, end in reader.ranges(part, path, offset, self.nbytes, self.dtype.itemsize):
+                yield partial(reader.read, part, path, begin, end - begin)
+            return
         for above in itertools.product(*map(range, dims[:dim])):
             for first in range(0, dims[dim], rows):
-                yield self._slab(reader, places, above, first, min(first + rows, dims[dim]))
+                yield partial(self._slab, reader, places, above, first, min(first + rows, dims[dim]))
 
     def _slab(
         self,
@@ -181,8 +229,6 @@ class StreamedTensor:
                 number = number * length + index - at + inner
             number = number * array[dim] + local[dim] + low - begin[dim]
             data = reader.read(part, path, offset + number * row, (high - low) * row)
-            if len(places) == 1 and array == dims:
-                return data
             if target is None:
                 target = torch.empty((end - first, *dims[dim + 1 :], item), dtype=torch.uint8)
             source = torch.frombuffer(data, dtype=torch.uint8).view(high - low, *array[dim + 1 :], item)
@@ -191,6 +237,8 @@ class StreamedTensor:
                 source = source.narrow(below - dim, local[below], size[below])
                 into = into.narrow(below - dim, begin[below], size[below])
             into.copy_(source)
+            del source
+            reader.recycle(data)
         assert target is not None
         return _bytes_of(target)
 
@@ -211,15 +259,21 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def read_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield `items`, each made in a thread while the caller uses the one before."""
-    source = iter(items)
-    end = object()
-    with ThreadPoolExecutor(1, thread_name_prefix="tierd-export") as thread:
-        coming = thread.submit(next, source, end)
-        while (item := coming.result()) is not end:
-            coming = thread.submit(next, source, end)
-            yield item  # type: ignore[misc]
+_READERS = 3  # slabs that are read at once, because one is mostly one chunk, which one thread decodes
+
+
+def read_ahead(reads: Iterable[Callable[[], T]], recycle: Callable[[T], None] = lambda item: None) -> Iterator[T]:
+    """Yield what `reads` return, in order, made by threads while the caller uses the one before. `recycle` is called
+    with each that the caller does not use any more.
+    """
+    source = iter(reads)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="tierd-export") as threads:
+        coming = deque(threads.submit(read) for read in itertools.islice(source, _READERS))
+        while coming:
+            item = coming.popleft().result()
+            coming.extend(threads.submit(read) for read in itertools.islice(source, 1))
+            yield item
+            recycle(item)
 
 
 _NEWER_DTYPES = {  # that safetensors 0.5 does not hold
