@@ -78,3 +78,18 @@ def test_an_error_that_ends_a_daemon_is_an_error_in_each_format(tmp_path: Path, 
     code, (line,) = said(tmp_path, *command, "--log-format", "json", journal=journal)
     found = json.loads(line)
     assert (code, found["level"]) == (3, "error") and found["message"].startswith("--config none.toml")
+
+
+@pytest.mark.parametrize(
+    ("configuration", "is_shown"),
+    [
+        ("", True),
+        ("logging.basicConfig(level=logging.WARNING)", False),
+        ("logging.getLogger('tierd').setLevel(logging.WARNING)", False),
+        ("logging.basicConfig(level=logging.INFO)", True),
+    ],
+)
+def test_program_without_logging_sees_the_lines(configuration: str, is_shown: bool) -> None:
+    code = f"import logging\nfrom tierd import logs\n{configuration}\nlogs.announce('restored step %d', 3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert ("restored step 3" in done.stderr) == is_shown and done.stdout == ""

@@ -25,6 +25,18 @@ LOGGERS = (
 LogFormat = Literal["text", "json"]
 
 
+def announce(message: str, *args: object) -> None:
+    """Log at INFO by the logger `tierd`; where no logging is configured, print the line on the standard error.
+
+    A level of this logger counts as configured, so setting it to WARNING turns these lines off.
+    """
+    logger = logging.getLogger("tierd")
+    if logger.hasHandlers() or logger.level != logging.NOTSET:
+        logger.info(message, *args)
+    else:
+        print(f"tierd: {printable(message % args)}", file=sys.stderr)
+
+
 def escape_record(record: logging.LogRecord) -> bool:
     """A logging filter that escapes every record and drops none."""
     text = record.getMessage()

@@ -28,8 +28,10 @@ from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.user_messages import SpaceCheck
 from tierd.core.manifest import TENSORS, TREE
+from tierd.core.planning.place import SPOOL
 from tierd.core.save_rules import MetricGoal
 from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.logs import announce
 from tierd.spool.spool import Spool
 from tierd.state.kinds.live_parameters import rename_like
 from tierd.state.live_tensors import direct_targets
@@ -125,13 +127,22 @@ class StateRestorer:
                 if state is not None and names is None:
                     self._gate.forget_interrupted()  # because no parameter of such a step is left
         self._schedule.resume(verified.part.checkpoint if verified else None, restorer.resume)
+        run = self._launch.run
         if verified is None:
             self._start_anew(state, restorer)
+            if self._ranks.rank == 0:
+                announce(
+                    "run %s: begins, because no checkpoint of it is in spool %s or on a tier", run, self._spool.root
+                )
             return None
         self._go_on_from(verified, state)
         if verified.unreached:
             silent = ", ".join(verified.unreached) + restorer.describe_silent()
             log.warning("restored step %d; not asked for newer ones: %s", verified.manifest.step, silent)
+        if self._ranks.rank == 0:
+            passed_over = f", after {len(verified.skipped)} newer that cannot be used" if verified.skipped else ""
+            place = f"spool {self._spool.root}" if verified.tier == SPOOL else verified.tier
+            announce("run %s: restored step %d from %s%s", run, verified.manifest.step, place, passed_over)
         return Restored(
             step=verified.manifest.step,
             attempt=verified.manifest.attempt,

@@ -23,6 +23,8 @@ from tierd.client.saving.snapshot import Snapshot
 from tierd.client.saving.snapshot_handoff import CALM_GREETING, HandoffClient, PendingHandoff
 from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused, TornSnapshot
 from tierd.core.manifest import TENSORS, TREE, Manifest
+from tierd.core.units import format_size
+from tierd.logs import announce
 from tierd.spool.arena import Arena, available
 from tierd.spool.commit import CommittedPart, FileSource, SpaceMaker, write_making_room, write_part
 from tierd.spool.direct_io import LARGE
@@ -63,7 +65,7 @@ class SavePipeline:
         # Created later, so ended first: a snapshot that it still copies is still persisted.
         self._copier = JobThread("tierd-copy")
         self._unfinished: set[Snapshot] = set()
-        self._logged = False
+        self._logged = self._announced = False
         self._ahead_bytes = 0  # of an arena that are to be touched before the first save
         if line is not None:
             line.renew(CALM_GREETING)
@@ -329,6 +331,10 @@ class SavePipeline:
 
     def _committed(self, save: Save, committed: CommittedPart) -> None:
         self._log_indirect(committed)
+        if save.part.rank == 0:  # by default only the first one is shown, because a line for each would be many
+            checkpoint, size = save.part.checkpoint, format_size(committed.size)
+            log_save, self._announced = (log.info if self._announced else announce), True
+            log_save("run %s: saved step %d (%s) in %s", checkpoint.run, checkpoint.step, size, self._spool.root)
         self._on_end(save, None)
 
     def _log_indirect(self, committed: CommittedPart) -> None:
