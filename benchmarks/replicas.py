@@ -8,6 +8,9 @@ state, of which nothing is declared. All ranks begin a save at once. Blocked is 
 rank. Each arm has a spool and a directory tier of its own. With --nodes N the ranks are spread over N spools with a
 daemon each, and one tier.
 
+A save also digests a share of the replicated tensors, to compare them between ranks. That is timed apart, after the
+saves, for all shares in turn, and related to the time of a training step.
+
 Invariant: figures of bytes are those of files that are there after the last save was flushed; nothing is pruned.
 """
 
@@ -31,9 +34,14 @@ import tierd
 from tierd.bench.process_counters import describe_machine, run_ranks
 from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
 from tierd.client.checkpointer import internals
+from tierd.client.saving.fingerprints import ReplicaFingerprints
+from tierd.core.shares import ROUNDS
+from tierd.daemon.status_file import read_status
+from tierd.state.capturer import Capturer
 
 LAYERS = 12
 ARMS = ("divided", "whole")
+_ENDS_S = 90  # until a daemon without a trainer has ended
 
 
 class Rank:
@@ -78,6 +86,19 @@ class Rank:
         memory = sum(slot.arena.size for slot in internals(checkpointer).pipeline.slots if slot.arena is not None)
         return {"blocked_s": blocked_s, "durable_s": durable_s, "arena_bytes": memory}
 
+    def digest(self) -> list[float]:
+        """Return the seconds that each share of the replicated tensors takes to digest, as a save does."""
+        group = internals(self.checkpointers["divided"]).state_saver.group
+        capture = Capturer(group=group).capture(self.state("divided"))
+        seconds = []
+        for number in range(ROUNDS):
+            begun_s = time.perf_counter()
+            fingerprints = ReplicaFingerprints(capture.replicas(number))
+            fingerprints.take()
+            fingerprints.result()
+            seconds.append(time.perf_counter() - begun_s)
+        return seconds
+
     def close(self) -> None:
         for checkpointer in self.checkpointers.values():
             checkpointer.close(wait="file", timeout=600)
@@ -90,6 +111,7 @@ def _rank(rank: int, world: int, nodes: int, base: str, width: int, rounds: int)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     work = Rank(Path(base), width, rank, world, nodes)
     samples: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    step_s: list[float] = []
     for number in range(rounds):
         for arm in ARMS if number % 2 else reversed(ARMS):
             gathered: list[Any] = [None] * world
@@ -101,10 +123,14 @@ def _rank(rank: int, world: int, nodes: int, base: str, width: int, rounds: int)
                     "arena_bytes": sum(sample["arena_bytes"] for sample in gathered),
                 }
             )
+        begun_s = time.perf_counter()
         work.step()
+        step_s.append(time.perf_counter() - begun_s)
+    digest_s = work.digest()
     work.close()
     if rank == 0:
-        Path(base, "samples.json").write_text(json.dumps(samples))
+        timed = {"arms": samples, "step_s": step_s, "digest_s": digest_s}
+        Path(base, "samples.json").write_text(json.dumps(timed))
     distributed.barrier()
     distributed.destroy_process_group()
 
@@ -114,18 +140,34 @@ def _file_bytes(directory: Path, pattern: str) -> int:
 
 
 def measure(world: int, nodes: int, width: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """Run one group of ranks; return the samples of each arm, and the bytes of one checkpoint in each place."""
+    """Run one group of ranks; return the samples of each arm, and the bytes of one checkpoint in each place.
+
+    `put_bytes` are those that all nodes' daemons sent, so a chunk that two nodes put counts twice.
+    """
     with tempfile.TemporaryDirectory(dir=directory) as base:
         run_ranks(_rank, world, world, nodes, base, width, rounds)
-        samples = json.loads(Path(base, "samples.json").read_text())
-        arms = {}
+        timed = json.loads(Path(base, "samples.json").read_text())
+        samples, arms = timed["arms"], {}
         for arm in ARMS:
             arms[arm] = {
                 "samples": samples[arm][1:],  # the first one touches its memory
                 "spool_bytes": _file_bytes(Path(base, arm), "spool*/run/[0-9]*/*/*") / rounds,
                 "tier_bytes": _file_bytes(Path(base, arm), "tier/run/**/*") / rounds,
+                "put_bytes": sum(map(_put_bytes, sorted(Path(base, arm).glob("spool*")))) / rounds,
             }
-    return {"ranks": world, "nodes": nodes, "arms": arms}
+    return {"ranks": world, "nodes": nodes, "arms": arms, "step_s": timed["step_s"], "digest_s": timed["digest_s"]}
+
+
+def _put_bytes(spool: Path) -> int:
+    """Return the bytes that the spool's daemon sent in its life. It records them when it ends, soon after its last
+    trainer.
+    """
+    for _ in range(_ENDS_S * 10):
+        counters = (read_status(spool / ".tierd") or {}).get("counters", {})
+        if counters.get("flushed_sent_bytes"):
+            return int(counters["flushed_sent_bytes"])
+        time.sleep(0.1)
+    raise TimeoutError(f"{spool}: its daemon has not ended")
 
 
 def page(result: dict[str, Any]) -> str:
@@ -149,10 +191,21 @@ def page(result: dict[str, Any]) -> str:
                     f"{median / whole:.2f}",
                     f"{figures['spool_bytes'] / single['spool_bytes']:.2f}",
                     f"{figures['tier_bytes'] / single['tier_bytes']:.2f}",
+                    f"{figures['put_bytes'] / single['put_bytes']:.2f}",
                     f"{figures['samples'][-1]['arena_bytes'] / result['bytes']:.2f}",
                 ]
             )
-    columns = ["ranks", "nodes", "arm", "blocked s", "of 1 rank", "of whole", "spool", "tier", "arenas"]
+    columns = ["ranks", "nodes", "arm", "blocked s", "of 1 rank", "of whole", "spool", "tier", "put", "arenas"]
+    digests = [
+        [
+            str(group["ranks"]),
+            spread_text([1000 * second for second in group["digest_s"]], ".2f"),
+            spread_text([1000 * second for second in group["step_s"]], ".0f"),
+            f"{statistics.mean(group['digest_s']) / 100 / statistics.median(group['step_s']):.4%}",
+        ]
+        for group in result["groups"]
+        if group["ranks"] > 1
+    ]
     return f"""# Saving what all ranks hold
 
 Written by `benchmarks/replicas.py`; every sample is in [replicas.json](replicas.json). DDP with gloo over a model of
@@ -165,7 +218,14 @@ arms in turns in the same processes. {machine_text(result["machine"])}, shared w
 *Blocked* is the time in the call, of the slowest rank (median and range). *Of 1 rank* divides it by that of one rank
 that saves everything, *of whole* by that of as many ranks that each save everything; with more ranks than cores, copies
 take turns on the cores. *Spool* and *tier* are bytes of a checkpoint, of all nodes together, divided by those of
-one rank. *Arenas* is the memory of all ranks' snapshots, divided by the state.
+one rank. *Put* are the bytes that all nodes sent to the tier, so a chunk that two of them put counts twice. *Arenas* is
+the memory of all ranks' snapshots, divided by the state.
+
+## Digesting replicas
+
+A save digests a 32nd of the replicated tensors on each rank, to compare them. With a save every 100 steps this costs:
+
+{markdown_table(["ranks", "digesting, ms a save", "step, ms", "of all steps"], digests)}
 """
 
 

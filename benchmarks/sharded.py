@@ -1,12 +1,12 @@
-"""What saving a model under FSDP2 costs: tierd beside `dcp.async_save`, on several ranks with gloo.
+"""What saving a model under FSDP2 and HSDP costs: tierd beside `dcp.async_save`, on several ranks with gloo.
 
     python benchmarks/sharded.py --dir /nvme/bench --out benchmarks/results      # leaves sharded.json and sharded.md
 
-Every rank holds one model, sharded over all of them, and its AdamW. The arms save it in turns, round by round, in the
-same processes: a window of training steps begins with the save, and then the rank waits until the save is durable.
-Blocked is what training loses at once: the time in the call that saves, and in the next step as far as it waits for a
-copy. DCP has a process group of its own, because its collectives run beside training's. Nothing is pruned or recycled:
-each arm writes new files, and they are removed between windows, untimed.
+Every rank holds one model, sharded over all of them or, as HSDP, over some of them, and its AdamW. The arms save it in
+turns, round by round, in the same processes: a window of training steps begins with the save, and then the rank waits
+until the save is durable. Blocked is what training loses at once: the time in the call that saves, and in the next step
+as far as it waits for a copy. DCP has a process group of its own, because its collectives run beside training's.
+Nothing is pruned or recycled: each arm writes new files, and they are removed between windows, untimed.
 
 Invariant: each sample is the largest of all ranks' for one save, because training waits for the slowest.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -55,11 +56,10 @@ LAYERS = 6
 class Rank:
     """One rank's model, and how each arm saves it."""
 
-    def __init__(self, base: Path, width: int) -> None:
-        world = distributed.get_world_size()
+    def __init__(self, base: Path, width: int, shape: tuple[int, ...]) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for part in (*self.model, self.model):
             fully_shard(part, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -148,9 +148,9 @@ class Rank:
         distributed.barrier()
         if distributed.get_rank() == 0:
             for place in (self.base / arm, self.base / arm / "run"):
-                for found in place.iterdir() if place.is_dir() else ():
-                    if found.name not in (".tierd", "run"):
-                        shutil.rmtree(found)
+                for saved in place.iterdir() if place.is_dir() else ():
+                    if saved.name not in (".tierd", "run"):
+                        shutil.rmtree(saved)
             os.sync()
         distributed.barrier()
 
@@ -159,21 +159,22 @@ def _await(future: Future[Any]) -> None:
     future.result(600)
 
 
-def _rank(rank: int, world: int, base: str, width: int, rounds: int, steps: int) -> None:
+def _rank(rank: int, shape: tuple[int, ...], base: str, width: int, rounds: int, steps: int) -> None:
+    world = math.prod(shape)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{base}/meeting", rank=rank, world_size=world)
-    one, samples = Rank(Path(base), width), []
+    work, samples = Rank(Path(base), width, shape), []
     for number in range(-1, rounds):  # the first is thrown away: it lays memory out
         for arm in ABOUT:
-            found: list[Any] = [None] * world
-            distributed.all_gather_object(found, one.window(arm, steps))
-            one.clear(arm)
+            gathered: list[Any] = [None] * world
+            distributed.all_gather_object(gathered, work.window(arm, steps))
+            work.clear(arm)
             if number >= 0:
-                samples.append({"arm": arm, "round": number, "ranks": found})
+                samples.append({"arm": arm, "round": number, "ranks": gathered})
     if rank == 0:
         Path(base, "samples.json").write_text(json.dumps(samples))
-    for ckpt in one.checkpointers.values():
+    for ckpt in work.checkpointers.values():
         ckpt.close()
     distributed.barrier()
     distributed.destroy_process_group()
@@ -181,26 +182,31 @@ def _rank(rank: int, world: int, base: str, width: int, rounds: int, steps: int)
 
 def measured(samples: list[dict[str, Any]], arm: str, name: str) -> list[float]:
     """One value a round: the slowest rank's. Bytes are of all ranks together, which any of them has counted."""
-    return [max(rank[name] for rank in one["ranks"]) for one in samples if one["arm"] == arm]
+    return [max(rank[name] for rank in sample["ranks"]) for sample in samples if sample["arm"] == arm]
 
 
-def page(result: dict[str, Any]) -> str:
-    samples = result["samples"]
+def _rows(group: dict[str, Any]) -> list[tuple[str, ...]]:
+    samples, rows = group["samples"], []
     middle = {arm: statistics.median(measured(samples, arm, "blocked_s")) for arm in ABOUT}
-    rows = []
     for arm in ABOUT:
         called, durable = (statistics.median(measured(samples, arm, name)) for name in ("called_s", "durable_s"))
         written = statistics.median(measured(samples, arm, "bytes")) / 1e6
         blocked = spread_text(measured(samples, arm, "blocked_s"), ".4f")
         ratio = f"{middle[arm] / middle['dcp.async']:.3f}"
-        rows.append((arm, blocked, ratio, f"{called:.4f}", f"{durable:.2f}", f"{written:.0f}"))
-    columns = ("arm", "blocked s", "of `dcp.async`", "in the call s", "durable s", "written MB")
+        rows.append((group["mesh"], arm, blocked, ratio, f"{called:.4f}", f"{durable:.2f}", f"{written:.0f}"))
+    return rows
+
+
+def page(result: dict[str, Any]) -> str:
+    rows = [row for group in result["groups"] for row in _rows(group)]
+    columns = ("mesh", "arm", "blocked s", "of `dcp.async`", "in the call s", "durable s", "written MB")
     return f"""# Saving a sharded model
 
 Written by `benchmarks/sharded.py`; every sample is in [sharded.json](sharded.json). Medians (and ranges) of
-the slowest rank's: {result["ranks"]} ranks with gloo, a model of {LAYERS} layers under FSDP2 with AdamW,
+the slowest rank's: ranks with gloo, a model of {LAYERS} layers under FSDP2 with AdamW,
 {result["bytes"] / 1e6:.0f} MB of state on all of them; {result["rounds"]} rounds, arms in turns in the same
-processes. {machine_text(result["machine"])}, shared with other work; {result["date"]}.
+processes. A mesh of two numbers is HSDP: so many replicas of so many shards. {machine_text(result["machine"])}, shared
+with other work; {result["date"]}.
 
 {markdown_table(columns, rows)}
 
@@ -210,28 +216,31 @@ the call, beside training; a copy behind training is kept only when the next ste
 """ + "".join(f"- **{arm}**: {text}.\n" for arm, text in ABOUT.items())
 
 
+def measure(mesh: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the ranks of one mesh; return their samples."""
+    shape = tuple(map(int, mesh.split("x")))
+    with tempfile.TemporaryDirectory(dir=args.dir) as base:
+        run_ranks(_rank, math.prod(shape), shape, base, args.width, args.rounds, args.steps)
+        return {"mesh": mesh, "samples": json.loads(Path(base, "samples.json").read_text())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--meshes", nargs="+", default=["2", "2x2"], help="SHARDS, or REPLICASxSHARDS for HSDP")
     parser.add_argument("--width", type=int, default=2048, help=f"of the model's {LAYERS} layers")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6, help="from a save to the wait for it")
     parser.add_argument("--dir", type=Path, required=True, help="a directory on the disk to measure")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir) as base:
-        work = (args.ranks, base, args.width, args.rounds, args.steps)
-        run_ranks(_rank, args.ranks, *work)
-        samples = json.loads(Path(base, "samples.json").read_text())
     result = {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": str(torch.__version__),
-        "ranks": args.ranks,
         "rounds": args.rounds,
         "steps": args.steps,
         "bytes": 3 * 4 * LAYERS * (args.width * args.width + args.width),
         "machine": describe_machine(args.dir, 1, {"torch": str(torch.__version__)}),
-        "samples": samples,
+        "groups": [measure(mesh, args) for mesh in args.meshes],
     }
     print(page(result))
     if args.out:
