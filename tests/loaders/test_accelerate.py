@@ -1,4 +1,6 @@
-"""Two ranks of Accelerate share one checkpoint of `save_state`, which each resumes from with its own generators."""
+"""Two ranks of Accelerate share one checkpoint of `save_state`, or store one copy by `Checkpointer.save`; each resumes
+with its own generators.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +74,40 @@ with tierd.Checkpointer(home, "run", rank=0, world_size=1, to=[]) as ckpt:
         raise AssertionError("it would write elsewhere")
 """
 
+ONE_COPY = """
+import os, sys
+rank, port, home, again = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "again"
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+import torch
+from accelerate import Accelerator
+import tierd
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(int(rank) + 50 * again)
+net = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Dropout(0.5), torch.nn.Linear(300, 50))
+model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2))
+alike = ("model", "optimizer", "scheduler") if accelerator.distributed_type in ("MULTI_GPU", "MULTI_CPU") else ()
+assert alike
+state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler,
+    "rng": tierd.RngState(), "step": 0}
+with tierd.Checkpointer(home, "run", to=[], replicated=alike) as ckpt:
+    restored = ckpt.restore(state)
+    assert (restored is not None) == again
+    for step in range(state["step"], 6):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 40), float(step + 1))).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        state["step"] = step + 1
+        if step >= 3:
+            print(step, loss.item(), flush=True)
+        if step == 2:
+            ckpt.save(3, state).wait()
+"""
+
 
 def port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as made:
@@ -91,3 +127,18 @@ def test_two_ranks_share_a_stage_and_resume_from_it(tmp_path: Path) -> None:
     (part,) = Spool(tmp_path).parts("run")
     names = {path.name for path in Spool(tmp_path).path(part).iterdir()}
     assert {"model.safetensors", "random_states_0.pkl", "random_states_1.pkl"} <= names
+
+
+@pytest.mark.loaders
+@pytest.mark.timeout(900)
+def test_two_ranks_store_one_copy_of_what_the_page_declares_and_resume_exactly(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    outputs = []
+    for word in ("first", "again"):
+        here = port()
+        outputs.append(processes(ONE_COPY, [[rank, here, str(tmp_path), word] for rank in ("0", "1")], timeout=400))
+    assert outputs[0] == outputs[1] and all(one.count("\n") == 3 for one in outputs[0])
+    spool = Spool(tmp_path)
+    stored = sum(file.size for part in spool.parts("run") for file in spool.manifest(part).files)
+    state_bytes = 3 * 4 * (40 * 300 + 300 + 300 * 50 + 50)
+    assert state_bytes < stored < 1.25 * state_bytes
