@@ -11,7 +11,7 @@ _COMMAND = re.compile(r"pip install '(?:\.|tierd)\[([a-z0-9,]+)\]'(`?)(?: in a c
 def availability() -> str:
     """Where pip finds tierd, for the page about its installation."""
     if SOURCE == ".":
-        return "tierd is on no package index yet. So pip installs it from a checkout: type these commands in the clone.\n"
+        return "tierd is on no package index yet. So pip installs it from a checkout: type this in the clone.\n"
     return "tierd is on PyPI.\n"
 
 

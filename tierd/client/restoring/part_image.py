@@ -104,7 +104,7 @@ class PartImage:
                 head = header_length(self.files[TENSORS][:8], len(self.files[TENSORS]))
                 self.bring(chunks, self._first_chunks(chunks, head))
                 self._choose(chunks, find(self.files), head)
-            except StateMismatch:  # reported when the whole part is there
+            except (StateMismatch, RecursionError):  # reported when the whole part is there
                 pass
         direct = self._late(chunks)
         self.bring(chunks, [where for where in self.missing if where not in direct])

@@ -31,7 +31,7 @@ from tierd.spool.file_io import digest, flat_bytes
 from tierd.spool.spool import Spool
 
 _SLOTS_BYTES = 128 << 20  # of all slots; with both hands' own memory, 256 MiB for chunks of 32 MiB
-_MIN_SLOTS, _MAX_SLOTS = 3, 16  # one for each hand, and one that is filled meanwhile
+_MIN_SLOTS, _MAX_SLOTS = 3, 8  # at least one for each hand, and one that is filled meanwhile
 
 
 class SlotsUnavailable(DaemonUnavailable):

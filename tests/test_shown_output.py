@@ -1,0 +1,102 @@
+"""The output that a how-to guide shows below `$ tierd …` is the program's, but for numbers, ids and spaces."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.world import Daemon
+
+import tierd
+from tierd.cli import run
+from tierd.stores.file_store import FileStore
+
+HOWTO = Path(__file__).parent.parent / "docs" / "howto"
+_BLOCK = re.compile(r"^    \$ tierd .*\n(?:    .*\n)*", re.M)
+
+
+def shown(page: str) -> list[tuple[str, list[str]]]:
+    """Each command that a page shows with its output."""
+    blocks = [textwrap.dedent(block) for block in _BLOCK.findall((HOWTO / f"{page}.md").read_text())]
+    texts = [text for block in blocks for text in re.split(r"^\$ ", block, flags=re.M)[1:]]
+    return [(lines[0], lines[1:]) for lines in (text.splitlines() for text in texts)]
+
+
+PAGES = ("own-loop", "operate", "monitor", "recovery", "export", "follow", "copy", "import")
+SHOWN = [(page, command, lines) for page in PAGES for command, lines in shown(page)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A spool with three checkpoints of a run, the daemon that has sent them, and another program's files."""
+    torch = pytest.importorskip("torch")
+    layouts = pytest.importorskip("support.layouts")
+    home = tmp_path_factory.mktemp("node")
+    for name in ("tier", "copies", "outputs"):
+        (home / name).mkdir()
+    layouts.trainer(home / "outputs")
+    (home / "tierd.toml").write_text(f'spool = "{home}/spool"\n[[tier]]\nname = "s3"\nurl = "file://{home}/tier"\n')
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Daemon(home / "spool", lambda: {"file": FileStore(home / "tier")}) as daemon:
+        with tierd.Checkpointer(home / "spool", run="llama-7b") as ckpt:
+            for step in (100, 200, 300):
+                model(torch.randn(8, 200)).square().mean().backward()
+                optimizer.step()
+                state = {"model": model, "optimizer": optimizer, "rng": tierd.RngState(), "step": step}
+                ckpt.save(step, state, metrics={"loss": 1 / step}).wait("file", timeout=60)
+        daemon.settle()
+        yield home
+
+
+@pytest.mark.parametrize(("page", "command", "lines"), SHOWN, ids=[f"{page}: {line}" for page, line, _ in SHOWN])
+def test_output_of_a_page_is_printed(page, command, lines, home, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(shlex.split(_there(command, home))[1:]) == 0, capfd.readouterr().err
+    assert_printed(lines, capfd.readouterr().out, home)
+
+
+def test_output_of_the_page_about_watching_is_printed(home, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("COLUMNS", "200")
+    explain, prepare = shown("watch")
+    assert run(shlex.split(explain[0])[1:]) == 0
+    assert_printed(explain[1], capfd.readouterr().out, home)
+    assert run(["watch", "outputs", "--run", "watched", "--to", f"{home}/copies", "--until-idle"]) == 0
+    optimizer = home / "outputs" / "checkpoint-500" / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:-20])
+    capfd.readouterr()
+    command = prepare[0].replace("llama-7b", "watched").replace("URL", f"{home}/copies")
+    assert run(shlex.split(command)[1:]) == 0
+    assert_printed(prepare[1], capfd.readouterr().out, home)
+
+
+def _places(home: Path) -> dict[str, str]:
+    """The pages' paths, and those of this test."""
+    named = {"s3://bucket/checkpoints": "tier", "/mnt/copies": "copies", "/nvme/tierd": "spool"}
+    places = {there: f"{home}/{name}" for there, name in named.items()}
+    return places | {"/etc/tierd/tierd.toml": f"{home}/tierd.toml", "/home/alice": str(home)}
+
+
+def _there(command: str, home: Path) -> str:
+    for shown_path, path in _places(home).items():
+        command = command.replace(shown_path, path)
+    return command
+
+
+def assert_printed(lines: list[str], out: str, home: Path) -> None:
+    """The lines are among those of the output, in their order."""
+    for shown_path, path in _places(home).items():
+        out = out.replace(f"file://{path}", shown_path).replace(path, shown_path)
+    printed = iter([_plain(re.sub(r"\bfile\b", "s3", line)) for line in out.splitlines()])
+    for line in lines:
+        assert _plain(line) in printed, f"{line!r} is not printed there:\n{out}"
+
+
+def _plain(line: str) -> str:
+    return " ".join(re.sub(r"\S*\d\S*", "#", line.replace("s3", "S")).split())
