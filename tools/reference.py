@@ -321,6 +321,8 @@ def _json(hint: Any) -> str:
     names = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Any: "any"}
     if hint in names:
         return names[hint]
+    if isinstance(hint, type) and hint in _ELSEWHERE:
+        return _ELSEWHERE[hint]
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _json(parts[0])
@@ -367,15 +369,11 @@ def answers() -> str:
     rows = []
     for name, shape in SHAPES.items():
         if isinstance(shape, dict):
-            shown = ", ".join(f"`{member}`: {_shown(hint)}" for member, hint in shape.items())
+            shown = ", ".join(f"`{member}`: {_json(hint)}" for member, hint in shape.items())
         else:
-            shown = f"{_shown(shape)}"
+            shown = _json(shape)
         rows.append((f"`{name}`", shown))
     return table(("command", "prints"), rows)
-
-
-def _shown(hint: Any) -> str:
-    return _ELSEWHERE.get(hint) or _json(hint)
 
 
 def types() -> str:
@@ -384,7 +382,7 @@ def types() -> str:
     for kind in sorted(classes(), key=lambda it: it.__name__):
         means = attributes(kind)
         rows = [
-            (f"`{name}`", _shown(hint), re.sub(r"\bNone\b", "null", means.get(name) or _COMMON.get(name, "")))
+            (f"`{name}`", _json(hint), re.sub(r"\bNone\b", "null", means.get(name) or _COMMON.get(name, "")))
             for name, hint in members(kind).items()
         ]
         parts.append(f"### {_name(kind)}\n\n{purpose(kind)}\n\n" + table(("member", "type", "meaning"), rows))
