@@ -101,25 +101,27 @@ async def put_summaries(store: MemoryStore) -> None:
         await store.put(summary_key(own), encode_summary(summary))
 
 
-def observed(store: MemoryStore) -> dict[str, object]:
-    """The seconds and the requests of a first observation, of a later one, and of one that lists all names."""
+def observed(store: MemoryStore, names: tuple[str, ...]) -> dict[str, object]:
+    """The CPU seconds and the requests of a first observation, of a later one, and of one that lists all names."""
     counted, figures = CountedStore(store), {}
     observer, mine = TierObserver(counted), {RUN: frozenset(range(LOCAL))}
-    for name in ("first", "again", "all"):
-        before = counted.counts.copy()
+    for name in names:
+        before, begun = counted.counts.copy(), time.process_time()
         if name == "all":
             observer.list_all()
-        taken, _ = seconds(lambda: asyncio.run(observer.observe({RUN}, mine)))
-        figures[name] = {"s": taken, **{kind: counted.counts[kind] - before[kind] for kind in ("list", "get")}}
+        asyncio.run(observer.observe({RUN}, mine))
+        requests = {kind: counted.counts[kind] - before[kind] for kind in ("list", "get")}
+        figures[name] = {"cpu_s": time.process_time() - begun, **requests}
     return figures
 
 
 def summarised(ranks: int, checkpoints: int) -> dict[str, object]:
     """A tier's observations without summaries and with them."""
     store = filled(ranks, checkpoints)
-    without = observed(store)
+    without = observed(store, ("first", "again"))
     asyncio.run(put_summaries(store))
-    return {"ranks": ranks, "checkpoints": checkpoints, "without": without, "with": observed(store)}
+    with_them = observed(store, ("first", "again", "all"))
+    return {"ranks": ranks, "checkpoints": checkpoints, "without": without, "with": with_them}
 
 
 def measured(ranks: int, checkpoints: int) -> dict[str, object]:
@@ -187,8 +189,8 @@ seconds of an observation are the daemon's own work and the dictionary's, withou
 Memory counts Python's allocations. `held`: by the places of spool and tier and the facts of manifests. `peak`: the most
 during a first observation and a plan.
 """
-SUMMARIES = """With a summary of each checkpoint, and without: seconds, and requests as LIST + GET of a counting store.
-The last column is an observation that lists all names although there are summaries.
+SUMMARIES = """With a summary of each checkpoint, and without: CPU seconds, and requests as LIST + GET of a counting
+store. The last column is an observation that lists all names although there are summaries.
 """
 NOTES = f"""
 *few*: {FEW} checkpoints; *all*: every one; *half unsent*: every one, and the tier lacks every second one. *keep all*:
@@ -210,8 +212,9 @@ def page(result: dict[str, Any]) -> str:
     summaries = [
         (
             f"{world['ranks']:,} x {world['checkpoints']:,}",
-            way,
-            *(f"{seen['s']:.2f} s, {seen['list']:,} + {seen['get']:,}" for seen in world[way].values()),
+            "yes" if way == "with" else "no",
+            *(f"{seen['cpu_s']:.2f} s, {seen['list']:,} + {seen['get']:,}" for seen in world[way].values()),
+            *([] if way == "with" else ["–"]),
         )
         for world in result["summarised"]
         for way in ("without", "with")
