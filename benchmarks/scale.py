@@ -214,7 +214,7 @@ def page(result: dict[str, Any]) -> str:
             f"{world['ranks']:,} x {world['checkpoints']:,}",
             "yes" if way == "with" else "no",
             *(f"{seen['cpu_s']:.2f} s, {seen['list']:,} + {seen['get']:,}" for seen in world[way].values()),
-            *([] if way == "with" else ["–"]),
+            *([] if way == "with" else ["not measured"]),
         )
         for world in result["summarised"]
         for way in ("without", "with")

@@ -21,6 +21,9 @@ from tierd.core.ids import retention_key
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.retention.policy import RetentionPolicy, StoredRetention, encode_policy
 from tierd.core.urls import parse_url
+from tierd.daemon.daemon_timings import DaemonTimings
+from tierd.daemon.tiers.summaries import due_summaries, put_summaries
+from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.daemon.tiers.tier_prune import prune
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
@@ -358,6 +361,29 @@ def test_reader_searches_again_for_a_checkpoint_that_is_pruned_while_it_is_read(
     saved(Spool(tmp_path / "more"), 5, 6, 7, stores=(store,))
     with pytest.raises(StoreUnavailable, match=r"while .* read, 3 times; try again"):
         read(9)
+
+
+@pytest.mark.parametrize("way", ["restore", "download"])
+def test_reader_searches_again_if_a_summary_stands_for_a_manifest_that_a_person_deleted(tmp_path, spool, way):
+    store = MemoryStore()
+    saved(spool, 1, 2, world=2, stores=(store,))
+
+    async def summarise() -> None:
+        observer = TierObserver(store)
+        due = due_summaries(
+            await observer.observe({"run"}),
+            observer.manifests,
+            "run",
+            DaemonTimings(summarised_ranks=1, summarised_manifests=0),
+        )
+        await put_summaries(store, observer.manifests, due)
+        await store.delete([part(2, rank=1, world=2).manifest_key])
+
+    asyncio.run(summarise())
+    with Reader({"tier": store}, "run") as opened:
+        assert {own.step for own in opened.checkpoints()} == {1, 2}
+        found = opened.restore(into(), rank=1) if way == "restore" else opened.download(tmp_path / "out")
+    assert found.step == 1
 
 
 def test_checkpoint_of_another_program_is_refused_with_a_remedy(tmp_path, spool):

@@ -108,9 +108,14 @@ class RunOnTiers:
     def has_checkpoint(self, checkpoint: CheckpointId, world: int) -> bool:
         """Return whether the tiers still list every rank's part. Raises as `runs`."""
         has_all = self.loop.run(has_all_manifests(self.stores, checkpoint, world))
-        for eye in () if has_all else self._eyes.values():
-            eye.list_all()
+        if not has_all:
+            self.list_all()
         return has_all
+
+    def list_all(self) -> None:
+        """List every manifest at the next `observe`, because one that a summary stands for is not there."""
+        for eye in self._eyes.values():
+            eye.list_all()
 
     def close(self) -> None:
         """Close the stores, and end the thread. Harmless when called twice, and in a forked process."""
@@ -208,6 +213,7 @@ class TierFiles(PartRanges):
         contents = copies.contents()
         if not contents:
             if not copies.defects and not copies.unavailable:
+                self._tiers.list_all()
                 raise ObjectNotFound(f"{part}: no tier has a copy")
             raise copies.lost_error("its manifest", copies.unavailable)
         copies.trust(contents[0])

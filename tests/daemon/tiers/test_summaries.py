@@ -26,6 +26,8 @@ from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
+from tierd.stores.encrypted_store import EncryptedStore
+from tierd.stores.encryption_keys import EncryptionKey
 from tierd.stores.memory_store import MemoryStore
 
 ALL = DaemonTimings(summarised_ranks=1, summarised_manifests=0)  # each complete checkpoint gets a summary
@@ -97,6 +99,21 @@ async def test_observation_lists_the_checkpoint_without_a_summary(spool):
     place = await TierObserver(store).observe({RUN}, chunks=False)
     assert store.taken() == {"LIST": 4, "GET": 3 + 1}
     assert place.checkpoints[part(3).checkpoint].ranks == {RANKS: frozenset({0, 1})}
+
+
+async def test_summary_on_an_encrypted_tier_is_for_those_who_have_its_key(spool):
+    inner = MemoryStore()
+    store = EncryptedStore(inner, EncryptionKey(b"k" * 32))
+    await filled(spool, store, 2)
+    await summarise(store)
+    assert len(summaries(inner)) == 2
+    double = Double(inner)
+    place = await TierObserver(EncryptedStore(double, EncryptionKey(b"k" * 32))).observe({RUN}, chunks=False)
+    assert all(copy.usable for copy in place.checkpoints.values()) and len(place.checkpoints) == 2
+    assert {key for operation, key in double.calls if operation == "get"} == {*map(summary_key, summaries(inner))}
+    for other in (EncryptedStore(inner, EncryptionKey(b"o" * 32)), inner):
+        place = await TierObserver(other).observe({RUN}, chunks=False)
+        assert len(list(place.defects())) == 2 * RANKS and not any(copy.usable for copy in place.checkpoints.values())
 
 
 async def test_small_run_gets_no_summary(spool):
