@@ -133,8 +133,7 @@ def measure(kind: str, url: str, trees: dict[str, Path], rounds: int, room: Path
                 label = f"{arm}, {name}" if arm == "tierd" else arm
                 samples[label].append(json.loads(run(trees[name], arm).splitlines()[-1]))
                 print(f"{kind} {url or 'file'}: {label}: {samples[label][-1]}", flush=True)
-        for name in trees:
-            samples[f"memory, {name}"] = [json.loads(run(trees[name], "memory").splitlines()[-1])]
+        samples["memory, now"] = [json.loads(run(trees["now"], "memory").splitlines()[-1])]
     return samples
 
 

@@ -34,7 +34,7 @@ def test_plain_tensors_and_those_of_torch_modules_are_direct():
     assert direct(live) == expected
 
 
-def test_optimizer_and_other_objects_are_not():
+def test_optimizer_is_not_direct():
     module = nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(1, 3)).sum().backward()
@@ -59,7 +59,7 @@ def hooked() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [lambda: Keeping(2, 2), lambda: Own(2, 2), hooked])
-def test_module_with_code_of_its_own_is_not(make):
+def test_module_with_code_of_its_own_is_not_direct(make):
     module, other = make(), nn.Linear(2, 2)
     assert direct({"model": module}) == set()
     both = nn.Sequential(module, other)
@@ -80,13 +80,13 @@ def test_module_with_code_of_its_own_is_not(make):
         lambda tensor: None,
     ],
 )
-def test_target_of_another_form_is_not(alter):
+def test_target_of_another_form_is_not_direct(alter):
     state = {"a": torch.arange(16.0).reshape(4, 4), "b": torch.ones(3)}
     live = {**state, "a": alter(state["a"])}
     assert direct(live, state) == {live["b"].data_ptr()}
 
 
-def test_targets_that_share_memory_are_not():
+def test_targets_that_share_memory_are_not_direct():
     base, array = torch.zeros(8), np.zeros(4, np.float32)
     saved = {"a": torch.zeros(8), "b": torch.ones(4), "c": torch.zeros(4), "d": np.ones(4, np.float32)}
     saved["e"] = torch.ones(2)
@@ -94,18 +94,18 @@ def test_targets_that_share_memory_are_not():
     assert direct(live, saved) == {live["e"].data_ptr()}
 
 
-def test_one_saved_tensor_for_two_targets_goes_to_one_of_them():
+def test_saved_tensor_for_two_targets_has_a_single_direct_target():
     tensor = torch.arange(4.0)
     live = {"a": torch.zeros(4), "b": torch.zeros(4)}
     assert direct(live, {"a": tensor, "b": tensor}) == {live["a"].data_ptr()}
 
 
-def test_two_saved_tensors_for_one_target_go_nowhere():
+def test_target_of_two_saved_tensors_is_not_direct():
     tensor = torch.zeros(4)
     assert direct({"a": tensor, "b": tensor}, {"a": torch.ones(4), "b": torch.ones(4)}) == set()
 
 
-def test_saved_tensor_that_something_else_reads_is_not():
+def test_saved_tensor_that_something_else_reads_has_no_direct_target():
     tensor = torch.arange(4.0)
     assert direct({"a": torch.zeros(4), "b": None}, {"a": tensor, "b": [tensor]}) == set()
 

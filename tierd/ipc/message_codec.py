@@ -74,7 +74,7 @@ class LendSlots(Request, frozen=True, kw_only=True, tag="lend-slots"):
 
 
 class FillSlot(Request, frozen=True, kw_only=True, tag="fill"):
-    """Hand-off: get a chunk as a tier stores it into the lent memory, `room` bytes from `begin` on.
+    """Hand-off: get a chunk as a tier stores it into the memory of `LendSlots`, `room` bytes from `begin` on.
 
     `file` and `index` are the chunk's place in the manifest of `LendSlots`. Answers come in any order, each with
     `begin`, `tier`, and `codec`, `size` and `digest` as in `StoredChunk`. The daemon verifies the chunk only if it has

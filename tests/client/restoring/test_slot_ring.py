@@ -9,12 +9,13 @@ from contextlib import suppress
 import pytest
 import torch
 from support.doubles import Double, contents, flip, is_chunk
+from support.ranks import Group
 from support.timed import timed_client
 from support.waiting import wait_until
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client.restoring import part_source
+from tierd.client.restoring import part_reader
 from tierd.client.restoring.part_fetch import FetchProgress
 from tierd.client.restoring.slot_ring import SlotRing, SlotsUnavailable
 from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, StoreUnavailable, TierdError
@@ -121,7 +122,7 @@ def test_patch_is_decoded_by_the_daemon(spool):
         assert torch.equal(found["noise"], state["noise"]) and not spool.has(saved.part)
 
 
-def test_chunk_that_is_wrong_on_one_tier_comes_from_the_other_and_is_repaired(spool):
+def test_chunk_that_is_wrong_on_one_tier_is_read_from_the_other_and_repaired(spool):
     stores = {"a": Double(), "b": Double()}
     with Daemon(spool.root, stores) as daemon:
         (part,) = put(daemon, 1)
@@ -165,7 +166,7 @@ def test_tier_that_stops_in_the_middle_is_an_error_and_saves_are_refused_until_a
             checkpointer.save(3, state).wait()
 
 
-def test_daemon_that_ends_in_the_middle_is_an_error_and_the_next_one_continues(spool, monkeypatch):
+def test_daemon_that_ends_in_the_middle_is_an_error_and_its_successor_restores(spool, monkeypatch):
     store, reached = Double(), threading.Event()
     with Daemon(spool.root, {"tier": store}) as daemon:
         put(daemon, 1)
@@ -214,7 +215,7 @@ def test_older_daemon_that_does_not_know_the_request_fetches_into_the_spool(spoo
 
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         (part,) = put(daemon, 1)
-        monkeypatch.setattr(part_source, "SlotRing", unknown)
+        monkeypatch.setattr(part_reader, "SlotRing", unknown)
         state = blank()
         assert restore(spool, state).tier == "tier" and equal(state, 1) and spool.has(part)
 
@@ -281,7 +282,7 @@ def test_slots_that_change_while_they_are_read_give_only_right_bytes(spool, monk
                 thread.join()
 
 
-def test_daemon_lets_go_of_slots_when_their_client_dies(spool):
+def test_daemon_releases_slots_when_their_client_dies(spool):
     store = Double()
     with Daemon(spool.root, {"tier": store}) as daemon:
         (part,) = put(daemon, 1)
@@ -351,3 +352,31 @@ def test_restart_reads_the_spool_into_live_tensors(spool, has_tier):
         address = state["normal"].data_ptr()
         assert restore(spool, state).step == 2 and equal(state, 2)
         assert state["normal"].data_ptr() == address
+
+
+def test_ranks_fall_back_together_when_the_rest_of_a_part_is_wrong_everywhere(spool, monkeypatch):
+    """Rank 1 finds out after both have agreed: rank 0's live tensors have step 2 by then, and receive step 1."""
+    store, group = Double(), Group(2)
+    group.install(monkeypatch)
+    with Daemon(spool.root, {"tier": store}, keep=100) as daemon:
+
+        def save(rank: int) -> None:
+            with tierd.Checkpointer(spool.root, "run") as checkpointer:
+                for step in (1, 2):
+                    checkpointer.save(step, weights(10 * step + rank)).wait()
+
+        group.run(save)
+        daemon.settle()
+        spool.remove(list(spool.parts()))
+        chunks = [key for key in large_chunks(store) if "/000000000002." in key and "/00001/" in key]
+        assert chunks
+        daemon.call(flip(store.inner, chunks[0]))
+        states = [blank(), blank()]
+
+        def load(rank: int) -> tuple[int, list[int]]:
+            with tierd.Checkpointer(spool.root, "run") as checkpointer:
+                restored = checkpointer.restore(states[rank])
+                return restored.step, [skip.step for skip in restored.skipped]
+
+        assert group.run(load) == [(1, [2]), (1, [2])]
+    assert equal(states[0], 10) and equal(states[1], 11)

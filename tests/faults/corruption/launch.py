@@ -42,7 +42,7 @@ class _Ranks:
 class _Source:
     """As `tierd.client.restoring.part_source.NodeSource`, with the daemon's own code at the other end of no line."""
 
-    arena = link = None
+    arena = link = image = None
     deep = True
     odd: Mapping[CheckpointId, str] = {}
 
@@ -55,7 +55,7 @@ class _Source:
     def run_view(self) -> RunView:
         return run_view_of(self._wait(observe_places(self._places.spool, self._places.stores, RUN)), RUN)
 
-    def obtain(self, part: PartId) -> Any:
+    def obtain(self, part: PartId, *, direct: bool = False) -> Any:
         tier = "local"
         files = self._read(part)
         if files is None:

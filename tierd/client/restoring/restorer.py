@@ -15,7 +15,8 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.candidate_trials import CandidateTrials, Skipped
 from tierd.client.restoring.other_world import choose_part
 from tierd.client.restoring.part_image import PartImage
-from tierd.client.restoring.part_source import LoadedPart, NodeSource
+from tierd.client.restoring.part_reader import LoadedPart
+from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_entries, with_siblings
 from tierd.client.restoring.share_exchange import ShareExchange

@@ -1,4 +1,4 @@
-"""Stored chunks of a part -> memory that a client lent, for a restore that verifies and decodes them itself.
+"""Stored chunks of a part -> memory of a client, for a restore that verifies and decodes them itself.
 
 Invariant: this is a shortcut that decides nothing. Nothing is quarantined or repaired here, and a chunk that is found
 wrong in any place is an error, because the client then asks for a whole `Fetch`, which finds out what is wrong where.
