@@ -82,6 +82,11 @@ def test_restore_into_a_directory_moves_its_checkpoint_and_a_step_can_be_chosen(
     assert changed == {"latest", "global_step10/zero_pp_rank_0_mp_rank_00_model_states.pt"}
     assert (home.root / ".tierd-quarantine" / "global_step10").is_dir()
     assert not (home.root / ".tierd-restored").exists()
+    assert not found["was_right"]
+    before = files(home.root)
+    assert run(["restore", str(home.tier), "--run", RUN, "--into", str(home.root), "--step", "10", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["was_right"] and again["moved"] == [] and files(home.root) == before
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc", "global_step21"])
@@ -134,6 +139,7 @@ def test_a_failed_exchange_leaves_nothing_in_quarantine(root: Path, monkeypatch:
     fresh = root / in_place_restore.RESTORE_STAGING / "checkpoint-5"
     for path in (root / "checkpoint-5", fresh):
         path.mkdir(parents=True)
+    (fresh / "file").touch()
 
     def busy(*_: object) -> bool:
         raise OSError(16, "Device or resource busy")

@@ -133,8 +133,9 @@ def _show_put(put_back: RestoredUnit, into: Path) -> None:
     out = console()
     for text in put_back.skipped:
         out.print(f"skipped {text}")
+    verb = "already right:" if put_back.was_right else "put back"
     out.print(
-        f"put back {into / put_back.path}: {put_back.run} step {put_back.step}, {format_size(put_back.size)} verified"
+        f"{verb} {into / put_back.path}: {put_back.run} step {put_back.step}, {format_size(put_back.size)} verified"
     )
     for path in put_back.moved:
         out.print(f"  what was there lies in {into / path}")

@@ -132,7 +132,7 @@ def quarantine_files(directory: Path, paths: Iterable[str]) -> list[str]:
 def swap_in(fresh: Path, directory: Path, name: str) -> str | None:
     """Put `fresh` in place; return where what was there before lies now, if anything else was."""
     final = make_parents(directory, name)
-    if _is_same(fresh, final):
+    if is_same(fresh, final):
         return None
     if not final.is_symlink() and not final.exists():
         fresh.rename(final)
@@ -155,7 +155,13 @@ def swap_in(fresh: Path, directory: Path, name: str) -> str | None:
     return str(target.relative_to(directory))
 
 
-def _is_same(fresh: Path, final: Path) -> bool:
+def is_same(fresh: Path, final: Path) -> bool:
+    """Whether two paths are files of the same bytes, or directories of the same files; a link is none of them."""
+    if fresh.is_symlink() or final.is_symlink():
+        return False
+    if fresh.is_dir() and final.is_dir():
+        names = {path.name for path in fresh.iterdir()}
+        return names == {path.name for path in final.iterdir()} and all(is_same(fresh / n, final / n) for n in names)
     if not all(path.is_file() and not path.is_symlink() for path in (fresh, final)):
         return False
     with fresh.open("rb") as fresh_file, final.open("rb") as final_file:

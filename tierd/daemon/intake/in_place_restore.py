@@ -20,6 +20,7 @@ from tierd.core.save_rules import MetricGoal
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.intake.directory_changes import (
     explained_refusals,
+    is_same,
     pointers_of_unit,
     restore_pointers,
     swap_in,
@@ -72,6 +73,7 @@ class RestoredUnit:
         pointers: the files that name it now.
         files: its files, as paths in the directory.
         beside: the checkpoints of other series that were put back with it.
+        was_right: whether each of its files lay in place with the right bytes already, so that none was changed.
     """
 
     run: str
@@ -86,6 +88,7 @@ class RestoredUnit:
     pointers: tuple[str, ...]
     files: tuple[str, ...]
     beside: tuple[RestoredUnit, ...] = ()
+    was_right: bool = False
 
     @property
     def checkpoint(self) -> CheckpointId:
@@ -157,7 +160,8 @@ def move_into_place(
     names = _names(directory, about, files) if kept_paths.all_but is None else sorted({*kept_paths.all_but} & {*files})
     if kept_paths.keeps_newer:
         names = [name for name in names if not _is_newer(directory / name, about)]
-    replaced_paths = [swap_in(home / name, directory, name) for name in names]
+    was_right = bool(names) and all(is_same(home / name, directory / name) for name in names)
+    replaced_paths = [] if was_right else [swap_in(home / name, directory, name) for name in names]
     pointer_paths = _point(directory, about, files, pointing)
     remove(target)
     return RestoredUnit(
@@ -172,6 +176,7 @@ def move_into_place(
         moved=tuple(path for path in replaced_paths if path is not None),
         pointers=tuple(pointer_paths),
         files=tuple(files),
+        was_right=was_right,
     )
 
 
