@@ -131,3 +131,21 @@ def test_first_digits_name_an_attempt(
     assert run(["show", "bert", "10", *where, "--attempt", "0000"]) == 3  # the beginning of two
     assert "several" in capsys.readouterr().err
     assert run(["show", "bert", "10", *where, "--attempt", "ffff"]) == 4
+
+
+def test_ls_shows_the_newest_and_prune_its_total(
+    home: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spool = Spool(tmp_path / "spool")
+    commit(spool, part(20, run="bert"))
+    commit(spool, part(5, run="other"))
+
+    def steps(*options: str) -> list[int]:
+        assert run(["ls", "--spool", str(spool.root), "--json", *options]) == 0
+        return [checkpoint["step"] for checkpoint in json.loads(capsys.readouterr().out)["checkpoints"]]
+
+    assert sorted(steps()) == [5, 10, 20] and sorted(steps("--newest", "1")) == [5, 20]
+    assert steps("--since", "1h") == [] and sorted(steps("--since", "30000d")) == [5, 10, 20]
+    assert run(["ls", "--spool", str(spool.root), "--since", "soon"]) == 3
+    assert run(["prune", str(tmp_path / "tier"), "--key-file", str(tmp_path / "key"), "--keep-last", "1"]) == 0
+    assert "pruned 0 of 1 checkpoints, which frees 0 B at most" in capsys.readouterr().out

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +26,7 @@ from tierd.cli.options import (
     StepArgument,
     StepOption,
     UrlArgument,
+    parse_time,
 )
 from tierd.cli.output import attempt_names, checkpoint_table, complain, console, print_checkpoints, print_json
 from tierd.cli.places import Places, resolve_places
@@ -73,13 +76,21 @@ def ls(
     spool: SpoolOption = None,
     config: ConfigOption = None,
     run: RunOption = None,
+    newest: Annotated[
+        int | None, typer.Option("--newest", metavar="N", min=1, help="Only the N newest of each run.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="TIME", help="Only those made within this time: 2h, 3d.")
+    ] = None,
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
     where = resolve_places(spool, url, config, key_file=key_file, run_option=True)
+    since_s = None if since is None else parse_time("--since", since)
     listing, unanswered = _report(where, run)
     missing = run is not None and not listing.checkpoints and not listing.unreached and not unanswered
+    listing = Report(tuple(_select(listing.checkpoints, newest, since_s)), listing.unreached)
     if json:
         print_json(listing)
     elif not missing:
@@ -129,6 +140,23 @@ def show(
         rows = [(file.path, format_size(file.size), str(len(file.chunks))) for file in manifest.files]
         title = f"rank {manifest.rank} of {manifest.world_size}"
         out.print(Table(("FILE", "BYTES", "CHUNKS"), rows, title=title))
+
+
+def _select(checkpoints: Sequence[Checkpoint], newest: int | None, since_s: float | None) -> Iterator[Checkpoint]:
+    """Yield the `newest` checkpoints of each run, of those that were made at most `since_s` seconds ago."""
+    begin = None if since_s is None else datetime.now(UTC) - timedelta(seconds=since_s)
+    newest_first = sorted(checkpoints, key=lambda checkpoint: (checkpoint.attempt, checkpoint.step), reverse=True)
+    counts, chosen = Counter[str](), set[tuple[str, str, int]]()
+    for checkpoint in newest_first:
+        created = datetime.fromisoformat(checkpoint.created) if checkpoint.created else None
+        if begin is not None and (created is None or created < begin):
+            continue
+        counts[checkpoint.run] += 1
+        if newest is None or counts[checkpoint.run] <= newest:
+            chosen.add((checkpoint.run, checkpoint.attempt, checkpoint.step))
+    for checkpoint in checkpoints:  # in the order of the report
+        if (checkpoint.run, checkpoint.attempt, checkpoint.step) in chosen:
+            yield checkpoint
 
 
 def _complain_of_encryption(checkpoints: Sequence[Checkpoint]) -> bool:

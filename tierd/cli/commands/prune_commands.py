@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -29,12 +29,14 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, pruning_prefix
+from tierd.core.planning.copies import total_stored_size
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, known_policy, observed_runs, unknown_policy_reason
 from tierd.core.planning.place import Place
 from tierd.core.planning.prune_batches import MAX_BATCH_CHECKPOINTS
 from tierd.core.planning.pruning import judge_place
 from tierd.core.run_report import reasons_of
+from tierd.core.units import format_size
 from tierd.daemon.tiers.intents import intent_protections
 from tierd.daemon.tiers.manifest_index import ManifestIndex
 from tierd.daemon.tiers.run_removal import LaunchObjectCounts, LaunchObjects, list_launch_objects, local_leases
@@ -64,6 +66,7 @@ class PruneVerdict:
         reasons: the rules that keep it, or why nothing does.
         pruned: whether it was deleted.
         held: why it is not deleted although no rule keeps it, and until when; empty: nothing holds it.
+        stored_bytes: its stored size there, by the manifests that were read, also of chunks that others share.
     """
 
     tier: str
@@ -74,6 +77,7 @@ class PruneVerdict:
     reasons: tuple[str, ...]
     pruned: bool
     held: str = ""
+    stored_bytes: int = 0
 
     @property
     def outcome(self) -> str:
@@ -117,6 +121,17 @@ def prune(
         for verdict in judged
     ]
     console().print(Table(("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
+    for line in _totals(judged, "would prune" if dry_run else "pruned"):
+        console().print(line)
+
+
+def _totals(judged: Sequence[PruneVerdict], verb: str) -> Iterator[str]:
+    """Yield for each tier how much goes; at most, because chunks that kept checkpoints share stay."""
+    for tier in dict.fromkeys(verdict.tier for verdict in judged):
+        verdicts = [verdict for verdict in judged if verdict.tier == tier]
+        going = [verdict for verdict in verdicts if verdict.outcome in ("pruned", "would prune")]
+        size = format_size(sum(verdict.stored_bytes for verdict in going))
+        yield f"{tier}: {verb} {len(going)} of {len(verdicts)} checkpoints, which frees {size} at most"
 
 
 async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[PruneVerdict]:
@@ -175,6 +190,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Prune
                             (*reasons_of(copy, verdict), *defects),
                             checkpoint in deleted,
                             "" if verdict.keep else hold_reasons.get(checkpoint, ""),
+                            total_stored_size(copy.facts) if copy else 0,
                         )
                     )
     return judged
