@@ -129,6 +129,7 @@ MAY: dict[str, set[str]] = {
         "spool.file_io",
         "spool.verified_reads",
         "spool.direct_io",
+        "logs",
         "core",
         "",
     },
