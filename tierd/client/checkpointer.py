@@ -25,6 +25,7 @@ from tierd.client.saving.save_jobs import Save, Stats
 from tierd.core.ids import CheckpointId, PartId, check_step
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.save_rules import MetricGoal, When, check_epoch
+from tierd.core.units import format_duration, format_size, html_table
 from tierd.ipc.messages import MAX_REASON, DataLeakNotice, PreemptionNotice
 
 if TYPE_CHECKING:
@@ -119,6 +120,17 @@ class Checkpointer:
             stats=self.stats,
         )
         self._shutdown = Shutdown(self._inner)
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        failed = f", {stats.failed} failed" if stats.failed else ""
+        return f"<Checkpointer of run {self.run!r} in {self._inner.spool.root}: {stats.durable} saves durable{failed}>"
+
+    def _repr_html_(self) -> str:
+        stats = self.stats
+        cells = (self._inner.spool.root, stats.durable, stats.failed, format_size(stats.persisted_bytes))
+        columns = ("spool", "durable", "failed", "written", "blocked")
+        return html_table(f"run {self.run}", columns, [(*cells, format_duration(stats.blocked_s))])
 
     @property
     def attempt(self) -> str:

@@ -1,6 +1,12 @@
-"""Sizes, times, ages and pauses as people read them: one form of each, for the log, problems and every command."""
+"""Sizes, times, ages and pauses as people read them: one form of each, for the log, problems, every
+command and notebooks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from tierd.core.errors import printable
 
 
 def format_size(count: float) -> str:
@@ -34,3 +40,10 @@ def pause_text(until: str) -> str:
     if until == "until resumed":
         return f"paused {until}"
     return f"paused until {until[:19].replace('T', ' ')} UTC"
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table for a notebook, with all text escaped."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><caption>{escape(printable(title))}</caption><tr>{head}</tr>{body}</table>"

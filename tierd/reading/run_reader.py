@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tierd.core.config import from_urls
-from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.core.ids import check_attempt, check_run, check_step
 from tierd.core.save_rules import MetricGoal, check_goal
+from tierd.core.units import html_table
 from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.local_files import check_restore_target
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from tierd.reading.export_from_tiers import StateExport
 
+_MAX_SHOWN = 20  # checkpoints in a notebook
 PathLike: TypeAlias = str | os.PathLike[str]
 
 
@@ -76,6 +78,26 @@ class Reader:
     def __init__(self, stores: Mapping[str, Store], run: str) -> None:
         self.run = check_run(run)
         self.tiers = RunOnTiers(stores, run)
+
+    def __repr__(self) -> str:
+        return f"<Reader of run {self.run!r} on {', '.join(self.tiers.stores)}>"
+
+    def _repr_html_(self) -> str:
+        try:
+            checkpoints = self.checkpoints()[:_MAX_SHOWN]
+        except TierdError as error:
+            return html_table(f"run {self.run}", ("error",), [(error,)])
+        rows = [
+            (
+                f"{checkpoint.step}{' (resumes)' * checkpoint.resumes}",
+                checkpoint.attempt,
+                f"{checkpoint.created:%Y-%m-%d %H:%M} UTC" if checkpoint.created else "",
+                ", ".join(f"{name} {value:.4g}" for name, value in checkpoint.metrics.items()),
+                ", ".join(checkpoint.tiers) or "incomplete",
+            )
+            for checkpoint in checkpoints
+        ]
+        return html_table(f"run {self.run}", ("step", "attempt", "made", "metrics", "tiers"), rows)
 
     @property
     def unreached(self) -> tuple[str, ...]:

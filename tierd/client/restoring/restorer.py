@@ -26,6 +26,7 @@ from tierd.core.manifest import Manifest
 from tierd.core.planning.place import SPOOL
 from tierd.core.save_rules import MetricGoal
 from tierd.core.timeline.restore_order import Candidate, own_part
+from tierd.core.units import html_table
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Request
 from tierd.ipc.messages import RestoreFinished as ReportRestored
@@ -57,6 +58,17 @@ class Restored:
     skipped: tuple[Skipped, ...]
     unreached: tuple[str, ...]
     directory: Path
+
+    def __repr__(self) -> str:
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        skipped = f", {len(self.skipped)} newer skipped" if self.skipped else ""
+        return f"<Restored step {self.step} (attempt {self.attempt}) from {self.tier}{metrics}{skipped}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, f"{value:.6g}") for name, value in self.metrics.items()]
+        rows += [(f"skipped: step {skipped.step}", skipped.reason) for skipped in self.skipped]
+        rows.append(("files", str(self.directory)))
+        return html_table(f"restored step {self.step} (attempt {self.attempt}) from {self.tier}", ("", ""), rows)
 
 
 @dataclass(frozen=True, slots=True)
