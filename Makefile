@@ -30,8 +30,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # then torch (constraints/torch.txt says why it is apart), then tierd. tests/test_supply.py says what the lock lacks.
 $(READY): pyproject.toml constraints/development.txt constraints/torch.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierd needs Python 3.11 or newer")'
+	@echo "set-up: a virtual environment in $(VENV), then its packages, then torch: a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/development.txt
+	@echo "set-up: the packages are there; torch follows"
 	$(BIN)/python -m pip install --quiet --requirement constraints/torch.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

@@ -32,7 +32,8 @@ from tierd.bench.report_page import write_result
 
 KEEP = 3
 _PIECE = 16 << 10  # bytes
-_DURABLE = re.compile(r"^(\S+ \S+) INFO tier: durable r step (\d+) .* bytes as (\d+)$")
+_DURABLE = re.compile(r"^(\S+ \S+) INFO tier: durable r step (\d+) .* stored as ([0-9.]+) (B|KiB|MiB|GiB)$")
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class Link:
@@ -104,7 +105,7 @@ def _judged(asked: argparse.Namespace, log: str, saved: list[tuple[float, int]],
     for line in log.splitlines():
         if (match := _DURABLE.match(line)) and len(durable) < len(saved):
             at = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()  # noqa: DTZ007  # as it was logged
-            durable.append((at, int(match[2]), int(match[3])))
+            durable.append((at, int(match[2]), float(match[3]) * _UNITS[match[4]]))
     last = saved[-1][0]
     durable = [one for one in durable if one[0] <= last]
     gaps = [(b[0] - a[0]) / (b[2] / asked.rate) for a, b in itertools.pairwise(durable)]

@@ -26,6 +26,7 @@ from examples.demo.processes import Child, DemoFailed, started, wait_until
 from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.place import SPOOL
+from tierd.daemon.status_file import read_status
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import ReportRequest, StatusRequest
 from tierd.spool.spool import Spool
@@ -72,12 +73,14 @@ class Demo:
             # It first writes and flushes what the trainer had handed over. Else that could come after the damage, or
             # the trainer's successor would find its last snapshot in the daemon's memory, and need neither copy.
             daemon.terminate(self.options.patience)
+        # The last state has them, and the next daemon has only its own.
+        first_events = (read_status(Spool(self.spool).control) or {}).get("events", [])
         victim = self._corrupt_newest()
         with started("restarted daemon", self.logs, *command) as daemon:
             self._wait_for_daemon(daemon)
             resumed = self._resume(daemon, victim)
             self._compare(reference, killed, resumed)
-            self._show(daemon, killed, resumed)
+            self._show(daemon, killed, resumed, first_events)
             daemon.terminate(self.options.patience)
         self._say("daemon: told to stop, ended with 0; configuration, logs, spool and tier are left to look at")
         self._note(str(self.home))
@@ -171,10 +174,10 @@ class Demo:
         )
         self._note(f"sha256 {resumed.final}")
 
-    def _show(self, daemon: Child, killed: Launch, resumed: Launch) -> None:
+    def _show(self, daemon: Child, killed: Launch, resumed: Launch, first_events: list[dict[str, Any]]) -> None:
         """The table, once the daemon has nothing left to do."""
         wait_until("the daemon has nothing left to do", self._settled, self.options.patience, daemon)
-        events = self._ask(StatusRequest())["status"]["events"]
+        events = [*first_events, *self._ask(StatusRequest())["status"]["events"]]
         saves = [*killed.saves, *resumed.saves]
         report = self._ask(ReportRequest(run=RUN))["report"]
         self.console.print()

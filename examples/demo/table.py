@@ -6,7 +6,6 @@ Invariant: a row for each save that a trainer logged, whatever became of it; whe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
@@ -16,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.demo.compare import Saved
+from tierd.core.planning.place import SPOOL
 
-_SIZES = re.compile(r"(\d+) bytes as (\d+)")
-_STYLES = {"verified": "green", "committed": "green", "quarantined": "bold red", "corrupt": "bold red", "pruned": "dim"}
+_STYLES = {"verified": "green", "committed": "green", "quarantined": "bold red", "corrupt": "bold red"}
 
 
 def checkpoints(
@@ -37,7 +36,7 @@ def checkpoints(
         copies = {copy["place"]: copy for copy in known.get((saved.step, saved.attempt), {}).get("copies", [])}
         table.add_row(
             str(saved.step),
-            saved.attempt.split("-")[1],
+            saved.attempt.split("-")[1][:4],
             *(_state(copies.get(place), place, own) for place in places),
             f"{saved.at:%H:%M:%S}",
             *_flushed(saved, own),
@@ -52,7 +51,7 @@ def _empty(places: list[str]) -> Table:
     for name in ("step", "attempt"):
         table.add_column(name, justify="right", no_wrap=True)
     for place in places:
-        table.add_column("in the spool" if place == "local" else f"on the tier ({place})", ratio=1)
+        table.add_column("in the spool" if place == SPOOL else f"on the tier ({place})", no_wrap=True)
     table.add_column("made, UTC", no_wrap=True)
     for name in ("verified", "MB, stored"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -62,32 +61,26 @@ def _empty(places: list[str]) -> Table:
 def _state(copy: dict[str, Any] | None, place: str, events: list[dict[str, Any]]) -> Text:
     """What a place holds of a checkpoint, and why; where it holds nothing, what became of it."""
     if copy is not None:
-        verb = "kept" if copy["keep"] else "to be pruned"
-        return _said(copy["state"], f", {verb}: {'; '.join(copy['reasons'])}" if copy["reasons"] else "")
+        return _said(copy["state"], f": {copy['reasons'][0]}" if copy["reasons"] else "")
     # A checkpoint that is beyond repair is quarantined in every place at once, and the daemon tells it once.
-    corrupt = next((event for event in events if event["what"] == "quarantined"), None)
-    if corrupt is not None:
-        return _said("quarantined", f", later deleted: {_brief(corrupt['why'], place)}")
-    gone = next((event for event in events if event["what"] == "pruned" and event["place"] == place), None)
-    return _said("pruned", f": {gone['why']}") if gone else _said("never there", "")
-
-
-def _brief(why: str, place: str) -> str:
-    """The last words of what was found at `place`; paths and digests stand in the daemon's log."""
-    _, _, found = why.partition(f"{place}: ")
-    return found.partition(";")[0].rpartition(": ")[2]
+    if any(event["what"] == "quarantined" for event in events):
+        return _said("quarantined", ", then deleted")
+    if place == SPOOL:
+        return _said("saved", ", then pruned")
+    if any(event["place"] == place and event["what"] in ("flushed", "durable", "pruned") for event in events):
+        return _said("sent", ", then pruned")
+    return _said("overtaken", " by a newer one")
 
 
 def _said(state: str, why: str) -> Text:
-    return Text.assemble((state, _STYLES.get(state, "")), (why, "dim" if state == "pruned" else ""))
+    return Text.assemble((state, _STYLES.get(state, "dim")), (why, "" if state in _STYLES else "dim"))
 
 
 def _flushed(saved: Saved, events: list[dict[str, Any]]) -> tuple[str, str]:
     """How long after the save a tier's copy was verified, and the bytes it took."""
     for event in events:
-        sizes = _SIZES.search(event["why"])
-        if event["what"] == "flushed" and sizes:
+        if event["what"] == "flushed":
             after = datetime.fromisoformat(event["at"]) - saved.at
-            raw, stored = (int(size) / 1e6 for size in sizes.groups())
+            raw, stored = event["raw_bytes"] / 1e6, event["stored_bytes"] / 1e6
             return f"in {after.total_seconds():.2f} s", f"{raw:.1f}, {stored:.1f}"
     return "never", ""

@@ -140,7 +140,8 @@ def causes_in_samples(
         yield Cause(
             "shuffle",
             f"launch {launch} went on at step {step} in an order that is nowhere in an uninterrupted run: the "
-            "shuffle's seed, epoch or generator is not in the checkpoint, or not restored",
+            "shuffle's seed, epoch or generator is not in the checkpoint, or not restored; give the loader a generator "
+            "of its own (generator=torch.Generator().manual_seed(0)), and save the loader: docs/howto/data-loaders.md",
         )
 
 
