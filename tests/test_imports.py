@@ -16,6 +16,7 @@ import pytest
 
 import tierd
 from tierd.core import errors
+from tierd.core.installation import install_command
 
 TIERD = Path(tierd.__file__).parent
 DAEMON_ONLY = {"asyncio", "aiofiles", "aiobotocore", "aiohttp", "botocore", "cryptography", "rich", "typer", "watchdog"}
@@ -286,7 +287,7 @@ MAY: dict[str, set[str]] = {
         "",
     },
     "": {"client", "state", "dcp", "logs", "observing", "core"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "core"},
 }
 SYNC = {
     "core",
@@ -507,7 +508,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
-    assert done.stdout.strip() == f"tierd.{name} needs the package {package}: pip install 'tierd[{extras}]'"
+    assert done.stdout.strip() == f"tierd.{name} needs the package {package}: {install_command(extras)}"
 
 
 def test_the_public_names_are_listed_and_each_is_there():

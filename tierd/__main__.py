@@ -17,8 +17,10 @@ def main() -> int:
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("tierd"):
             raise
+        from tierd.core.installation import install_command
+
         print(
-            f"tierd: {error.name} is not installed; the command line needs: pip install 'tierd[daemon]'",
+            f"tierd: {error.name} is not installed; the command line needs: {install_command('daemon')}",
             file=sys.stderr,
         )
         return 3

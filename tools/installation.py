@@ -1,10 +1,11 @@
-"""The command that installs tierd, as all pages show it. On a release set `SOURCE`, and run `make reference`."""
+"""The command that installs tierd, as all pages show it: `tierd.core.installation` says from where."""
 
 from __future__ import annotations
 
 import re
 
-SOURCE = "."  # where pip takes tierd from: a checkout; "tierd" once the package is on the package index
+from tierd.core.installation import SOURCE
+
 _COMMAND = re.compile(r"pip install '(?:\.|tierd)\[([a-z0-9,]+)\]'(`?)(?: in a checkout|    # in a checkout)?")
 
 

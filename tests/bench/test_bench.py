@@ -22,6 +22,7 @@ from tierd.bench.training import (
     model_shape,
 )
 from tierd.core.errors import ConfigError
+from tierd.core.installation import install_command
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = {
@@ -201,7 +202,7 @@ def test_without_matplotlib_there_is_a_page_and_a_sentence(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     said: list[str] = []
     overhead.write(made_up(), tmp_path, said.append)
-    assert said == ["no plot: matplotlib is not installed; pip install 'tierd[bench]'"]
+    assert said == [f"no plot: matplotlib is not installed; {install_command('bench')}"]
     assert "![" not in (tmp_path / "overhead.md").read_text()
 
 

@@ -21,6 +21,7 @@ from tierd.cli.commands.advise_answer import cost_lines
 from tierd.core.advice.run_estimates import RunHistory
 from tierd.core.advice.save_interval import Costs, advise, goodput
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.installation import install_command
 from tierd.spool.spool import Spool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "advise.md").read_text()
@@ -347,7 +348,7 @@ def test_plot_without_matplotlib_names_the_package_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run([*JOB, "--plot", str(tmp_path / "goodput.png")]) == 3
-    assert "pip install 'tierd[bench]'" in capsys.readouterr().err
+    assert install_command("bench") in capsys.readouterr().err
 
 
 # -- a notice ---------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tierd.cli import run
 from tierd.cli.command_runtime import Meter
 from tierd.core.config import from_urls
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.installation import install_command
 from tierd.core.manifest import VERSION
 from tierd.core.manifest_codec import decode, seal
 from tierd.core.planning.inventory import Inventory
@@ -411,7 +412,7 @@ def test_command_line_without_the_daemons_packages_names_the_package_to_install(
         timeout=150,
     )
     assert done.returncode == 3
-    assert "pip install 'tierd[daemon]'" in done.stderr
+    assert install_command("daemon") in done.stderr
 
 
 # -- versions -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from support.saved import files_of
 from support.world import commit, part
 
 from tierd.core.errors import ConfigError, CorruptChunk
+from tierd.core.installation import install_command
 from tierd.daemon.tiers.tier_prune import prune
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
@@ -225,4 +226,4 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
-    assert done.stdout.strip().endswith("pip install 'tierd[torch,daemon,fsspec]'")
+    assert done.stdout.strip().endswith(install_command("torch,daemon,fsspec"))

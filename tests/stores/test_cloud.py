@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import tierd
 from tierd.cli import run
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
 from tierd.core.errors import ConfigError, DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.installation import install_command
 from tierd.core.urls import parse_url
 from tierd.stores.base import Store, list_children
 from tierd.stores.cloud.cloud_store import _LAST, CloudStore, _offset
@@ -285,7 +287,9 @@ def test_it_is_opened_by_its_url_and_nothing_is_read_before_the_first_call(monke
 def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "tierd.stores.cloud.cloud_store")
-    with pytest.raises(ConfigError, match=r"gs://bucket needs the package obstore: pip install 'tierd\[obstore\]'"):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"gs://bucket needs the package obstore: {install_command('obstore')}")
+    ):
         open_store(parse_url("gs://bucket"))
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import tierd
 from tierd.bench.training import LibraryUnavailable, SaveMethod, Training, Wait
 from tierd.core.config import from_urls
+from tierd.core.installation import install_command
 from tierd.spool.file_io import sync_directory
 from tierd.spool.spool import Spool
 
@@ -217,7 +218,7 @@ class TorchCheckpointing(_Files):
             from torch_checkpointing import CheckpointManager
             from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
         except ImportError as error:
-            raise LibraryUnavailable(f"{error.name} is not installed; pip install 'tierd[bench]'") from error
+            raise LibraryUnavailable(f"{error.name} is not installed; {install_command('bench')}") from error
         logging.getLogger("torch_checkpointing").setLevel(logging.ERROR)
         config: Any = CheckpointManager.Config.with_async_save()
         # Its O_DIRECT stream ends in EINVAL on ext4: 0.1.1 writes an unaligned tail (tried here).

@@ -19,6 +19,7 @@ from tierd.bench.overhead_result import FORMAT, OverheadResult, SaveMethodResult
 from tierd.bench.report_page import MET, SIGNS, machine_text, markdown_table, median_or_none, number_text, write_result
 from tierd.bench.training import SAVE_METHODS
 from tierd.core.errors import ConfigError
+from tierd.core.installation import install_command
 
 PNG = "overhead.png"
 _PACKAGES = ("tierd", "torch", "torch_checkpointing")
@@ -277,7 +278,7 @@ def draw_overhead(result: OverheadResult, path: Path) -> str | None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return "no plot: matplotlib is not installed; pip install 'tierd[bench]'"
+        return f"no plot: matplotlib is not installed; {install_command('bench')}"
     sizes = result.sizes
     figure = Figure(figsize=(5 * len(sizes) + 2, 6), layout="constrained")
     FigureCanvasAgg(figure)

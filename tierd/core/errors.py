@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unicodedata import category
 
+from tierd.core.installation import install_command
+
 
 def printable(text: object) -> str:
     """`text` as one line, with each unprintable character escaped, as in ``\\x9b`` or ``\\u202e``."""
@@ -219,5 +221,5 @@ def importing_extras(feature: str, extras: str) -> Iterator[None]:
         if error.name is None or error.name.startswith("tierd"):
             raise
         raise ImportError(
-            f"{feature} needs the package {error.name}: pip install 'tierd[{extras}]'", name=error.name
+            f"{feature} needs the package {error.name}: {install_command(extras)}", name=error.name
         ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError
+from tierd.core.installation import install_command
 from tierd.core.retention.policy import parse_rate
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.stores.base import Store
@@ -43,7 +44,7 @@ def open_store(
     try:
         from tierd.stores.encrypted_store import EncryptedStore
     except ModuleNotFoundError as error:
-        raise ConfigError(f"a key_file needs the package {error.name}: pip install 'tierd[crypt]'") from error
+        raise ConfigError(f"a key_file needs the package {error.name}: {install_command('crypt')}") from error
     return EncryptedStore(store, key)
 
 
@@ -87,7 +88,7 @@ def _open_bare(url: StoreUrl, trial: bool) -> Store:
     try:
         return opener(url, trial)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[{extra}]'") from error
+        raise ConfigError(f"{url} needs the package {error.name}: {install_command(extra)}") from error
 
 
 async def open_tiers(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> dict[str, Store]:

@@ -14,6 +14,7 @@ import msgspec
 from support.web import get, serving
 from support.world import attempt, commit, part
 
+from tierd.core.installation import install_command
 from tierd.daemon.runs_report import SharedAnswer
 
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ except ConfigError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
-    line = "the HTTP server needs the package aiohttp: pip install 'tierd[metrics]'"
+    line = f"the HTTP server needs the package aiohttp: {install_command('metrics')}"
     assert done.stdout.splitlines() == [f"http: {line}"]
 
 

@@ -25,6 +25,7 @@ from tierd.cli.tables import Table
 from tierd.core.advice.run_estimates import RunHistory, SaveFit, SaveMode, TableRow, run_history
 from tierd.core.advice.save_interval import Advice, Costs, IntervalChoice, goodput
 from tierd.core.errors import ConfigError
+from tierd.core.installation import install_command
 from tierd.core.planning.inventory import observed_runs
 from tierd.core.units import format_duration
 
@@ -257,7 +258,7 @@ def draw_curve(file: Path, answer: AdviceReport) -> None:
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib: pip install 'tierd[bench]' ({error})") from error
+        raise ConfigError(f"--plot needs matplotlib: {install_command('bench')} ({error})") from error
     figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     if answer.table is not None:

@@ -17,6 +17,7 @@ from tierd.cli.command_runtime import EXIT_NOT_EXACT
 from tierd.cli.options import JsonOption
 from tierd.cli.output import print_json, print_lines
 from tierd.core.errors import ConfigError, printable_json
+from tierd.core.installation import install_command
 
 
 def register(app: typer.Typer) -> None:
@@ -120,7 +121,7 @@ def overhead(
         from tierd.bench.overhead import overhead_page
         from tierd.bench.training import SAVE_METHODS
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install 'tierd[bench]'") from error
+        raise ConfigError(f"{error.name} is not installed; {install_command('bench')}") from error
 
     result = run(
         _numbers("--sizes", sizes),
@@ -161,7 +162,7 @@ def growth(
         from tierd.bench.growth.growth_run import TITLES, growth_page
         from tierd.bench.growth.growth_run import growth as run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install 'tierd[bench]'") from error
+        raise ConfigError(f"{error.name} is not installed; {install_command('bench')}") from error
 
     parts = [name.strip() for name in only.split(",")] if only is not None else list(TITLES)
     outcome = run(parts, scale, s3, directory, out, lambda text: print_lines(text, error=True))

@@ -33,6 +33,7 @@ from tierd.cli.places import Places, resolve_places
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError, printable_json
 from tierd.core.ids import check_run
+from tierd.core.installation import install_command
 from tierd.core.retention.policy import parse_duration
 from tierd.core.units import format_size
 from tierd.daemon.intake.in_place_restore import RestoredUnit
@@ -180,7 +181,7 @@ def export_command(
             from tierd.reading import export_from_tiers as _exports  # noqa: F401  loaded here, because `Reader.export` needs it
             from tierd.reading import open as open_run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
+        raise ConfigError(f"{error.name} is not installed; {install_command('torch,daemon')}") from error
 
     where = resolve_places(None, url, None, key_file=key_file, tiers=True)
     run = run or only_run(where)
@@ -256,7 +257,7 @@ def follow(
         from tierd.reading import open as open_run
         from tierd.reading.command_follower import CommandFollower, Delivery, parse_command
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
+        raise ConfigError(f"{error.name} is not installed; {install_command('torch,daemon')}") from error
 
     def show(delivery: Delivery) -> None:
         if json:
