@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +76,31 @@ def test_output_of_the_page_about_watching_is_printed(home, monkeypatch, capfd) 
     command = prepare[0].replace("llama-7b", "watched").replace("URL", f"{home}/copies")
     assert run(shlex.split(command)[1:]) == 0
     assert_printed(prepare[1], capfd.readouterr().out, home)
+
+
+_LAUNCH = """
+import sys, tierd
+with tierd.Checkpointer(sys.argv[1], run="any", to=[]) as ckpt:
+    state = {"step": 0}
+    ckpt.restore(state)
+    ckpt.save(int(sys.argv[2]), state)
+"""
+
+
+def test_lines_that_pages_show_of_a_launch_are_those_of_a_launch(tmp_path: Path) -> None:
+    """Of the first launch of a run, and of a second one."""
+    pytest.importorskip("torch")
+    said = ""
+    for step in ("1", "2"):
+        command = [sys.executable, "-c", _LAUNCH, str(tmp_path / "spool"), step]
+        said += subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    pages = [*HOWTO.glob("*.md"), HOWTO.parent / "tutorial" / "quickstart.md"]
+    lines = {line for page in pages for line in re.findall(r"^    (tierd: run .*)$", page.read_text(), re.M)}
+    assert lines and {_of_any_run(line) for line in lines} <= {_of_any_run(line) for line in said.splitlines()}
+
+
+def _of_any_run(line: str) -> str:
+    return _plain(re.sub(r"\([^)]*\)|(?<=run )\S+|(?<=in )/\S+|(?<=spool )/\S+", "#", line))
 
 
 def _places(home: Path) -> dict[str, str]:
