@@ -101,8 +101,9 @@ def test_command_of_a_how_to_works_as_described(page: str, command: str, node, t
     for word, value in values.items():
         command = re.sub(rf"(?<![\w/]){re.escape(word)}(?![\w/])", value, command)
     code = run(shlex.split(command)[1:])
-    # The launch is a real one, so its names are not deleted without a yes. Spool and tier share a disk here.
-    allowed = {"disown": (3,), "doctor": (0, EXIT_WARNING)}.get(command.split()[1], (0,))
+    # The launch is a real one, so its names are not deleted without a yes. Spool and tier share a disk here, and the
+    # configuration has no receiver.
+    allowed = {"disown": (3,), "notify": (3,), "doctor": (0, EXIT_WARNING)}.get(command.split()[1], (0,))
     assert code in allowed, capsys.readouterr().err
     if " export " in command:
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
