@@ -10,7 +10,7 @@ from support.timed import timed
 from support.waiting import until
 from support.world import RUN, commit, content, hurry, part, reconciler, running, settle
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, parse_summary, pruning_prefix, summaries_prefix, summary_key
 from tierd.core.planning.place import Place
 from tierd.daemon.concurrency import MemoryBudget
@@ -18,7 +18,7 @@ from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.scrub.tier_repair import TierRepairer
 from tierd.daemon.tiers.manifest_index import ManifestIndex
 from tierd.daemon.tiers.run_removal import disown, list_launch_objects, remove_from_tier
-from tierd.daemon.tiers.summaries import due_summaries, put_summaries
+from tierd.daemon.tiers.summaries import due_summaries, put_summaries, void_summary
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.daemon.tiers.tier_prune import prune, quarantine
@@ -373,6 +373,24 @@ async def test_repair_deletes_the_summary_before_it_replaces_a_manifest(spool, t
     voided = changes.index(("delete", summary_key(which.checkpoint)))
     assert voided < changes.index(("put", which.manifest_key))
     assert summaries(store) == {part(0).checkpoint}
+    await check_honest(store)
+
+
+@pytest.mark.parametrize("summarised", [True, False])
+async def test_summary_that_cannot_be_deleted_is_replaced_by_nothing(spool, summarised):
+    store, own = MemoryStore(), part(1).checkpoint
+    await filled(spool, store, 2)
+    if summarised:
+        await summarise(store)
+    double = Double(store)
+
+    def refuse(operation: str, key: str) -> None:
+        if operation == "delete":
+            raise DeleteRefused(key)
+
+    double.before = refuse
+    await void_summary(double, own)
+    assert (await contents(store)).get(summary_key(own)) == (b"" if summarised else None)
     await check_honest(store)
 
 

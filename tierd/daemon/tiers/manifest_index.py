@@ -169,9 +169,9 @@ class ManifestIndex(ManifestRecords):
         async with aclosing(ManifestListing(self.store, run, on_answer=on_answer)) as listing:
             await listing.read_summaries()
             await self.summaries.read(run, listing.summaries, on_answer)
-            if listing.summaries and time.monotonic() < self._list_all_at.setdefault(
-                run, self._next_time(run, listing)
-            ):
+            is_summarised = any(self.summaries.get(checkpoint) for checkpoint in listing.summaries)
+            next_s = self._next_time(run, listing)
+            if is_summarised and time.monotonic() < self._list_all_at.setdefault(run, next_s):
                 listed = await self._list_by_summaries(run, own_ranks, spare_limit, on_answer)
                 if listed is not None:
                     return listed

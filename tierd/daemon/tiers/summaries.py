@@ -34,7 +34,8 @@ async def void_summary(store: Store, checkpoint: CheckpointId) -> None:
     try:
         await store.delete([key])
     except DeleteRefused:
-        await store.put(key, b"")
+        if any([info.key == key async for info in store.scan(key)]):
+            await store.put(key, b"")
 
 
 def due_summaries(place: Place, index: ManifestIndex, run: str, timings: DaemonTimings) -> list[CheckpointCopy]:
