@@ -28,7 +28,7 @@ def moments(home: Path, before: dict[str, bytes], after: dict[str, bytes], patch
     request the tier changes from `before` to `after`. It ends after a run that made no such request.
     """
     asked, moment, tier = 0, 0, home
-    get, scan = FileStore.get, FileStore.scan
+    get, get_small, scan_pages = FileStore.get, FileStore.get_small, FileStore.scan_pages
 
     def enter(store: FileStore) -> None:
         nonlocal asked
@@ -41,13 +41,18 @@ def moments(home: Path, before: dict[str, bytes], after: dict[str, bytes], patch
         enter(self)
         return await get(self, key, into)
 
-    async def entered_scan(self, prefix, after=""):  # type: ignore[no-untyped-def]
+    async def entered_get_small(self, keys):  # type: ignore[no-untyped-def]
         enter(self)
-        async for info in scan(self, prefix, after):
-            yield info
+        return await get_small(self, keys)
+
+    async def entered_pages(self, prefix, after=""):  # type: ignore[no-untyped-def]
+        enter(self)
+        async for page in scan_pages(self, prefix, after):
+            yield page
 
     patch.setattr(FileStore, "get", entered_get)
-    patch.setattr(FileStore, "scan", entered_scan)
+    patch.setattr(FileStore, "get_small", entered_get_small)
+    patch.setattr(FileStore, "scan_pages", entered_pages)
     while asked >= moment:
         asked, moment = 0, moment + 1
         tier = home / f"{moment}" / "tier"
