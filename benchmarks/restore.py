@@ -1,9 +1,9 @@
 """Restores beside an unverified copy and `torch.load`: `python benchmarks/restore.py [--before TREE] [--rounds 5]`.
 
 A tier in a directory, and the tests' stub of S3 on loopback; fp32 and bf16; and a restart on the node whose spool has
-the checkpoint. Every turn is a process of its own, the page cache is dropped before it, the arms take turns round by
-round, and each compares the state with what was saved. With `--write`, the samples go into `results/restore.json`, and
-the table for `results/restore.md` is printed.
+the checkpoint. Every turn is a forked process of its own, the page cache is dropped before it, the arms take turns
+round by round, and each compares the state with what was saved. With `--write`, the samples go into
+`results/restore.json`, and the table for `results/restore.md` is printed.
 
 The memory that a restore touches beyond the state is measured in turns of their own, without the arena that tierd
 touches for the next save, because that is no memory of the restore.
@@ -17,7 +17,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -106,35 +107,65 @@ def measure(kind: str, url: str, trees: dict[str, Path], rounds: int, room: Path
         if not url:
             (work / "tier").mkdir()
 
-        def run(tree: Path, *words: str) -> str:
-            command = [
-                sys.executable,
-                __file__,
-                "--gigabytes",
-                str(gigabytes),
-                "--turn",
-                *words,
-                kind,
-                place,
-                str(work),
-            ]
-            return subprocess.run(
-                command, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, text=True, check=True
-            ).stdout
+        with ExitStack() as stack:
+            workers = {name: stack.enter_context(worker(tree, gigabytes)) for name, tree in trees.items()}
 
-        run(HERE.parent, "put")
-        arms = LOCAL_ARMS if url == LOCAL else TIER_ARMS
-        turns = [(arm, name) for arm in arms for name in trees if arm == "tierd" or name == "now"]
-        turns = [(arm, name) for arm, name in turns if not (arm == "straight" and url.startswith("s3"))]
-        samples: dict[str, list] = {f"{arm}, {name}" if arm == "tierd" else arm: [] for arm, name in turns}
-        for number in range(rounds):
-            for arm, name in reversed(turns) if number % 2 else turns:
-                process_counters.drop_cache(work)
-                label = f"{arm}, {name}" if arm == "tierd" else arm
-                samples[label].append(json.loads(run(trees[name], arm).splitlines()[-1]))
-                print(f"{kind} {url or 'file'}: {label}: {samples[label][-1]}", flush=True)
-        samples["memory, now"] = [json.loads(run(trees["now"], "memory").splitlines()[-1])]
+            def run(name: str, arm: str) -> Figures:
+                given, answers = workers[name].stdin, workers[name].stdout
+                assert given is not None and answers is not None
+                print(arm, kind, place, work, file=given, flush=True)
+                figures: Figures = json.loads(answers.readline())
+                return figures
+
+            run("now", "put")
+            return take_turns(run, kind, url, list(trees), rounds, work)
+
+
+def take_turns(
+    run: Callable[[str, str], Figures], kind: str, url: str, trees: list[str], rounds: int, work: Path
+) -> dict[str, list[Figures]]:
+    """Call `run` with a tree's name and an arm, in turns."""
+    arms = LOCAL_ARMS if url == LOCAL else TIER_ARMS
+    turns = [(arm, name) for arm in arms for name in trees if arm == "tierd" or name == "now"]
+    turns = [(arm, name) for arm, name in turns if not (arm == "straight" and url.startswith("s3"))]
+    samples: dict[str, list[Figures]] = {f"{arm}, {name}" if arm == "tierd" else arm: [] for arm, name in turns}
+    for number in range(rounds):
+        for arm, name in reversed(turns) if number % 2 else turns:
+            process_counters.drop_cache(work)
+            label = f"{arm}, {name}" if arm == "tierd" else arm
+            samples[label].append(run(name, arm))
+            print(f"{kind} {url or 'file'}: {label}: {samples[label][-1]}", flush=True)
+    samples["memory, now"] = [run("now", "memory")]
     return samples
+
+
+@contextmanager
+def worker(tree: Path, gigabytes: float) -> Iterator[subprocess.Popen[str]]:
+    """A process with a checkout's tierd, which forks for each line that it reads."""
+    command = [sys.executable, __file__, "--gigabytes", str(gigabytes), "--serve"]
+    environ = os.environ | {"PYTHONPATH": str(tree)}
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def serve() -> None:
+    """Do each turn in a forked process, because importing torch takes longer than a turn."""
+    for line in sys.stdin:
+        arm, kind, url, work = line.split()
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            if arm == "put":
+                put(kind, url, Path(work))
+                print("{}", flush=True)
+            else:
+                turn(arm, kind, url, Path(work))
+            sys.stdout.flush()
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            raise SystemExit(f"a turn failed: {line}")
 
 
 def rows(cell: str, samples: dict[str, list]) -> list[list[str]]:
@@ -165,15 +196,11 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=["file fp32", "file bf16", "s3 fp32", "s3 bf16", "local fp32"])
     parser.add_argument("--room", type=Path, default=None, help="a directory on the disk to measure")
     parser.add_argument("--write", action="store_true", help="write the results")
-    parser.add_argument("--turn", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     cold_restores.GIGABYTES = options.gigabytes
-    if options.turn:
-        arm, kind, url, work = options.turn
-        if arm == "put":
-            put(kind, url, Path(work))
-        else:
-            turn(arm, kind, url, Path(work))
+    if options.serve:
+        serve()
         return
     trees = {"now": HERE.parent} | ({"before": options.before} if options.before else {})
     result: dict[str, dict[str, dict[str, list]]] = {"cells": {}}
