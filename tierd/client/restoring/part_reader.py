@@ -25,7 +25,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import SPOOL
 from tierd.ipc.daemon_connection import DaemonConnection
@@ -60,6 +60,8 @@ class PartReader:
         alone: why there is no connection although tiers may have copies; empty without tiers.
         arena: the memory that holds the returned files, if a predecessor left them there, or it is for a device.
         image: of the part that was returned last, if live tensors still lack some of it; `finish` brings it.
+        odd: by checkpoint, what lies in the place of its directory, or of a part's, in this spool, if that is no
+            directory. Such a copy counts as absent.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class PartReader:
         self._uploads, self._targets, self._timings = uploads, targets, timings
         self.link: DaemonConnection | None = None
         self.alone = ""
+        self.odd: Mapping[CheckpointId, str] = {}
         self.arena: Arena | None = None
         self.image: PartImage | None = None
         self._ring: SlotRing | None = None
@@ -107,8 +110,8 @@ class PartReader:
                 self.forget()
             if self.link is not None and not self.spool.has(part):  # a fresh node, where nothing is wrong
                 log.info("%s is fetched from the tiers", part)
-                # What an interrupted fetch left is used by the next one.
-                if not self.spool.fetch_directory(part).exists():
+                # What an interrupted fetch left is used by the next one, which also replaces what is in the way.
+                if not self.spool.fetch_directory(part).exists() and part.checkpoint not in self.odd:
                     try:
                         return self._stream(part, direct=direct)
                     except SlotsUnavailable as error:

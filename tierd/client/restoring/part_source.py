@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -89,8 +88,6 @@ class NodeSource(PartReader):
 
     Attributes:
         deep: whether a listing of the spool alone contains every checkpoint, not only the newest few.
-        odd: by checkpoint, what lies in the place of its directory, or of a part's, in this spool, if that is no
-            directory. Such a copy counts as absent.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class NodeSource(PartReader):
         self._connected = bool(silent)
         self.alone = silent
         self.deep = False
-        self.odd: Mapping[CheckpointId, str] = {}
 
     def run_view(self) -> RunView:
         """Observe the run through the daemon, or in the spool if no daemon is expected or none answers."""
