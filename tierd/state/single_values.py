@@ -10,6 +10,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -267,6 +268,17 @@ def is_run_of_members(value: dict[Any, object]) -> bool:
         return False
     names = "".join(value)
     return (names.isascii() and "$" not in names) or all(map(is_name, value))
+
+
+def are_runs_of_members(values: Sequence[dict[Any, object]]) -> bool:
+    """Whether `is_run_of_members` holds for each of these dicts, of which a model has one a module."""
+    kinds = set(map(type, chain.from_iterable(map(dict.values, values))))
+    if kinds & _TEXTS or not all(map(len, values)) or max(map(len, values), default=0) > _WINDOW:
+        return all(map(is_run_of_members, values))
+    if not IMMUTABLE.issuperset(kinds) or not {str}.issuperset(map(type, chain.from_iterable(values))):
+        return False
+    names = "".join(chain.from_iterable(values))
+    return (names.isascii() and "$" not in names) or all(map(is_name, chain.from_iterable(values)))
 
 
 def encode(

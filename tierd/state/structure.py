@@ -20,11 +20,11 @@ from tierd.state.kinds import loader_fingerprint, stored_arrays, wrapper_tensors
 from tierd.state.kinds.dtensors import is_placed_alike
 from tierd.state.kinds.stored_arrays import layout_form, pack, pack_run
 from tierd.state.single_values import (
+    are_runs_of_members,
     check_alike,
     dumps,
     encode_at_once,
     is_run,
-    is_run_of_members,
     key_tree,
     why_array_refused,
 )
@@ -35,6 +35,9 @@ Pick = Callable[[Any], Sequence[Any]]
 MOST_ADDED = 8  # tensors in one dict at once; for more, a full walk takes no longer
 # Types of keys that are the same if their type and value are equal.
 _COMPARABLE = frozenset((str, int, bool, bytes, type(None)))
+
+
+_first, _second = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class StructureInDoubt(Exception):
@@ -59,10 +62,13 @@ class StructureLevel:
             at[NodeForm.ARRAY],
             [(index, nodes[index].detail) for index in at[NodeForm.ARRAY]],
         )
-        self.holes_at = [*at[NodeForm.SCALAR], *at[NodeForm.ENCODED], *at[NodeForm.RUN]]
+        members_at = [index for index in at[NodeForm.RUN] if nodes[index].kind is dict]
+        runs_at = [index for index in at[NodeForm.RUN] if nodes[index].kind is not dict]
+        self._members = picker(members_at)
+        self.holes_at = [*at[NodeForm.SCALAR], *at[NodeForm.ENCODED], *runs_at, *members_at]
         self._keep: list[tuple[int, Callable[[Any], object]]] = [
             *((index, _ValueEncoder(depth)) for index in at[NodeForm.ENCODED]),
-            *((i, _copy_members if nodes[i].kind is dict else _Run(nodes[i].detail)) for i in at[NodeForm.RUN]),
+            *((index, _Run(nodes[index].detail)) for index in runs_at),
         ]
         self.dicts_at = [index for index in at[NodeForm.MAPPING] if _is_simple(nodes[index])]
         self._dicts = picker(self.dicts_at)
@@ -101,7 +107,10 @@ class StructureLevel:
             raise StructureInDoubt
 
     def holes(self, values: list[Any]) -> list[object]:
-        return [*self._scalars(values), *(keep(values[index]) for index, keep in self._keep)]
+        members = list(map(dict.copy, self._members(values)))
+        if not are_runs_of_members(members) or any(map(pack, members)):
+            raise StructureInDoubt
+        return [*self._scalars(values), *(keep(values[index]) for index, keep in self._keep), *members]
 
     def arrays(self, values: list[Any]) -> list[torch.Tensor]:
         """Return tensors with copies of the NumPy arrays' values, generators' states and packed runs."""
@@ -137,13 +146,6 @@ class StructureLevel:
                 pairs = list(dicts[at].items())
                 added += [(at, key, value) for key, value in pairs[length:]]
                 dicts[at] = dict(pairs[:length])
-
-
-def _copy_members(value: dict[Any, object]) -> object:
-    members = value.copy()
-    if not is_run_of_members(members) or pack(members):
-        raise StructureInDoubt
-    return members
 
 
 class _Run:
@@ -215,7 +217,7 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
 
     def inner(value: Any, answers: Answers) -> Iterable[Any]:
         pairs = tuple(value.items())
-        value_keys = [key for key, _ in pairs]
+        value_keys = list(map(_first, pairs))
         same = _same(value_keys, keys, kinds) if text is None else _key_text(value_keys) == text
         attributes = dict(vars(value)) if type(value) in (OrderedDict, Counter) else {}
         if not same or tuple(attributes) != (extra if type(value) is OrderedDict else ()):
@@ -224,7 +226,7 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
             raise StructureInDoubt
         if len(pairs) >= stored_arrays.FEWEST and not attributes and pack(value):
             raise StructureInDoubt
-        return [*(value for _, value in pairs), *attributes.values()]
+        return [*map(_second, pairs), *attributes.values()]
 
     return inner
 
