@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from tierd import cli
+from tierd.cli.purposes import PURPOSES
 from tools.reference import ROOT
 
 ALL = [command for commands in cli.MODULES.values() for command in commands]
@@ -43,15 +45,15 @@ def test_the_help_has_the_groups_of_the_reference(capsys: pytest.CaptureFixture[
         (["ls", "file:///x"], "commands.checkpoint_commands"),
         (["--json", "status"], "commands.status_commands"),
         (["import", "--help"], "commands.copy_commands"),
-        ([], None),
-        (["--help"], None),
+        ([], ""),
+        (["--help"], ""),
         (["lss"], None),
     ],
 )
 def test_command_line_imports_the_module_of_the_given_command(arguments, module, monkeypatch):
     assert cli._module_of(arguments) == module
     monkeypatch.setenv("_TIERD_COMPLETE", "complete_bash")
-    assert cli._module_of(arguments) is None
+    assert cli._module_of(arguments) == ""
 
 
 def test_a_status_loads_no_daemon():
@@ -64,3 +66,37 @@ def test_a_status_loads_no_daemon():
         "tierd.cli.commands.daemon_commands",
         "numpy",
     } & set(loaded)
+
+
+def test_purposes_are_the_first_sentences_of_the_commands_help():
+    commands = get_command(cli.app).commands
+    sentences = {name: " ".join(commands[name].help.split()).split(". ")[0].rstrip(".") for name in ALL}
+    assert sentences == PURPOSES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "completed"),
+    [
+        (["--help"], None),
+        (["--version"], None),
+        ([], "tierd "),
+        ([], "tierd st"),
+        ([], "tierd status --js"),
+    ],
+)
+def test_help_and_completion_load_no_module_of_another_command(arguments, completed):
+    code = (
+        f"import sys, tierd.cli; sys.argv = ['tierd']; tierd.cli.run({arguments}); print(*sys.modules, file=sys.stderr)"
+    )
+    completing = {"_TIERD_COMPLETE": "complete_bash", "COMP_WORDS": completed or "", "COMP_CWORD": "1"}
+    if completed and completed.count(" ") == 2:
+        completing["COMP_CWORD"] = "2"
+    env = os.environ | (completing if completed else {})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    loaded = set(done.stderr.split())
+    commands = {name.removeprefix("tierd.cli.") for name in loaded if name.startswith("tierd.cli.commands.")}
+    if completed and "status" in completed:
+        assert "--json" in done.stdout and commands <= {"commands.status_commands", "commands.status_lines"}
+    else:
+        assert (not commands and "status" in done.stdout) or "format" in done.stdout
+        assert not {"tierd.daemon", "tierd.stores", "tierd.spool", "rich.console", "numpy", "torch"} & loaded

@@ -3,7 +3,7 @@
 Invariant: every error ends in one line on stderr and an exit code that `EXIT_CODES` lists; a traceback is a bug.
 
 A command loads its own module alone, because all of them together load most of the daemon, which takes longer than most
-commands.
+commands. The help and the completion of a command's name load none.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from tierd import __version__
-from tierd.cli.output import complain, print_json
+from tierd.cli.purposes import PURPOSES
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_BAD_INPUT, EXIT_HELD
 from tierd.ipc.protocol import PROTOCOL
@@ -78,20 +77,25 @@ _EXIT_CODES: dict[type[errors.TierdError], int] = {
 
 
 class _GroupedCommands(TyperGroup):
-    """The commands, which the help lists by `GROUPS`."""
+    """The commands, which the help lists by `GROUPS`. A command's module is loaded when it is asked for."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        width = formatter.width - max(map(len, self.commands)) - 6
+        width = formatter.width - max(map(len, PURPOSES)) - 6
         for title, names in GROUPS.items():
-            rows = [(name, _purpose(self.commands[name], width)) for name in names if name in self.commands]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+            with formatter.section(title):
+                formatter.write_dl([(name, _shortened(PURPOSES[name], width)) for name in names])
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        module = None if cmd_name in self.commands else _module_of_command(cmd_name)
+        return super().get_command(ctx, cmd_name) if module is None else _grammar(module).commands[cmd_name]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        self.commands = {name: TyperCommand(name, help=purpose) for name, purpose in PURPOSES.items()}
+        return super().shell_complete(ctx, incomplete)
 
 
-def _purpose(command: Any, width: int) -> str:
-    """Return as much of the first sentence of a command's help as fits, up to a comma or the like."""
-    sentence = " ".join((command.help or "").split()).split(". ")[0].rstrip(".")
+def _shortened(sentence: str, width: int) -> str:
+    """Return as much of a sentence as fits, up to a comma or the like."""
     sentence = re.sub(r" \([^)]*\)", "", sentence)
     if len(sentence) <= width:
         return sentence
@@ -106,6 +110,8 @@ def _main(
 ) -> None:
     if version:
         if json:
+            from tierd.cli.output import print_json
+
             print_json({"version": __version__, "protocol": str(PROTOCOL), "format": manifest.VERSION})
         else:
             print(f"tierd {__version__}, protocol {PROTOCOL}, format {manifest.VERSION}")
@@ -116,9 +122,12 @@ def _main(
         context.fail("Missing command.")
 
 
+_NO_MODULE = ""
+
+
 @functools.cache
 def _app(module: str | None) -> typer.Typer:
-    """The commands of one module, or of all."""
+    """The commands of one module, or of all; with `_NO_MODULE`, each is loaded when it is asked for."""
     app = typer.Typer(
         name="tierd",
         cls=_GroupedCommands,
@@ -128,7 +137,7 @@ def _app(module: str | None) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_main)
-    for name in MODULES if module is None else (module,):
+    for name in MODULES if module is None else filter(None, (module,)):
         importlib.import_module(f"tierd.cli.{name}").register(app)
     return app
 
@@ -141,15 +150,19 @@ def __getattr__(name: str) -> Any:
 
 
 def _module_of(arguments: list[str]) -> str | None:
-    """The module of the command that is asked for; None for help, completion, or a command that does not exist."""
-    if "_TIERD_COMPLETE" in os.environ:
-        return None
+    """The module of the command that is asked for; none for help or completion, None for an unknown command."""
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if "_TIERD_COMPLETE" in os.environ or not command:
+        return _NO_MODULE
+    return _module_of_command(command)
+
+
+def _module_of_command(command: str) -> str | None:
     return next((module for module, commands in MODULES.items() if command in commands), None)
 
 
 @functools.cache
-def _grammar(module: str | None) -> Callable[..., Any]:
+def _grammar(module: str | None) -> Any:
     """The commands and their options; cached because to read them off the functions takes longer than most commands."""
     return get_command(_app(module))
 
@@ -170,21 +183,27 @@ def run(arguments: list[str] | None = None) -> int:
     except typer.Abort:  # a question that nobody answered
         return 1
     except errors.TierdError as error:
-        complain(error)
+        _complain(error)
         return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_BAD_INPUT)
     except (OSError, TimeoutError) as error:
-        complain(error)
+        _complain(error)
         return 1
     except (MemoryError, RuntimeError, ExceptionGroup) as error:
         if not errors.is_exhausted(error):
             raise
-        complain(errors.EXHAUSTED)
+        _complain(errors.EXHAUSTED)
         return 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's and click's own errors, whichever typer brings
             raise
         complain_of_usage(error)
         return EXIT_BAD_INPUT
+
+
+def _complain(problem: object) -> None:
+    from tierd.cli.output import complain  # here, because it loads the tables, which the help does not need
+
+    complain(problem)
 
 
 def complain_of_usage(error: Any) -> None:
@@ -194,4 +213,4 @@ def complain_of_usage(error: Any) -> None:
         print(message, file=sys.stderr)
         return
     see = f"; see `{context.command_path} --help`" if context is not None else ""
-    complain(f"{message[:1].lower()}{message[1:].rstrip('.')}{see}")
+    _complain(f"{message[:1].lower()}{message[1:].rstrip('.')}{see}")
