@@ -46,9 +46,14 @@ def checkpoints(
 
 def _empty(places: list[str]) -> Table:
     table = Table(
-        title="every checkpoint of the interrupted run", title_justify="left", box=box.SIMPLE, header_style="bold"
+        title="every checkpoint of the interrupted run",
+        title_justify="left",
+        box=box.SIMPLE,
+        header_style="bold",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for name in ("step", "attempt"):
+    for name in ("step", "launch"):
         table.add_column(name, justify="right", no_wrap=True)
     for place in places:
         table.add_column("in the spool" if place == SPOOL else f"on the tier ({place})", no_wrap=True)
@@ -64,12 +69,12 @@ def _state(copy: dict[str, Any] | None, place: str, events: list[dict[str, Any]]
         return _said(copy["state"], f": {copy['reasons'][0]}" if copy["reasons"] else "")
     # A checkpoint that is beyond repair is quarantined in every place at once, and the daemon tells it once.
     if any(event["what"] == "quarantined" for event in events):
-        return _said("quarantined", ", then deleted")
+        return _said("quarantined", ", deleted")
     if place == SPOOL:
         return _said("saved", ", then pruned")
     if any(event["place"] == place and event["what"] in ("flushed", "durable", "pruned") for event in events):
         return _said("sent", ", then pruned")
-    return _said("overtaken", " by a newer one")
+    return _said("overtaken", " by a newer")
 
 
 def _said(state: str, why: str) -> Text:
@@ -82,5 +87,5 @@ def _flushed(saved: Saved, events: list[dict[str, Any]]) -> tuple[str, str]:
         if event["what"] == "flushed":
             after = datetime.fromisoformat(event["at"]) - saved.at
             raw, stored = event["raw_bytes"] / 1e6, event["stored_bytes"] / 1e6
-            return f"in {after.total_seconds():.2f} s", f"{raw:.1f}, {stored:.1f}"
+            return f"{after.total_seconds():.2f} s", f"{raw:.1f}, {stored:.1f}"
     return "never", ""

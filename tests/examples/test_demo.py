@@ -54,10 +54,15 @@ def test_demo(tmp_path):
     assert int(resumed[1]) == int(skipped[1]) - 5
     assert resumed[2] == skipped[2]
     assert "equal, bit for bit: 60 losses" in said
-    assert "quarantined" in said and "committed, kept: newest" in said and "verified, kept: newest" in said
-    rows = [line for line in out.splitlines() if re.match(r" +\d+ +[0-9a-f]{8} ", line)]
+    assert (
+        "quarantined" in said
+        and "committed: newest" in said
+        and "verified: newest" in said
+        and "saved, then pruned" in said
+    )
+    rows = [line for line in out.splitlines() if re.match(r" +\d+ +[0-9a-f]{4} ", line)]
     assert len(rows) == int(skipped[1]) // 5 + (60 - int(resumed[1])) // 5  # every checkpoint that was made
-    assert re.search(r"in \d+\.\d\d s +\d+\.\d, \d+\.\d", out)  # the daemon's events still tell when and how much
+    assert re.search(r"\d+\.\d\d s +\d+\.\d, \d+\.\d", out)  # the daemon's events still tell when and how much
     assert "ended with 0" in said
 
 
