@@ -203,7 +203,7 @@ def main() -> None:
         serve()
         return
     trees = {"now": HERE.parent} | ({"before": options.before} if options.before else {})
-    result: dict[str, dict[str, dict[str, list]]] = {"cells": {}}
+    result: dict[str, dict[str, list[Figures]]] = {}
     for cell in options.cells:
         place, kind = cell.split()
         server, url = None, LOCAL if place == "local" else ""
@@ -214,17 +214,20 @@ def main() -> None:
             url = server.stdout.readline().strip()
             os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_EC2_METADATA_DISABLED="true")
         try:
-            result["cells"][cell] = measure(kind, url, trees, options.rounds, options.room, options.gigabytes)
+            result[cell] = measure(kind, url, trees, options.rounds, options.room, options.gigabytes)
+            if options.write:
+                write_cell(f"{options.gigabytes:g} GB, {cell}", result[cell])
         finally:
             if server:
                 server.terminate()
                 server.wait()
-    lines = [line for cell, samples in result["cells"].items() for line in rows(cell, samples)]
-    print(markdown_table(HEADINGS, lines))
-    if options.write:  # beside the cells of other runs
-        kept = json.loads(RESULTS.read_text()).get("cells", {}) if RESULTS.exists() else {}
-        named = {f"{options.gigabytes:g} GB, {cell}": samples for cell, samples in result["cells"].items()}
-        write_result(RESULTS.parent, RESULTS.stem, {"cells": kept | named})
+    print(markdown_table(HEADINGS, [line for cell, samples in result.items() for line in rows(cell, samples)]))
+
+
+def write_cell(name: str, samples: dict[str, list[Figures]]) -> None:
+    """Write a cell's samples beside those of other cells and runs."""
+    kept = json.loads(RESULTS.read_text()).get("cells", {}) if RESULTS.exists() else {}
+    write_result(RESULTS.parent, RESULTS.stem, {"cells": kept | {name: samples}})
 
 
 if __name__ == "__main__":
