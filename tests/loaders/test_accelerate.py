@@ -131,7 +131,7 @@ def test_two_ranks_share_a_stage_and_resume_from_it(tmp_path: Path) -> None:
 
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
-def test_two_ranks_store_one_copy_of_what_the_page_declares_and_resume_exactly(tmp_path: Path) -> None:
+def test_two_ranks_store_one_copy_of_declared_entries_and_resume_exactly(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     outputs = []
     for word in ("first", "again"):
