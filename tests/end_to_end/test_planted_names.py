@@ -116,7 +116,7 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["pin", "r", "20", str(home / f"none{EVIL}")], ""
     yield ["config", "check", str(home / f"none{EVIL}")], "\\u202e"
     yield ["config", "check", str(best)], ""
-    yield ["doctor", "--spool", str(home / f"none{EVIL}")], "\\u202e"
+    yield ["doctor", "--all", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["doctor", "--spool", str(home / f"none{EVIL}"), "--json"], "\\u202e"
     yield ["status", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["top", "--spool", str(home / f"none{EVIL}")], "\\u202e"

@@ -686,7 +686,7 @@ def test_open_refuses_invalid_arguments_at_once(tmp_path):
         tierd.open(tmp_path, "run", key_file=tmp_path / "none")
     with (
         tierd.open(tmp_path / "typo", "run") as opened,
-        pytest.raises(StoreUnavailable, match=r"file: .*typo does not exist: mount it, or create it"),
+        pytest.raises(StoreUnavailable, match=r"file: .*typo does not exist: mount it; mkdir only for a new tier"),
     ):
         opened.restore(into())
 

@@ -95,8 +95,8 @@ FENCES = (
         "a table shows a planted name unescaped",
         "docs/explanation/attackers.md#what-people-see",
         "secret",
-        "Table.__init__",
-        Rename("printable", "str"),
+        "Table.lines",
+        Rename("printable", "str", times=2),
         "pytest tests/end_to_end/test_planted_names.py -k no_command",
     ),
     Fence(
