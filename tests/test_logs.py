@@ -74,10 +74,12 @@ def test_a_daemon_says_everything_in_the_format_that_is_asked_for(tmp_path: Path
 def test_an_error_that_ends_a_daemon_is_an_error_in_each_format(tmp_path: Path, journal: bool) -> None:
     command = ("run", "--config", "none.toml")
     code, (line,) = said(tmp_path, *command, journal=journal)
-    assert code == 3 and line.startswith("<3>tierd: --config none.toml" if journal else "tierd: --config none.toml")
+    assert code == 3 and line.startswith(
+        "<3>tierd: configuration none.toml" if journal else "tierd: configuration none.toml"
+    )
     code, (line,) = said(tmp_path, *command, "--log-format", "json", journal=journal)
     found = json.loads(line)
-    assert (code, found["level"]) == (3, "error") and found["message"].startswith("--config none.toml")
+    assert (code, found["level"]) == (3, "error") and found["message"].startswith("configuration none.toml")
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,6 @@ def test_a_disk_that_fills_in_a_delivery_ends_no_follower(full, tier, tmp_path, 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--exec", "x", "--to", "d"], "--run RUN"),
         (["--run", "r", "--exec", "'", "--to", "d"], "No closing quotation"),
         (["--run", "r", "--exec", "x", "--to", "d", "--period", "soon"], "--period"),
     ],

@@ -23,7 +23,7 @@ from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
 from tierd.core.errors import ConfigError, DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.installation import install_command
 from tierd.core.urls import parse_url
-from tierd.stores.base import Store, list_children
+from tierd.stores.base import BucketAbsent, Store, list_children
 from tierd.stores.cloud.cloud_store import _LAST, CloudStore, _offset
 from tierd.stores.open import open_store
 from tierd.stores.retry import StoreThrottled, UnnamedNotFound
@@ -92,7 +92,7 @@ EXPECTED: dict[int, dict[str, type[TierdError]]] = {
     400: dict.fromkeys(OPERATIONS, StoreRefused),
     401: dict.fromkeys(OPERATIONS, StoreRefused),
     403: {**dict.fromkeys(OPERATIONS, StoreRefused), "delete": DeleteRefused},
-    404: {**dict.fromkeys(OPERATIONS, StoreRefused), "get": UnnamedNotFound},
+    404: {**dict.fromkeys(OPERATIONS, BucketAbsent), "get": UnnamedNotFound},
     429: dict.fromkeys(OPERATIONS, StoreThrottled),
     500: dict.fromkeys(OPERATIONS, StoreUnavailable),
     503: dict.fromkeys(OPERATIONS, StoreThrottled),

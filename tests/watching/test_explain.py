@@ -131,5 +131,5 @@ def test_explain_of_directory_that_does_not_exist_is_refused(root: Path, capsys)
 
 
 def test_watch_needs_a_run_unless_it_explains(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    assert run(["watch", str(root), "--to", "file:///tmp"]) == 2
+    assert run(["watch", str(root), "--to", "file:///tmp"]) == 3
     assert "--run" in capsys.readouterr().err

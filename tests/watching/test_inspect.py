@@ -216,7 +216,7 @@ def test_a_path_that_is_not_there_or_no_file(tmp_path: Path, capsys: pytest.Capt
     assert run(["inspect", str(tmp_path / "nothing")]) == 4
     assert run(["inspect", str(tmp_path / "pipe")]) == 3
     assert run(["inspect", str(tmp_path / "loop")]) == 3
-    assert run(["inspect"]) == 2
+    assert run(["inspect"]) == 3
     err = capsys.readouterr().err
     assert "no such file" in err and "neither a file nor a directory" in err and "Traceback" not in err
 

@@ -94,7 +94,9 @@ def _quarantine_problem(place: str, copies: int) -> Problem:
 
 
 def _describe_failure(alert: AlertStatus) -> str:
-    if alert.subject == ANSWER or alert.doing in (READ, REPLICAS):
+    if alert.doing == REPLICAS:
+        return f"replicas of run {alert.subject} differ: "
+    if alert.subject == ANSWER or alert.doing == READ:
         return ""
     doing = "observing" if alert.doing == "observe" else f"{alert.doing} {alert.subject}"
     return f"{doing} failed {alert.tries} times in a row: "

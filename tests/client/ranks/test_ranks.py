@@ -19,6 +19,7 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import part_source
 from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restorer
+from tierd.client.restoring.verified_chunks import SpoolChunks
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -177,14 +178,14 @@ def test_when_one_rank_cannot_restore_none_does_and_none_waits_for_ever(spool, g
 
 def test_an_error_of_one_rank_steps_nobody_back(spool, group, monkeypatch):
     """An error is not corruption on any rank that meets it."""
-    read = Spool.read
+    each = SpoolChunks.each
 
-    def failing(self, part, manifest):
-        if part.rank == 2:
+    def failing(self, work):
+        if self.manifest.rank == 2:
             raise OSError(5, "Input/output error")
-        return read(self, part, manifest)
+        return each(self, work)
 
-    monkeypatch.setattr(Spool, "read", failing)
+    monkeypatch.setattr(SpoolChunks, "each", failing)
     found = group.run(restoring(spool))
     assert all(isinstance(error, StoreUnavailable) for error in found)
     assert all("rank 2" in str(found[number]) for number in (0, 1))
@@ -215,11 +216,11 @@ def test_restore_searches_again_for_checkpoints_that_were_removed_since_it_obser
     obtained = []
     obtain = part_source.NodeSource.obtain
 
-    def racing(self, part):
+    def racing(self, part, **more):
         if part.rank == 0 and not obtained:
             obtained.append(part)
             spool.remove([one for one in spool.parts() if one.checkpoint == part.checkpoint])
-        return obtain(self, part)
+        return obtain(self, part, **more)
 
     monkeypatch.setattr(part_source.NodeSource, "obtain", racing)
     found = group.run(restoring(spool))

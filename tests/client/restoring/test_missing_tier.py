@@ -41,7 +41,11 @@ def launch(tmp_path, monkeypatch, quick):
 
 
 def check_names(message: str, missing: Path) -> None:
-    for text in ("rank 1 on ", f"node {socket.gethostname()}", f"{missing} does not exist: mount it; mkdir only for a new tier"):
+    for text in (
+        "rank 1 on ",
+        f"node {socket.gethostname()}",
+        f"{missing} does not exist: mount it; mkdir only for a new tier",
+    ):
         assert text in message, message
     assert "rank 0" not in message.replace("rank 0 could not", ""), "its node's tier answers"
 

@@ -133,7 +133,8 @@ for step in (1, 2):
     ckpt.save(step, {{"x": torch.ones(3)}})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == ["tierd: run run: saved step 1"]
     assert len(list(tmp_path.glob("run/*/*/manifest.json"))) == 3
 
 

@@ -77,8 +77,13 @@ def doctor(
     the time to end. Print what is wrong, the worst first, with what to do.
 
     Run it as the account that trains. Exit code 10: there are warnings; 11: something will fail."""
-    logging.getLogger("tierd.stores.retry").setLevel(logging.ERROR)  # a finding says what a last try said
-    findings = asyncio.run(_examine(url, spool, config, key_file))
+    retries = logging.getLogger("tierd.stores.retry")
+    level = retries.level
+    retries.setLevel(logging.ERROR)  # a finding says what a last try said
+    try:
+        findings = asyncio.run(_examine(url, spool, config, key_file))
+    finally:
+        retries.setLevel(level)
     answer = Diagnosis(worst_severity(findings), tuple(findings))
     if json:
         print_json(answer)

@@ -49,6 +49,8 @@ _SLOW_BYTES = 16 << 10
 _LISTINGS = 5  # of a run in one observation, because a prune may delete what was listed before it is read
 # Seconds from one listing of all names of a run with summaries to the next: a minute for each of its requests.
 _PER_PAGE_S, _LEAST_S, _MOST_S = 60.0, 600.0, 86_400.0
+# Of its own, because a reader may run in a training process, whose generator is the user's.
+_jitter = random.Random()  # noqa: S311
 
 
 class ManifestIndex(ManifestRecords):
@@ -201,7 +203,7 @@ class ManifestIndex(ManifestRecords):
             found[1].world_size for checkpoint in listing.summaries if (found := self.summaries.get(checkpoint))
         )
         pause_s = min(_MOST_S, max(_LEAST_S, _PER_PAGE_S * max(listing.pages, names // PAGE)))
-        return time.monotonic() + pause_s * random.uniform(0.8, 1.0)  # noqa: S311  # nodes that start together
+        return time.monotonic() + pause_s * _jitter.uniform(0.8, 1.0)
 
     async def _list_by_summaries(
         self, run: str, own_ranks: Collection[int], spare_limit: int, on_answer: Callable[[], None]
