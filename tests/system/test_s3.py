@@ -243,6 +243,8 @@ def test_a_session_token_is_not_repeated(
 ) -> None:
     canary = "tokenCanary0123456789/token+canary"
     caplog.set_level(logging.DEBUG)
+    for library in ("botocore", "aiobotocore"):
+        caplog.set_level(logging.INFO, logger=library)  # tierd has them at WARNING
 
     async def use(store: S3Store) -> None:
         for call in (lambda: store.get("k"), lambda: store.put("k", b"1"), lambda: keys(store)):

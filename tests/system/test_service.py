@@ -82,6 +82,7 @@ with DaemonConnection(spool) as link:
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         found = ckpt.restore(back)
         assert (found.step, found.tier) == (4, "disk") and torch.equal(back["big"], state(4)["big"]), found
+        assert ckpt.restore().directory == spool.path(newest)  # without a state the daemon fetches the files
     link.ask(Resume())
 print("all is well")
 """
@@ -273,7 +274,9 @@ def test_each_account_has_a_daemon_of_its_own(machine: Machine) -> None:
         assert manifests(machine, tiers[account]) == 2
     strange = become(machine, "bob", "/opt/tierd/bin/tierd", "status", "--spool", spools["alice"], ok=False)
     assert strange.returncode and spools["alice"] in strange.stdout + strange.stderr, strange
-    found = become(machine, "alice", "/opt/tierd/bin/tierd", "doctor", "--config", "/etc/tierd/alice.toml", ok=False)
+    found = become(
+        machine, "alice", "/opt/tierd/bin/tierd", "doctor", "--all", "--config", "/etc/tierd/alice.toml", ok=False
+    )
     assert "tierd@alice.service" in found.stdout, found.stdout + found.stderr
 
     machine.run("systemctl stop tierd@alice")
