@@ -209,7 +209,9 @@ def _save(node: Node, fault: faults.Fault) -> None:
 
 def _lose_newest(node: Node) -> None:
     """As on a node that took another one's place."""
-    shutil.rmtree(max(node.spool.glob("run/*.*"), key=lambda path: path.name))
+    newest = max(node.spool.glob("run/*.*"), key=lambda path: path.name)
+    node.taken.add(int(newest.name.partition(".")[0]))
+    shutil.rmtree(newest)
 
 
 def _end(node: Node) -> None:

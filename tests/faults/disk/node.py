@@ -174,6 +174,7 @@ class Node:
         self.tiers = {"tier": tier if tier.exists() else home / "nfs", "other": home / "disk" / "other"}
         self.saved = set(range(1, saved + 1))
         self.failed: set[int] = set()
+        self.taken: set[int] = set()  # steps whose copy in the spool was taken away, which a restore need not put back
         self.recent: dict[int, Exception] = {}
         self._counted = 0  # failures of this trainer before
         self.daemon: Daemon | None = None
@@ -333,10 +334,12 @@ class Node:
         places["spool"] = in_spool(self.spool, self.big)
         on_tiers = set.intersection(*(places[name] for name in self.tiers))
         for name, steps in places.items():
-            wanted = set(sorted(known | steps)[-KEEP:])
-            # A full disk takes from the spool what every tier has.
-            missing = wanted - steps - (on_tiers if name == "spool" else set())
-            if steps - known - self.failed or steps - wanted or missing:
+            wanted = permitted = set(sorted(known | steps)[-KEEP:])
+            if name == "spool":  # it may have kept older ones instead of those that were taken away
+                others = set(sorted((known - self.taken) | steps)[-KEEP:])
+                # A full disk takes from the spool what every tier has.
+                wanted, permitted = (wanted & others) - on_tiers, wanted | others
+            if steps - known - self.failed or steps - permitted or wanted - steps:
                 raise Lost(f"{name} has {sorted(steps)}, of {sorted(known)} saved and {sorted(self.failed)} failed")
 
     def check_rests(self) -> None:
