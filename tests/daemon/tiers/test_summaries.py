@@ -447,3 +447,19 @@ async def test_reader_that_misses_a_manifest_lists_all_names_again(spool):
     assert len([key for key in store.objects if key.startswith(summaries_prefix(RUN))]) == 2
     copies = await index.observe(RUN, ())  # the wrong one is not used again
     assert not copies[part(1).checkpoint].complete
+
+
+@pytest.mark.parametrize(
+    "stray",
+    ["0000000000007.0699e991a7ff-00000000", "README", f"{part(1).checkpoint.name}/0/x", "zzz/00000-of-00001.json"],
+)
+async def test_object_that_is_no_manifest_hides_no_checkpoint(spool, stray):
+    """Found by the hostile kit, seed 28."""
+    store = MemoryStore()
+    for step in (1, 2):
+        commit(spool, part(step))
+        await flush(spool, part(step), TierUploadContext(store))
+    before = await TierObserver(store).observe({RUN})
+    await store.put(f"{RUN}/manifests/{stray}", b"a note")
+    place = await TierObserver(store).observe({RUN})
+    assert place.checkpoints.keys() == before.checkpoints.keys() == {part(1).checkpoint, part(2).checkpoint}

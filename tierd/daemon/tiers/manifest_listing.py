@@ -18,6 +18,7 @@ from tierd.daemon.tiers.tier_objects import read_sealed
 from tierd.stores.base import PAGE, ObjectInfo, Store
 
 MAX_MANIFEST_READS = 8  # manifests read at once
+_NO_DIRECTORY = "\n"  # begins no key
 
 Unusable: TypeAlias = ManifestError | FormatTooNew
 
@@ -103,7 +104,7 @@ class ManifestListing:
     async def checkpoints(self) -> AsyncGenerator[tuple[CheckpointId, list[ListedManifest]], None]:
         """Yield each checkpoint with its manifests, in order; no summary is among them if they were read before."""
         names: dict[str, tuple[int, int] | None] = {}
-        directory, checkpoint = "\n", None  # begins no key
+        directory, checkpoint = _NO_DIRECTORY, None
         group: list[ListedManifest] = []
         async with aclosing(self._rest()) as pages:
             async for page in pages:
@@ -112,7 +113,8 @@ class ManifestListing:
                     if not key.startswith(directory):
                         if group and checkpoint:
                             yield checkpoint, group
-                        group, directory = [], key[: key.rindex("/") + 1]
+                        # Of an object that lies beside the directories this is "", which begins every key.
+                        group, directory = [], key[: key.find("/", len(self._prefix)) + 1] or _NO_DIRECTORY
                         checkpoint = CheckpointId.parse(self._run, directory[len(self._prefix) : -1])
                     name = key[len(directory) :]
                     pair = names[name] if name in names else names.setdefault(name, PartId.parse_name(name))
