@@ -21,8 +21,15 @@ from xml.sax.saxutils import escape
 MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
+_etags: dict[tuple[int, int], str] = {}  # by the hash, which Python keeps with each object, and the size in bytes
+
+
 def _etag(data: bytes) -> str:
-    return hashlib.md5(data).hexdigest()
+    """Computed once, because each range of an object, and each listing, shows it."""
+    key = hash(data), len(data)
+    if key not in _etags:
+        _etags[key] = hashlib.md5(data).hexdigest()
+    return _etags[key]
 
 
 class Bucket:
