@@ -22,7 +22,7 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_elsewhere
 from tierd.client.restoring.tensor_locations import check_division, check_held, read_layout, sibling_of
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
 from tierd.core.exchange_plan import ExchangePlan, ShareOffer, exchange_plans, reader_of_chunks
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
@@ -129,12 +129,15 @@ class ShareExchange:
         verified.
 
         None if nothing is gained, or the exchange failed: then the part is to be read as usual. Raises as
-        `Ranks.gather`.
+        `Ranks.gather`; and `CorruptChunk` or `ManifestError` if this rank has proven it, because the copies are
+        quarantined then, and the next read would only find that they are gone.
         """
-        offers = self._ranks.gather(self._offer())
+        offer, error = self._offer()
+        offers = self._ranks.gather(offer)
         plans = exchange_plans(offers)
         if not plans:
             self._log_failures([offer.error for offer in offers])
+            _raise_proof(error)
             return None
         plan = plans[self._part.rank]
         error = _failure(self._read_share, plan)
@@ -146,6 +149,7 @@ class ShareExchange:
         for members_of, pieces in steps:
             if any(map(members_of, plans)):
                 if not self._are_ready(error):
+                    _raise_proof(error)
                     return None
                 error = _failure(self._exchange, members_of(plan), pieces)
         try:
@@ -153,10 +157,12 @@ class ShareExchange:
                 return self._finish(plan)
         except Exception as failure:
             error = failure
+        _raise_proof(error)
         log.warning("%s: the exchange between ranks failed, and this rank reads for itself: %s", self._part, error)
         return None
 
-    def _offer(self) -> ShareOffer:
+    def _offer(self) -> tuple[ShareOffer, Exception | None]:
+        """Return what this rank offers, and why it cannot."""
         try:
             layout = read_layout(self._files, self._part)
             siblings = tuple(sorted(set(layout.elsewhere.values())))
@@ -165,17 +171,18 @@ class ShareExchange:
             own = self._images[self._part.rank] = _TensorFile(self._files, self._part)
             has_part = self._files.is_in_spool(self._part)
         except Exception as error:
-            return ShareOffer(error=_text(error))
+            return ShareOffer(error=_text(error)), error
         content = xxhash.xxh3_128()
         for number in own.replicated:
             content.update(repr(own.chunks[number].content).encode())
-        return ShareOffer(
+        offer = ShareOffer(
             content=content.hexdigest() if own.replicated else "",
             siblings=siblings,
             node=self._node,
             has_part=has_part,
             header_bytes=len(layout.header),
         )
+        return offer, None
 
     def _read_share(self, plan: ExchangePlan) -> None:
         """Read what this rank's part alone has, and those replicated chunks that no other rank sends."""
@@ -251,6 +258,11 @@ def _failure(action: Callable[..., None], *arguments: object) -> Exception | Non
     except Exception as error:
         return error
     return None
+
+
+def _raise_proof(error: Exception | None) -> None:
+    if isinstance(error, CorruptChunk | ManifestError):
+        raise error
 
 
 def _text(error: Exception) -> str:
