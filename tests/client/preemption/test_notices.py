@@ -147,6 +147,8 @@ def test_close_sends_the_newest_checkpoint_first_and_an_older_flush_gives_way(sp
         assert ckpt.due(3)
         ckpt.save(3, tensors(3)).wait(timeout=60)
         ckpt.close(wait="s3", deadline="60s")
+        # The notice is sent beside training, and may come after the save.
+        wait_until(lambda: any(event.what == "preempted" for event in daemon.reconciler.journal.events))
         events = tuple(daemon.reconciler.journal.events)
     flushed = [one.step for one in events if one.what == "flushed"]
     reported = [one for one in events if one.what == "preempted"]
