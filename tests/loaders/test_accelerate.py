@@ -4,11 +4,10 @@ with its own generators.
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
-from support.ranks import processes
+from support.ranks import launched_twice
 
 from tierd.spool.spool import Spool
 
@@ -109,19 +108,11 @@ with tierd.Checkpointer(home, "run", to=[], replicated=alike) as ckpt:
 """
 
 
-def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return str(made.getsockname()[1])
-
-
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
 def test_two_ranks_share_a_stage_and_resume_from_it(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    outputs = []
-    for word in ("first", "again"):
-        here = port()
-        outputs.append(processes(SCRIPT, [[rank, here, str(tmp_path), word] for rank in ("0", "1")], timeout=400))
+    outputs = launched_twice(SCRIPT, tmp_path)
     assert outputs[0] == outputs[1] and all(one.count("\n") == 3 for one in outputs[0])
     assert outputs[0][0] != outputs[0][1], "each rank has its own generators"
     (part,) = Spool(tmp_path).parts("run")
@@ -133,10 +124,7 @@ def test_two_ranks_share_a_stage_and_resume_from_it(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_two_ranks_store_one_copy_of_declared_entries_and_resume_exactly(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    outputs = []
-    for word in ("first", "again"):
-        here = port()
-        outputs.append(processes(ONE_COPY, [[rank, here, str(tmp_path), word] for rank in ("0", "1")], timeout=400))
+    outputs = launched_twice(ONE_COPY, tmp_path)
     assert outputs[0] == outputs[1] and all(one.count("\n") == 3 for one in outputs[0])
     spool = Spool(tmp_path)
     stored = sum(file.size for part in spool.parts("run") for file in spool.manifest(part).files)

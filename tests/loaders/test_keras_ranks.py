@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
-from support.ranks import processes
+from support.ranks import launched_twice
 
 from tierd.spool.spool import Spool
 
@@ -41,11 +40,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return str(made.getsockname()[1])
-
-
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
 def test_two_ranks_of_a_wrapped_keras_model_store_one_copy_and_resume_exactly(
@@ -53,10 +47,7 @@ def test_two_ranks_of_a_wrapped_keras_model_store_one_copy_and_resume_exactly(
 ) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     pytest.importorskip("keras")
-    outputs = []
-    for word in ("first", "again"):
-        here = port()
-        outputs.append(processes(SCRIPT, [[rank, here, str(tmp_path), word] for rank in ("0", "1")], timeout=400))
+    outputs = launched_twice(SCRIPT, tmp_path)
     assert outputs[0] == outputs[1] and all(one.count("\n") == 3 for one in outputs[0])
     spool = Spool(tmp_path)
     stored = sum(file.size for part in spool.parts("run") for file in spool.manifest(part).files)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
-from support.ranks import processes
+from support.ranks import free_port, processes
 
 from tierd.spool.spool import Spool
 
@@ -55,18 +54,13 @@ torch.distributed.destroy_process_group()
 """
 
 
-def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return str(made.getsockname()[1])
-
-
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
 def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     outputs = []
     for word in ("first", "again"):
-        here = port()
+        here = str(free_port())
         said = processes(SCRIPT, [[rank, here, str(tmp_path), word, "2", "32"] for rank in ("0", "1")], timeout=400)
         outputs.append([[line for line in one.splitlines() if line[0].isdigit()] for one in said])
         spool = Spool(tmp_path / "spool")
@@ -84,7 +78,7 @@ def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) 
 def test_four_ranks_of_trainer_store_one_copy_that_two_resume_from(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     for word, world in (("first", 4), ("again", 2)):
-        here = port()
+        here = str(free_port())
         arguments = [[str(rank), here, str(tmp_path), word, str(world), "100000"] for rank in range(world)]
         processes(SCRIPT, arguments, timeout=400)
         sizes = [path.stat().st_size for path in tmp_path.glob(f"spool/run/*/*-of-{world:05}/tensors.safetensors")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -110,6 +111,13 @@ class _Store:
             raise RuntimeError("the store is not to be used here")
 
 
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher would have set, with tierd and the tests to be found."""
     kept = {name: value for name, value in os.environ.items() if not is_launchers(name)}
@@ -133,3 +141,15 @@ def processes(script: str, arguments: Sequence[Sequence[str]], timeout: float = 
     for process, (_, errors) in zip(running, ended, strict=True):
         assert process.returncode == 0, errors[-3000:]
     return [output for output, _ in ended]
+
+
+def launched_twice(script: str, home: Path) -> list[list[str]]:
+    """What two ranks print in a first launch, and in a second one that goes on from it.
+
+    Each is called with its rank, a free port, `home`, and "first" or "again".
+    """
+    outputs = []
+    for word in ("first", "again"):
+        port = str(free_port())
+        outputs.append(processes(script, [[rank, port, str(home), word] for rank in ("0", "1")], timeout=400))
+    return outputs

@@ -9,7 +9,7 @@ newer object is never mistaken for a corrupt one.
 from __future__ import annotations
 
 from datetime import UTC
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -18,6 +18,8 @@ from msgspec import Meta
 from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import ChunkName, PartId
 from tierd.core.manifest import FIRST, MAX_PATCHES, PATCHED, VERSION, Chunk, Manifest, check_path, is_patch
+
+T = TypeVar("T")
 
 MAX_MANIFEST_SIZE = 32 << 20
 _SEAL = b',"digest":"'
@@ -61,6 +63,25 @@ def digest_of(data: bytes) -> str:
 def version_of(body: bytes) -> int:
     """The version of an object returned by `unseal`. Raises `msgspec.DecodeError`, ValueError or RecursionError."""
     return _version.decode(body).version
+
+
+def decode_sealed(data: bytes, where: str, limit: int, version: int, decoder: msgspec.json.Decoder[T]) -> T:
+    """Decode a sealed object of one version that is no manifest: a head, or a summary.
+
+    Raises:
+        ManifestError: it is damaged, or longer than `limit` bytes.
+        WrongKey: it is encrypted.
+        FormatTooNew: a newer tierd wrote it.
+    """
+    body = unseal(data, where, limit)
+    try:
+        if (stated := version_of(body)) != version:
+            if key_id := encrypted_with(data):
+                raise key_missing(where, key_id)
+            raise FormatTooNew(f"{where}: version {stated}; this tierd reads {version}: use a newer one")
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: {error}") from error
 
 
 ENCRYPTED = 2  # the version of the object that an encrypted tier has in place of a manifest

@@ -23,16 +23,8 @@ from tierd.spool.file_io import digest, open_plain
 PIECE_IN_CACHE = 512 << 10  # bytes; a piece of this size is still in a core's own cache when it is digested
 
 
-def read_file(
-    path: Path,
-    file: File,
-    memory: memoryview | None = None,
-    verified: Callable[[int], None] = lambda end: None,
-) -> memoryview:
+def read_file(path: Path, file: File) -> memoryview:
     """Read all bytes of a file into writable memory, verified chunk by chunk; one is digested while the next is read.
-
-    `memory` has whole pages; if it is None, memory is allocated. `verified` is called after every chunk with the end of
-    the verified bytes.
 
     Raises:
         CorruptChunk: size or digest differ; the message names the file and the byte range.
@@ -41,12 +33,11 @@ def read_file(
     fd = _open_direct(path, file.size)
     try:
         _check_size(fd, path, file)
-        into = memory_for(file.size) if memory is None else memory
+        into = memory_for(file.size)
         with ahead(_read_chunks_in_turn(fd, into, path, file), worth=len(file.chunks) > 1) as chunks:
             for offset, chunk in chunks:
                 _verify_chunk_or_reread(into[offset : offset + chunk.size], chunk, path, file, offset)
-                verified(offset + chunk.size)
-        return finish_read(into, file.size) if memory is None else into[: file.size]
+        return finish_read(into, file.size)
     finally:
         os.close(fd)
 
@@ -63,7 +54,10 @@ def _read_chunks_in_turn(fd: int, memory: memoryview, path: Path, file: File) ->
 
 
 def check_bytes(data: memoryview, file: File, verified: Callable[[int], None] = lambda end: None) -> None:
-    """Verify all bytes of a file that are in memory already; `verified` and `CorruptChunk` are as for `read_file`."""
+    """Verify all bytes of a file that are in memory already; `CorruptChunk` is as for `read_file`.
+
+    `verified` is called after every chunk with the end of the verified bytes.
+    """
     if len(data) != file.size:
         raise CorruptChunk(f"{file.path}: {len(data)} bytes, not the {file.size} of its manifest")
     offset = 0

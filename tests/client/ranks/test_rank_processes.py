@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ import time
 import pytest
 from support.doubles import Double
 from support.rank_states import harm, no_puts
-from support.ranks import environment, processes
+from support.ranks import environment, free_port, processes
 from support.world import Daemon
 
 from tierd.spool.spool import Spool
@@ -246,9 +245,3 @@ def test_ranks_of_torchrun_agree_with_and_without_a_group(tmp_path, way, options
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = ((tmp_path / f"log.{number}").read_text().splitlines() for number in (0, 1))
     assert first == second and [line.split()[0] for line in first] == ["None", "1"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -28,6 +28,7 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
 from tierd.spool.direct_io import finish_read, memory_for
 from tierd.spool.file_io import digest
+from tierd.state.tensor_file import TensorFileLayout
 from tierd.state.tensor_header import header_length, parse_layout, sibling_path
 
 log = logging.getLogger("tierd")
@@ -123,6 +124,7 @@ class ShareExchange:
     def __init__(self, ranks: Ranks, files: PartFiles, part: PartId, node: int) -> None:
         self._ranks, self._files, self._part, self._node = ranks, files, part, node
         self._images: dict[int, _TensorFile] = {}  # by rank
+        self._layout: TensorFileLayout  # of the rank's own file, after a successful `_offer`
 
     def read(self) -> dict[str, memoryview] | None:
         """Return the part's files, and those of its siblings by `sibling_path`, in which all that its tree names is
@@ -164,7 +166,7 @@ class ShareExchange:
     def _offer(self) -> tuple[ShareOffer, Exception | None]:
         """Return what this rank offers, and why it cannot."""
         try:
-            layout = read_layout(self._files, self._part)
+            layout = self._layout = read_layout(self._files, self._part)
             siblings = tuple(sorted(set(layout.elsewhere.values())))
             for rank in siblings:
                 check_division(self._files, self._part, sibling_of(self._part, rank))
@@ -229,11 +231,10 @@ class ShareExchange:
                 contents[file.path] = memoryview(bytearray(file.size))
                 if file.size:
                     self._files.fill(contents[file.path], [self._files.span(part, file.path)])
-        layout = parse_layout(own.content())
         if not plan.siblings:
-            return contents | read_elsewhere(self._files, part, layout)
+            return contents | read_elsewhere(self._files, part, self._layout)
         needed: dict[int, list[str]] = {}
-        for name, rank in layout.elsewhere.items():
+        for name, rank in self._layout.elsewhere.items():
             needed.setdefault(rank, []).append(name)
         for rank, names in needed.items():
             contents[sibling_path(rank)] = self._images[rank].with_tensors(names, part)

@@ -12,10 +12,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.errors import ManifestError
 from tierd.core.ids import MAX_WORLD, CheckpointId
 from tierd.core.manifest import Digest, MetricName, Origin, metrics_to_json
-from tierd.core.manifest_codec import encrypted_with, key_missing, seal, unseal, version_of
+from tierd.core.manifest_codec import decode_sealed, seal
 from tierd.core.planning.copies import ManifestFacts
 
 SUMMARY_VERSION = 1
@@ -112,13 +112,8 @@ def decode_summary(data: bytes, checkpoint: CheckpointId) -> CheckpointSummary:
         FormatTooNew: a newer tierd wrote the object.
     """
     where = f"summary of {checkpoint}"
-    body = unseal(data, where, MAX_SUMMARY_SIZE)
+    summary = decode_sealed(data, where, MAX_SUMMARY_SIZE, SUMMARY_VERSION, _decoder)
     try:
-        if (version := version_of(body)) != SUMMARY_VERSION:
-            if key_id := encrypted_with(data):
-                raise key_missing(where, key_id)
-            raise FormatTooNew(f"{where}: version {version}; this tierd reads {SUMMARY_VERSION}: use a newer one")
-        summary = _decoder.decode(body)
         facts = summary.facts
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ManifestError(f"{where}: {error}") from error

@@ -17,10 +17,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.errors import ManifestError
 from tierd.core.ids import LATEST_MS, CheckpointId
 from tierd.core.manifest import Attempt, Digest, Manifest, Origin, Step
-from tierd.core.manifest_codec import digest_of, encrypted_with, key_missing, seal, unseal, version_of
+from tierd.core.manifest_codec import decode_sealed, digest_of, seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +162,7 @@ def decode_head(data: bytes, run: str, by: str) -> Head:
         FormatTooNew: a newer tierd wrote the object.
     """
     where = f"head of {run} by {by or 'this node'}"
-    body = unseal(data, where, MAX_HEAD_SIZE)
-    try:
-        if (version := version_of(body)) != HEAD_VERSION:
-            if key_id := encrypted_with(data):
-                raise key_missing(where, key_id)
-            raise FormatTooNew(f"{where}: version {version}; this tierd reads {HEAD_VERSION}: use a newer one")
-        head = _decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ManifestError(f"{where}: {error}") from error
+    head = decode_sealed(data, where, MAX_HEAD_SIZE, HEAD_VERSION, _decoder)
     if (head.run, head.by) != (run, by):
         raise ManifestError(f"{where}: it says that it is of {head.run!r} by {head.by!r}")
     if any(int(attempt[:12], 16) >= LATEST_MS for attempt in head.launches):
