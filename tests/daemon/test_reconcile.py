@@ -232,6 +232,17 @@ async def test_local_copy_is_kept_when_its_copy_on_the_tier_has_lost_a_chunk(spo
         assert read(spool, part(step)) == content(step)
 
 
+async def test_fetched_chunks_make_no_daemon_list_the_tier(spool, tmp_path):
+    """A restore fetches several times, on every node of a job."""
+    store = Double()
+    commit(spool, part(1))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await settle(daemon)
+    fresh = reconciler(Spool(tmp_path / "fresh"), {"tier": store})
+    await fresh.repairs.fetch(part(1), chunk_runs={"weights.bin": ((0, 1),)})
+    assert fresh.workers[SPOOL].wake.is_set() and not fresh.workers["tier"].wake.is_set()
+
+
 async def test_only_the_part_that_has_lost_a_chunk_is_quarantined_of_its_checkpoint(spool):
     """The other ranks' copies are right, and maybe the last ones by tomorrow (simulation, seed 1012)."""
     store = Double()

@@ -134,7 +134,7 @@ class Reconciler:
         journal, save_events, wake = self.journal, self.save_events, self.wake
         records = RunRecords(live, tiers, save_events)
         self.backlog = backlog = Backlog(live, tiers, flushes, workers)
-        self.repairs = repairs = Repairs(live, workers, self._repairer, save_events, wake)
+        self.repairs = repairs = Repairs(live, workers, self._repairer, save_events)
         self._flusher = Flusher(
             live, tiers, flushes, workers, scrubber, journal, save_events, backlog, records, repairs
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ObjectNotFound, TierdError
@@ -37,7 +37,6 @@ class Repairs:
     workers: Mapping[str, TierWorker]
     repairer: Repairer
     save_events: SaveEvents
-    wake: Callable[[], None]
 
     async def repair(self, part: PartId, tier: str, *, counted: bool = False) -> None:
         """Repair a part's copy in a place; a copy that cannot be repaired yet is put off.
@@ -94,7 +93,8 @@ class Repairs:
             raise
         finally:
             self.live.invalidate(part.checkpoint)  # its manifest may have been replaced
-            self.wake()
+            # A restore fetches several times; if that changes the spool, its observation wakes the tiers' workers.
+            self.workers[SPOOL].wake.set()
 
     @property
     def running_fetches(self) -> Mapping[PartId, Progress]:
