@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -33,11 +34,14 @@ import tierd
 from tierd.bench.process_counters import describe_machine
 from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
 from tierd.client.ranks.ranks import Ranks
+from tierd.core.exchange_plan import ShareOffer, exchange_plans, reader_of_chunks
+from tierd.core.manifest import CHUNK_SIZE
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("exchange", "each for itself")
 TENSORS = 64
 STEP = 1
+COMPUTED_GB = 16  # of the state that the page computes for more nodes than were played
 
 
 # -- a rank, in the namespace of its node -----------------------------------------------------------------------------
@@ -192,6 +196,26 @@ def measure(network: Network, world: int, megabytes: int, rounds: int, directory
     return {"nodes": world, "samples": samples}
 
 
+def computed_row(result: dict[str, Any], nodes: int, gigabytes: int) -> list[str]:
+    """What more nodes than one machine can play would read: the plan of their ranks, and the bytes that were measured
+    for each node more."""
+    sent = [
+        statistics.median(sample["tier_bytes"] for sample in group["samples"]["exchange"]) for group in result["groups"]
+    ]
+    per_node = (sent[-1] - sent[0]) / (result["groups"][-1]["nodes"] - result["groups"][0]["nodes"])
+    stored = (sent[0] - per_node) / result["bytes"] * gigabytes * 1e9
+    plans = exchange_plans([ShareOffer(content="same", node=rank) for rank in range(nodes)])
+    chunks = [CHUNK_SIZE] * (gigabytes * 10**9 // CHUNK_SIZE)
+    shares = Counter(reader_of_chunks(chunks, plans[0].readers))
+    return [
+        f"{nodes:,}",
+        f"{len(plans[0].leaders)}",
+        f"{max((len(plan.team) for plan in plans), default=0) or 1}",
+        f"{max(shares.values()) * CHUNK_SIZE / 1e6:.0f} MB",
+        f"{(stored + nodes * per_node) / stored:.3f}",
+    ]
+
+
 def page(result: dict[str, Any]) -> str:
     single = statistics.median(sample["seconds"] for arm in ARMS for sample in result["groups"][0]["samples"][arm])
     rows = []
@@ -202,6 +226,7 @@ def page(result: dict[str, Any]) -> str:
             of_one = statistics.median(seconds) / single
             copies = sent / result["bytes"]
             rows.append([str(group["nodes"]), arm, spread_text(seconds, ".2f"), f"{of_one:.2f}", f"{copies:.2f}"])
+    computed = [computed_row(result, nodes, COMPUTED_GB) for nodes in (64, 1024)]
     columns = ["nodes", "arm", "seconds", "of one node", "bytes from the tier ÷ state"]
     return f"""# Restoring on several nodes
 
@@ -215,6 +240,13 @@ arms in turns. The tier's link lets {result["tier_mbit"]} Mbit/s through for all
 *Seconds* is the slowest rank's `restore` (median and range). *Of one node* divides its median by that of one node.
 Bytes are those that the tier's network device sent, divided by the state's: with headers, manifests and listings, and
 after compression.
+
+## Computed for more nodes
+
+For a state of {COMPUTED_GB} GB and a rank a node, by the plan that the ranks make, and by the bytes that each node more
+read above (manifests, listings, and what is a rank's own). *Leaders* read, and each sends all of it to its *team*.
+
+{markdown_table(["nodes", "leaders", "ranks in a team", "a leader reads", "bytes from the tier ÷ distinct"], computed)}
 """
 
 
