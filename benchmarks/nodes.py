@@ -34,8 +34,8 @@ import tierd
 from tierd.bench.process_counters import describe_machine
 from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
 from tierd.client.ranks.ranks import Ranks
-from tierd.core.exchange_plan import ShareOffer, exchange_plans, reader_of_chunks
 from tierd.core.manifest import CHUNK_SIZE
+from tierd.core.replicas.exchange_plan import ShareOffer, exchange_plans, reader_of_chunks
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("exchange", "each for itself")

@@ -35,7 +35,7 @@ from tierd.bench.process_counters import describe_machine, run_ranks
 from tierd.bench.report_page import machine_text, markdown_table, spread_text, write_result
 from tierd.client.checkpointer import internals
 from tierd.client.saving.fingerprints import ReplicaFingerprints
-from tierd.core.shares import ROUNDS
+from tierd.core.replicas.shares import ROUNDS
 from tierd.daemon.status_file import read_status
 from tierd.state.capturer import Capturer
 

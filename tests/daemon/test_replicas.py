@@ -19,7 +19,7 @@ from tierd.cli.commands.status_lines import problem_texts
 from tierd.core.errors import StoreUnavailable
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.core.replica_comparison import TensorDifference
+from tierd.core.replicas.replica_comparison import TensorDifference
 from tierd.daemon.daemon_status import make_status, status_problems
 from tierd.daemon.http.openmetrics import EventCounters
 from tierd.daemon.reconciler import Reconciler

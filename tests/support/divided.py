@@ -192,7 +192,7 @@ def restore_divided(rank: int, spools: Sequence[str], harm: str = "") -> tuple[i
 
     import tierd
     from tierd.client.ranks.peer_group import PeerGroup
-    from tierd.core import exchange_plan
+    from tierd.core.replicas import exchange_plan
 
     if harm == "groups of two":
         exchange_plan.MOST_MEMBERS = 2

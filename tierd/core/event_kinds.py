@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from tierd.core.errors import ConfigError
-from tierd.core.replica_comparison import TensorDifference
+from tierd.core.replicas.replica_comparison import TensorDifference
 
 _METRICS = 50  # the most metrics in an event
 MORE_EVENTS = "more"  # the kind that stands for events that a receiver did not get

@@ -27,8 +27,8 @@ from tierd.core.diagnosis.machine_findings import Ownership, Space
 from tierd.core.errors import DaemonAbsent, TierdError, VersionMismatch
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import TENSORS
+from tierd.core.replicas.shares import stored_by_all
 from tierd.core.retention.policy import parse_duration
-from tierd.core.shares import stored_by_all
 from tierd.ipc import message_codec, messages
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.arena import Arena, limited_groups

@@ -18,7 +18,7 @@ import msgspec
 from tierd.core.errors import printable
 from tierd.core.event_kinds import EVENT_KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.replica_comparison import ReplicaDifferences
+from tierd.core.replicas.replica_comparison import ReplicaDifferences
 from tierd.events.alerts import ANSWER, BACKLOG, READ, REPLICAS, TRIES, Alert, Alerts, WorkKey
 
 log = logging.getLogger("tierd.daemon")

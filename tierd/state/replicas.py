@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tierd.core.shares import ROUNDS, divide
+from tierd.core.replicas.shares import ROUNDS, divide
 from tierd.state.kinds.dtensors import ranks_with_shard
 from tierd.state.state_tree import Path, tensor_name_of
 from tierd.state.tensor_file import UNSHARED, ReplicaShare, TensorEntry

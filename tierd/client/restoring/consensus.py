@@ -26,7 +26,7 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, check_attempt, check_step
-from tierd.core.replica_comparison import compare_replicas, summarize_replicas
+from tierd.core.replicas.replica_comparison import compare_replicas, summarize_replicas
 from tierd.core.save_rules import MetricGoal, check_goal
 from tierd.core.timeline.restore_order import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView

@@ -23,9 +23,9 @@ from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_elsewhere
 from tierd.client.restoring.tensor_locations import check_division, check_held, read_layout, sibling_of
 from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
-from tierd.core.exchange_plan import ExchangePlan, ShareOffer, exchange_plans, reader_of_chunks
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
+from tierd.core.replicas.exchange_plan import ExchangePlan, ShareOffer, exchange_plans, reader_of_chunks
 from tierd.spool.direct_io import finish_read, memory_for
 from tierd.spool.file_io import digest
 from tierd.state.tensor_file import TensorFileLayout

@@ -13,7 +13,7 @@ from tierd.core.chunk_boundaries import GRAIN
 from tierd.core.errors import TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
-from tierd.core.shares import stored_by_all
+from tierd.core.replicas.shares import stored_by_all
 from tierd.spool.spool import Spool
 from tierd.state.tensor_file import TensorFileLayout
 

@@ -17,7 +17,7 @@ from typing import Any
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId, PartId, checkpoint_order
 from tierd.core.manifest import Manifest
-from tierd.core.replica_comparison import NO_REPLICAS, replicas_digest
+from tierd.core.replicas.replica_comparison import NO_REPLICAS, replicas_digest
 
 
 @dataclass(frozen=True, slots=True)

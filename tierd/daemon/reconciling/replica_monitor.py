@@ -23,9 +23,9 @@ from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId, checkpoint_order
 from tierd.core.planning.copies import CheckpointCopy, changed_checkpoints
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.replica_digests import compared_worlds, unequal_worlds
-from tierd.core.replica_comparison import ReplicaDifferences
-from tierd.core.shares import ROUNDS
+from tierd.core.replicas.replica_comparison import ReplicaDifferences
+from tierd.core.replicas.replica_digests import compared_worlds, unequal_worlds
+from tierd.core.replicas.shares import ROUNDS
 from tierd.daemon.reconciling.reconciler_context import LiveInventory
 from tierd.daemon.reconciling.replica_reader import ReplicaReader
 from tierd.daemon.tiers.tier_operations import TierOperations

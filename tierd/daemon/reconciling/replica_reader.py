@@ -12,8 +12,8 @@ from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, Tierd
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.replica_digests import replica_digests
-from tierd.core.replica_comparison import ReplicaDifferences, compare_replicas, replicas_digest
+from tierd.core.replicas.replica_comparison import ReplicaDifferences, compare_replicas, replicas_digest
+from tierd.core.replicas.replica_digests import replica_digests
 from tierd.daemon.concurrency import thread_uncancelled
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.tiers.tier_operations import TierOperations

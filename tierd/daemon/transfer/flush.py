@@ -27,7 +27,7 @@ from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, St
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.flush_order import is_patchable, shareable_chunks
-from tierd.core.planning.sending_order import SendingOrder
+from tierd.core.replicas.sending_order import SendingOrder
 from tierd.daemon.concurrency import BudgetHold, gather_limited, thread_uncancelled
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.tiers.intents import long_marked, protect_chunks

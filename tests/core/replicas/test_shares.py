@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from tierd.core.shares import LEAST_DIVIDED, divide
+from tierd.core.replicas.shares import LEAST_DIVIDED, divide
 
 SIZES = st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 100 * LEAST_DIVIDED), max_size=40)
 RANKS = st.lists(st.integers(0, 63), min_size=1, max_size=9, unique=True)

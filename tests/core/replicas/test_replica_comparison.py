@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from tierd.core.replica_comparison import MAX_RANKS, MAX_TENSORS, compare_replicas, replicas_digest, summarize_replicas
+from tierd.core.replicas.replica_comparison import (
+    MAX_RANKS,
+    MAX_TENSORS,
+    compare_replicas,
+    replicas_digest,
+    summarize_replicas,
+)
 
 NAMES = st.text(max_size=6)
 FINGERPRINTS = st.builds("{}:{:032x}".format, st.sampled_from(("xxh3", "sum")), st.integers(0, 3))

@@ -1,7 +1,7 @@
 """What one place's copy of a checkpoint shows of its replicas: whether the digests of their fingerprints are equal.
 
 Invariant: equal digests prove that the fingerprints are equal. Different ones prove nothing yet, because manifests may
-have fingerprints of other functions or of other tensors; `core.replica_comparison` compares the fingerprints.
+have fingerprints of other functions or of other tensors; `core.replicas.replica_comparison` compares the fingerprints.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tierd.core.planning.copies import CheckpointCopy, complete_world_sizes
-from tierd.core.replica_comparison import NO_REPLICAS
+from tierd.core.replicas.replica_comparison import NO_REPLICAS
 
 
 def replica_digests(copy: CheckpointCopy) -> dict[int, dict[int, bytes]]:

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tierd.core import exchange_plan
-from tierd.core.exchange_plan import ShareOffer, exchange_plans, reader_of_chunks
+from tierd.core.replicas import exchange_plan
+from tierd.core.replicas.exchange_plan import ShareOffer, exchange_plans, reader_of_chunks
 
 
 def job(nodes: int, ranks_per_node: int, *, has_part=lambda rank: False) -> list[ShareOffer]:

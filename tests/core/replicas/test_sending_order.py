@@ -13,7 +13,7 @@ from support.seeds import seeds
 
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, ContentId
-from tierd.core.planning.sending_order import SendingOrder
+from tierd.core.replicas.sending_order import SendingOrder
 
 SLOTS, LISTED_S, SILENCE_S = 8, 1.0, 5.0
 NEVER = float("inf")
