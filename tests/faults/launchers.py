@@ -4,7 +4,8 @@ Accelerate, Lightning and Ray Train. Divided launches have no launcher: forked r
 number on other nodes, hold replicated tensors, or DTensors on a mesh of two dimensions, and their own.
 
 A rank is killed, stopped, or raises, before, in or after a save or in a restore; where nodes have daemons of their own,
-a daemon is killed or stopped, or a node is lost with its spool. Required: ranks resume together, from nothing older
+a daemon is killed or stopped, or a node is lost with its spool. In most divided launches a chunk on the tier is spoiled
+that the newest checkpoint needs. Required: ranks resume together, from nothing older
 than what all were told is durable, under a later attempt that they share; the end is that of an uninterrupted run, bit
 for bit; and tierd keeps no rank waiting for more than 60 s.
 """
@@ -37,6 +38,7 @@ MET = (
         f"{what}, saving"
         for what in ("raise", "stop", "stop-kill", "daemon-kill", "daemon-stop", "daemon-kill+kill", "node-lost")
     ),
+    "spoiled, a chunk on the tier",
 )
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support import by_hand
 from support.divided_ranks import PLACES, RUN, Harm, Plan, launch
 from support.launchers import end_all
 
@@ -80,7 +81,11 @@ class Cycle:
         self.number = self.fresh_nodes = 0
         self.lost: set[int] = set()
         self.notes: list[str] = [f"kind, {self.kind}"]
-        (home / "tier").mkdir()
+        self.tier = home / "tier"
+        self.tier.mkdir()
+        self.spoils = random.Random(f"spoil {seed}").random() < 0.6
+        self.spoiled_keys: set[str] = set()  # of chunks on the tier, below the run
+        self.spoiled: set[Point] = set()  # checkpoints that need one of these chunks
 
     def run(self) -> tuple[list[str], float]:
         chance = self.chance
@@ -95,6 +100,49 @@ class Cycle:
 
     def told(self) -> Told:
         return Told(self.home / "log")
+
+    # -- what is harmed between launches
+
+    def spoil(self) -> None:
+        """Change a byte of a chunk on the tier that the newest checkpoint there needs, and not the one before it.
+
+        So a restore of the newest one has to find the bytes elsewhere, or to pass it over for the one before.
+        """
+        needed = self._tier_keys()
+        if len(needed) < 2:
+            return
+        *_, before, newest = sorted(needed)
+        keys = needed[newest] - needed[before]
+        chance = random.Random(f"spoil {self.seed}, {self.number}")
+        paths = [path for key in sorted(keys) if (path := self.tier / RUN / key).exists() and path.stat().st_size]
+        if not paths:
+            return
+        path = chance.choice(paths)
+        with path.open("r+b") as file:
+            file.seek(chance.randrange(path.stat().st_size))
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+        self.spoiled_keys.add(str(path.relative_to(self.tier / RUN)))
+        self.notes.append("spoiled, a chunk on the tier")
+        self._note_spoiled()
+
+    def _tier_keys(self) -> dict[Point, set[str]]:
+        """The keys that each complete checkpoint on the tier needs."""
+        keys: dict[Point, set[str]] = defaultdict(set)
+        missing: dict[Point, int] = {}
+        for path in self.tier.glob(f"{RUN}/manifests/*/*"):
+            for step, attempt, _, world in by_hand.parts_named([path.relative_to(self.tier).as_posix()], RUN):
+                with suppress(FileNotFoundError):  # a prune goes on meanwhile
+                    if manifest := by_hand.sealed(path.read_bytes()):
+                        point = Point(attempt, step)
+                        keys[point] |= by_hand.keys(manifest)
+                        missing[point] = missing.get(point, world) - 1
+        return {point: keys[point] for point, parts in missing.items() if not parts}
+
+    def _note_spoiled(self) -> None:
+        if self.spoiled_keys:
+            self.spoiled |= {point for point, keys in self._tier_keys().items() if keys & self.spoiled_keys}
 
     # -- what is launched
 
@@ -147,6 +195,8 @@ class Cycle:
         return tuple(made)
 
     def launch(self, placed: tuple[int, ...], *, harmed: bool, steps: tuple[Point, ...] = ()) -> None:
+        if self.spoils and not self.spoiled_keys and not steps:
+            self.spoil()
         chance, before = self.chance, self.told()
         waits = tuple(chance.choice(("", "local", "local", "file")) for _ in range(chance.randint(1, 6)))
         plan = Plan(
@@ -175,6 +225,7 @@ class Cycle:
     # -- what must be true
 
     def _judge(self, told: Told, before: Told, plan: Plan, where: str) -> None:
+        self._note_spoiled()
         assert not told.of(plan.number, "hung"), f"{where}: {told.of(plan.number, 'hung')}"
         calls = [event for event in told.of(plan.number, "took") if event["call"] not in ("wait", "close")]
         slow = [event for event in calls if event["seconds"] > _LONGEST]
@@ -219,6 +270,7 @@ class Cycle:
         for point in before.whole("local"):
             if {event["node"] for event in before.saved[point].values()} <= set(plan.nodes) - self.lost:
                 required = sorted({*required, point})
+        required = [point for point in required if point not in self.spoiled]
         if wanted is not None:
             assert origin == wanted, f"{where}: {origin} was restored, {wanted} was asked for"
         elif required:
@@ -246,12 +298,13 @@ class Cycle:
     def _kept(self) -> tuple[Point, ...]:
         """The checkpoints on the tier that retention keeps, newest first, each of which was told durable there."""
         whole = self.told().whole("file")
-        with tierd.open(f"file://{self.home / 'tier'}", RUN) as reader:
+        with tierd.open(f"file://{self.tier}", RUN) as reader:
             listed = sorted(Point(one.attempt, one.step) for one in reader.checkpoints() if one.complete)
         newest = sorted({*whole, *listed})[-_KEPT:]
-        lost = [point for point in newest if point in whole and point not in listed]
+        self._note_spoiled()
+        lost = [point for point in newest if point in whole and point not in listed and point not in self.spoiled]
         assert not lost, f"seed {self.seed}: the tier lost {lost} of {whole}; it has {listed}"
-        return tuple(point for point in reversed(newest) if point in whole)
+        return tuple(point for point in reversed(newest) if point in whole and point not in self.spoiled)
 
 
 def cycle(seed: int, home: Path) -> tuple[list[str], float]:
