@@ -112,6 +112,7 @@ def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
         "credentials": "credentials",
         "operations": "read-write",
         "checksums": "verifies none",
+        "conditions": "leaves objects",
         "throughput": found["throughput"].finding,
     }
     assert found["throughput"].finding in ("measured", "slow")
@@ -119,10 +120,17 @@ def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
     assert "secret" not in json.dumps([one.found for one in found.values()])
 
 
+def test_store_that_replaces_an_object_in_spite_of_the_condition_is_a_note() -> None:
+    bucket = Bucket()
+    bucket.ignores_conditions = True
+    assert judged(bucket, "examine_operations")["conditions"].finding == "replaces objects"
+    assert not bucket.objects
+
+
 @pytest.mark.parametrize(
     ("denied", "names"),
     [
-        (("DeleteObject",), ["append-only", "verifies none", "not measured"]),
+        (("DeleteObject",), ["append-only", "verifies none", "leaves objects", "not measured"]),
         (("PutObject",), ["takes nothing", "not measured"]),
         (("ListBucket",), ["refused"]),
     ],

@@ -66,6 +66,7 @@ class Conformance:
     operations = 400  # of the random walk
     verifies = ""  # what a put answers: the checksum that the place is proven to check
     can_digest = False  # whether an object can be digested where it lies
+    has_condition = True  # whether a put can leave an object as it is
 
     @on_store
     async def test_pages_names_and_small_objects_are_those_of_scan_and_get(self, store: Store) -> None:
@@ -187,6 +188,28 @@ class Conformance:
         assert bytes(await store.get("k")) == b"second"
         assert (now.size, before.size) == (6, 17)
         assert now.token != before.token
+
+    @on_store
+    async def test_put_if_absent_leaves_object_that_is_there_as_it_is(self, store: Store) -> None:
+        for round_ in range(2):
+            assert await store.put_if_absent("a/k", b"first") == self.verifies
+            answer = await store.put_if_absent("a/k", memoryview(b"second, and longer"))
+            assert answer == (None if self.has_condition else self.verifies)
+            assert bytes(await store.get("a/k")) == (b"first" if self.has_condition else b"second, and longer")
+            await store.put("a/k", b"third")
+            assert bytes(await store.get("a/k")) == b"third"
+            assert await keys(store) == ["a/k"], round_
+            await store.delete(["a/k"])
+        assert await store.put_if_absent("empty", b"") == self.verifies
+        assert await store.put_if_absent("empty", b"more") == (None if self.has_condition else self.verifies)
+
+    @on_store
+    async def test_of_concurrent_puts_if_absent_one_is_kept(self, store: Store) -> None:
+        contents = [bytes([number]) * (self.size // 4 + number) for number in range(6)]
+        answers = await asyncio.gather(*(store.put_if_absent("k", data) for data in contents))
+        put = [data for data, answer in zip(contents, answers, strict=True) if answer is not None]
+        assert len(put) == (1 if self.has_condition else 6)
+        assert bytes(await store.get("k")) in put
 
     @on_store
     async def test_token_distinguishes_contents_of_the_same_size(self, store: Store) -> None:
@@ -358,6 +381,8 @@ class Conformance:
         for key in BAD_KEYS:
             with pytest.raises(StoreRefused):
                 await store.put(key, b"2")
+            with pytest.raises(StoreRefused):
+                await store.put_if_absent(key, b"2")
             with pytest.raises(StoreRefused):
                 await store.get(key)
             with pytest.raises(StoreRefused):

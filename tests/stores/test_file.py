@@ -231,6 +231,38 @@ def test_the_order_of_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(whole())
 
 
+@pytest.mark.parametrize("number", [0, errno.EPERM, errno.ENOTSUP])
+def test_object_that_replaces_none_is_durable_and_without_hard_links_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    done: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def spy_fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}")).relative_to(tmp_path)
+        done.append("temp file" if path.parts[:1] == (".tmp",) else f"{path}/")
+        fsync(fd)
+
+    def spy_link(*args: object, **kwargs: object) -> None:
+        done.append("link")
+        if number:
+            raise OSError(number, "injected")
+        link(*args, **kwargs)  # type: ignore[arg-type]
+
+    async def whole() -> None:
+        store = FileStore(tmp_path)
+        await store.put("d/first", b"1")
+        monkeypatch.setattr(os, "fsync", spy_fsync)
+        monkeypatch.setattr(os, "link", spy_link)
+        assert await store.put_if_absent("d/k", b"1") == ""
+        assert done == ["temp file", "link", "d/"]
+        assert await store.put_if_absent("d/k", b"2") == ("" if number else None)
+
+    asyncio.run(whole())
+    assert get(tmp_path, "d/k") == (b"2" if number else b"1")
+    assert temps(tmp_path) == [] and (tmp_path / "d/k").stat().st_nlink == 1
+
+
 def test_a_node_that_never_prunes_remembers_no_more_directories_than_a_bound(tmp_path: Path) -> None:
     tree = FileTree(tmp_path, trial=False, remembered=10)
     for step in range(50):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from tierd.core.errors import StoreUnavailable
@@ -53,12 +53,20 @@ class Double(StoreWrapper):
             self.before(operation, key)
 
     async def put(self, key: str, data: Buffer) -> str:
+        checksum = await self._put(self.inner.put, key, data)
+        assert checksum is not None
+        return checksum
+
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        return await self._put(self.inner.put_if_absent, key, data)
+
+    async def _put(self, put: Callable[[str, Buffer], Awaitable[str | None]], key: str, data: Buffer) -> str | None:
         await self._enter("put", key)
-        checksum = await self.inner.put(key, self.spoil(key, bytes(data)) if self.spoil else data)
+        checksum = await put(key, self.spoil(key, bytes(data)) if self.spoil else data)
         if self.lose:
             self.lose -= 1
             raise StoreUnavailable(f"put {key}: the answer was lost")
-        return checksum if self.verifies is None else self.verifies
+        return checksum if self.verifies is None or checksum is None else self.verifies
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         await self._enter("get", key)

@@ -50,7 +50,7 @@ class Bucket:
         self.heads: list[str] = []
         self.settings: dict[str, bytes | tuple[int, str]] = {}  # by subresource: its XML, or a status and a code
         self.refuse = lambda headers: None
-        self.ignores_ranges = False
+        self.ignores_ranges = self.ignores_conditions = False
         self.refusal = (403, "AccessDenied")
         self.host, self.port = "127.0.0.1", 0
 
@@ -108,6 +108,11 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
 
         def do_PUT(self) -> None:
             if asked := self._ask("PutObject"):
+                is_conditional = "If-None-Match" in self.headers or "x-goog-if-generation-match" in self.headers
+                is_conditional = is_conditional and not bucket.ignores_conditions
+                if is_conditional and bucket.objects.setdefault(asked[0], asked[2]) is not asked[2]:
+                    self._deny(412, "PreconditionFailed")
+                    return
                 bucket.objects[asked[0]] = asked[2]
                 self._say(200, etag=_etag(asked[2]))
 

@@ -106,6 +106,8 @@ async def examine_operations(of: ExaminedTier) -> AsyncIterator[Finding]:
         return
     if tried.mode == "append-only":  # the README is put again, because nothing else may be left there
         yield tier_findings.verified_by(of.place, await of.store.put(README_KEY, tier_readme()))
+        answer = await of.store.put_if_absent(README_KEY, tier_readme())
+        yield tier_findings.conditions(of.place, is_honored=answer is None)
     if tried.mode is not None:
         yield finding(of.place, "not measured", "nothing may be put there that could not be deleted again")
 
@@ -143,6 +145,7 @@ async def _time_object(of: ExaminedTier) -> AsyncIterator[Finding]:
         put_end_s = time.monotonic()
         content = await of.store.get(CHECK_KEY)
         get_end_s = time.monotonic()
+        is_honored = await of.store.put_if_absent(CHECK_KEY, b"") is None
     except TierdError as error:
         yield finding(of.place, "not measured", str(error))
         return
@@ -151,6 +154,7 @@ async def _time_object(of: ExaminedTier) -> AsyncIterator[Finding]:
             async with asyncio.timeout(_CLEAN_S):
                 await delete_if_permitted(of.store, [CHECK_KEY])
     yield tier_findings.verified_by(of.place, checksum)
+    yield tier_findings.conditions(of.place, is_honored=is_honored)
     if memoryview(content).nbytes == _PROBE:
         yield tier_findings.throughput(of.place, _PROBE, put_end_s - began, get_end_s - put_end_s)
     else:  # the object of another node

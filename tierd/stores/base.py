@@ -106,6 +106,17 @@ class Store(ABC):
             "".
         """
 
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        """Store `data` as `put` does, unless an object lies under `key`, which is then left as it is.
+
+        A place that has no such condition replaces the object. After an answer that was lost, the object may be the one
+        that this call put.
+
+        Returns:
+            What `put` returns; None if an object was there, about whose content nothing is known.
+        """
+        return await self.put(key, data)
+
     @abstractmethod
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         """Read all bytes of `key`. A short read raises `StoreUnavailable`; the result is never shorter than the object.
@@ -211,6 +222,11 @@ class StoreWrapper(Store):
 
     async def put(self, key: str, data: Buffer) -> str:
         return await self._inner.put(key, data)
+
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        # A wrapper that changes `put` alone has no condition.
+        is_passed = type(self).put is StoreWrapper.put
+        return await (self._inner.put_if_absent(key, data) if is_passed else super().put_if_absent(key, data))
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         return await self._inner.get(key, into)

@@ -76,15 +76,22 @@ class EncryptedStore(StoreWrapper):
         return f"EncryptedStore({self._inner!r}, {self._key!r})"
 
     async def put(self, key: str, data: Buffer) -> str:
+        return await self._inner.put(*await self._sealed(key, data))
+
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        return await self._inner.put_if_absent(*await self._sealed(key, data))
+
+    async def _sealed(self, key: str, data: Buffer) -> tuple[str, Buffer]:
+        """Return the key and the bytes that an object has in `inner`."""
         plain = octets(data)
         if check_key(key) in _PLAIN:
-            return await self._inner.put(key, data)
+            return key, data
         if _CHUNK.fullmatch(key):
-            return await self._inner.put(self._hidden(key), await _transform(self._encrypt, key, plain))
+            return self._hidden(key), await _transform(self._encrypt, key, plain)
         wrapped = await _transform(self._close, key, plain)
         if len(wrapped) > MAX_MANIFEST_SIZE:
             raise StoreRefused(f"{key}: {len(plain)} bytes, which are too many encrypted: no reader would take them")
-        return await self._inner.put(key, wrapped)
+        return key, wrapped
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         """Read and decrypt an object, as `Store.get` does.

@@ -83,6 +83,12 @@ class FileStore(Store):
             await self._run(self._tree.put, key, octets(data), stop)
         return ""
 
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        check_key(key)
+        with _set_if_cancelled() as stop:
+            is_put = await self._run(self._tree.put, key, octets(data), stop, replace=False)
+        return "" if is_put else None
+
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         check_key(key)
         if into is None:

@@ -41,6 +41,7 @@ _TMP_NAME = re.compile(r"[0-9a-f]{32}")
 _SWEEP = 1000  # leftover temp files that one sweep examines, at most
 _PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
 _SMALL = 1 << 20  # bytes
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without hard links
 _UNDELETABLE = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
 
 
@@ -183,18 +184,18 @@ class FileTree:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return size, digest
 
-    def put(self, key: str, data: memoryview, stop: threading.Event) -> None:
+    def put(self, key: str, data: memoryview, stop: threading.Event, *, replace: bool = True) -> bool:
+        """Put an object, and return True; False if there is one, and it is not to be replaced."""
         with self._root() as root:
             self._prepare(root)
             for _ in range(_PUT_TRIES):
                 try:
-                    self._put_once(root, key, data, stop)
-                    return
+                    return self._put_once(root, key, data, stop, replace=replace)
                 except FileNotFoundError:
                     continue
         raise StoreUnavailable(f"{self._path}: put {key}: its directory, or the temp file, keeps vanishing")
 
-    def _put_once(self, root: int, key: str, data: memoryview, stop: threading.Event) -> None:
+    def _put_once(self, root: int, key: str, data: memoryview, stop: threading.Event, *, replace: bool) -> bool:
         *parents, name = key.split("/")
         temporary, flags = secrets.token_hex(16), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with (
@@ -208,13 +209,15 @@ class FileTree:
                         write_pages(fd, data[start : start + PIECE], start)
                         self.count_piece()
                 if stop.is_set():
-                    return
+                    return False
                 os.fsync(fd)  # never retried, because after an error the kernel marks the lost pages clean
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that a read-back comes from the device
                 with self._make_directory(root, parents) as parent:
-                    if not stop.is_set():  # if it is set after this check, all the data was read before it could change
-                        os.rename(temporary, name, src_dir_fd=tmp, dst_dir_fd=parent)
-                        sync_directory(parent)
+                    if stop.is_set():  # if it is set after this check, all the data was read before it could change
+                        return False
+                    is_put = _publish(temporary, name, tmp, parent, replace=replace)
+                    sync_directory(parent)
+                    return is_put
             finally:
                 self._remove_temporary(temporary, tmp)
 
@@ -322,6 +325,21 @@ def _remove_entry(name: str, above: int) -> bool:
         if error.errno not in _UNDELETABLE:
             raise
         return False
+    return True
+
+
+def _publish(temporary: str, name: str, tmp: int, parent: int, *, replace: bool) -> bool:
+    """Give a temp file its name; return False if another file has that name, and is not to be replaced."""
+    if not replace:
+        try:  # the caller removes the first name
+            os.link(temporary, name, src_dir_fd=tmp, dst_dir_fd=parent, follow_symlinks=False)
+            return True
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+    os.rename(temporary, name, src_dir_fd=tmp, dst_dir_fd=parent)
     return True
 
 

@@ -166,6 +166,10 @@ class RetryingStore(StoreWrapper):
         size = memoryview(data).nbytes
         return await self.call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data), size)
 
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        size = memoryview(data).nbytes
+        return await self.call(f"put {key}", size / self._slowest, lambda: self._inner.put_if_absent(key, data), size)
+
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         size = LARGEST if into is None else into.nbytes  # an object of unknown size gets the time of the largest
         moves = 0 if into is None else size

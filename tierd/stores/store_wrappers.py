@@ -74,6 +74,11 @@ class LimitedStore(StoreWrapper):
             await _charge(self._up, key, memoryview(data).nbytes)
         return await self._inner.put(key, data)
 
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        if self._up:
+            await _charge(self._up, key, memoryview(data).nbytes)
+        return await self._inner.put_if_absent(key, data)
+
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         if not self._down or is_foreground():
             return await self._inner.get(key, into)
@@ -122,6 +127,10 @@ class CountedStore(StoreWrapper):
     async def put(self, key: str, data: Buffer) -> str:
         self.counts["put"] += 1
         return await self._inner.put(key, data)
+
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        self.counts["put"] += 1
+        return await self._inner.put_if_absent(key, data)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         self.counts["get"] += 1

@@ -197,6 +197,8 @@ def test_versions_locks_uploads_and_checksums() -> None:
         "verifies",
         "verifies none",
     )
+    assert tier_findings.conditions("t", is_honored=True).finding == "leaves objects"
+    assert tier_findings.conditions("t", is_honored=False).finding == "replaces objects"
     assert tier_findings.throughput("t", 1 << 20, 0.1, 0.1).finding == "measured"
     assert tier_findings.throughput("t", 1 << 20, 0.1, 5.0).finding == "slow"
     assert tier_findings.certificate("t", "TLSv1.3", 30 * DAY).finding == "encrypted"

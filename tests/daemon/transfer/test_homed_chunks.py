@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from bisect import insort
 from collections import Counter
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted_store import EncryptedStore
 from tierd.stores.encryption_keys import EncryptionKey
+from tierd.stores.retry import RetryingStore
 
 WORLD, SHARED = 4, 80  # ranks, each on a node of its own; chunks that all of them hold
 SOON = DaemonTimings(chunks_listed_s=0.02, chunks_awaited_s=0.2, mark_pause_s=QUICK.mark_pause_s)
@@ -130,6 +132,85 @@ async def test_chunk_of_another_node_that_is_corrupt_is_sent_again(nodes, tmp_pa
     await check(nodes[:2], parts[:2], store, tmp_path)
 
 
+def arrives_before_the_put(store: Double, objects: dict[str, bytes]) -> None:
+    """Have each of these objects put by another node when this node, whose listing does not show it, begins its put."""
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put" and key in objects:
+            insort(store.inner.keys, key)
+            store.inner.objects[key] = objects.pop(key), 1
+
+    store.before = before
+
+
+TEXT = b"words " * (SHARED * CHUNK // 6)
+
+
+@pytest.mark.parametrize("kind", ["the same", "another encoding", "wrong"])
+async def test_object_that_came_after_the_listing_is_replaced_only_if_it_is_wrong(nodes, tmp_path, kind):
+    store, first, parts = Double(), Double(), save(nodes, 1, TEXT)
+    await flush(nodes[0], parts[0], TierUploadContext(first, timings=SOON))
+    chunks = [chunk for chunk in (await manifest_on(first, parts[0])).chunks() if chunk.home == 0]
+    pieces = {digest(piece): piece for at in range(0, len(TEXT), CHUNK) if (piece := TEXT[at : at + CHUNK])}
+    packer = zstandard.ZstdCompressor(level=19, write_checksum=True)
+    objects = {
+        f"run/{chunk.stored.key}": {
+            "the same": first.inner.objects[f"run/{chunk.stored.key}"][0],
+            "another encoding": packer.compress(pieces[chunk.xxh3_128]),
+            "wrong": b"spoiled on its way",
+        }[kind]
+        for chunk in chunks
+        if chunk.stored.codec == "zst"
+    }
+    arrived = dict(objects)
+    arrives_before_the_put(store, objects)
+    sent = await flush(nodes[1], parts[1], TierUploadContext(store, timings=SOON))
+    assert not objects and len(arrived) >= 2
+    for key, data in arrived.items():
+        assert (store.inner.objects[key][0] == data) is (kind != "wrong")
+    replaced = sum(len(store.inner.objects[key][0]) for key in arrived) if kind == "wrong" else 0
+    assert sent.sent == 5 * CHUNK + replaced
+    await flush(nodes[0], parts[0], TierUploadContext(store, timings=SOON))
+    await check(nodes, parts[:2], store, tmp_path, TEXT)
+
+
+async def test_object_that_cannot_be_read_for_now_is_not_replaced(nodes, tmp_path):
+    """Manifests of other nodes may name it in their own encoding."""
+    store, first, parts = Double(), Double(), save(nodes, 1)
+    await flush(nodes[0], parts[0], TierUploadContext(first, timings=SOON))
+    key = f"run/{next(chunk.stored.key for chunk in (await manifest_on(first, parts[0])).chunks() if chunk.home == 0)}"
+
+    def before(operation: str, called: str) -> None:
+        if (operation, called) == ("get", key):
+            raise StoreUnavailable("this object is slow")
+
+    await store.inner.put(key, right := first.inner.objects[key][0])
+    store.before = before
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="slow"):
+            await flush(nodes[1], parts[1], TierUploadContext(store, timings=SOON))
+    assert key not in store.puts() and store.inner.objects[key][0] == right
+    store.before = None
+    for rank in (1, 0):
+        await flush(nodes[rank], parts[rank], TierUploadContext(store, timings=SOON))
+    await check(nodes, parts[:2], store, tmp_path)
+
+
+async def test_put_whose_answer_was_lost_is_verified(nodes, tmp_path):
+    async def at_once(_: float) -> None: ...
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put" and is_chunk(key) and key not in lost:
+            lost.append(key)
+            double.lose = 1
+
+    double, parts, lost = Double(), save(nodes, 1), list[str]()
+    double.before = before
+    sent = await flush(nodes[0], parts[0], TierUploadContext(RetryingStore(double, sleep=at_once), timings=SOON))
+    assert len(lost) == SHARED + 5 and sent.sent == 5 * CHUNK
+    await check(nodes[:1], parts[:1], double, tmp_path)
+
+
 async def test_object_that_another_encoder_has_replaced_is_kept_and_each_manifest_describes_it(nodes, tmp_path):
     """Two nodes with different versions of zstd put one chunk at the same time, and the last put remains."""
     store, text = Double(), b"words " * (SHARED * CHUNK // 6)
@@ -164,6 +245,29 @@ async def test_shared_patches_are_put_once_too(nodes, tmp_path, monkeypatch):
     patches = Counter(key for key in store.puts(is_chunk) if ".patch" in key)
     assert len(patches) == patches.total() == SHARED
     await check(nodes, parts, store, tmp_path, second)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+async def test_patch_that_came_after_the_listing_is_replaced_only_if_it_is_wrong(
+    nodes, tmp_path, monkeypatch, is_right
+):
+    monkeypatch.setattr(flush_order, "SMALLEST_SHARED_BYTES", 1)
+    store, first, text = Double(), Double(), files(1, 0)["shared"]
+    older = save(nodes, 1)
+    for place in (store, first):
+        await send(nodes, older, place)
+    parts = save(nodes, 2, bytes(BLOCK) + text[BLOCK:])
+    base = await manifest_on(first, part(1, rank=0, world=WORLD))
+    await flush(nodes[0], parts[0], TierUploadContext(first, timings=SOON), base=base)
+    (key,) = [key for key in first.puts() if ".patch" in key]
+    patch = first.inner.objects[key][0]
+    arrives_before_the_put(store, {key: patch if is_right else patch[:-1] + bytes([patch[-1] ^ 1])})
+    base = await manifest_on(store, part(1, rank=1, world=WORLD))
+    store.calls.clear()
+    await flush(nodes[1], parts[1], TierUploadContext(store, timings=SOON), base=base)
+    assert store.puts().count(key) == (1 if is_right else 2)
+    assert store.inner.objects[key][0] == patch
+    assert (await verify_part(store, parts[1], lambda size: None))[1] == []
 
 
 async def test_equal_chunks_of_an_older_checkpoint_are_named_by_all_ranks(nodes, tmp_path, monkeypatch):

@@ -61,10 +61,10 @@ class Wire(Line):
         self._free_at = max(self._free_at, self._loop.time()) + size / self._tier.speed
         await asyncio.sleep(self._free_at - self._loop.time())
 
-    async def put(self, key: str, data: Any) -> str:
+    async def _put(self, key: str, data: Any, *, replace: bool) -> bool:
         if self._loop.time() >= self._tier.down_until:
             await self._carry(memoryview(data).nbytes)
-        return await super().put(key, data)
+        return await super()._put(key, data, replace=replace)
 
 
 @dataclass

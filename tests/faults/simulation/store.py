@@ -137,14 +137,30 @@ class Line(Store):
             self._late = ""
 
     async def put(self, key: str, data: Buffer) -> str:
+        await self._put(key, data, replace=True)
+        return ""
+
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        return "" if await self._put(key, data, replace=False) else None
+
+    async def _put(self, key: str, data: Buffer, *, replace: bool) -> bool:
+        """Whether the object is put: what is there when the call takes effect is not replaced unless it may be."""
         check_key(key)
-        content, who = bytes(octets(data)), self._life.name
+        content, who, is_put = bytes(octets(data)), self._life.name, False
         fate = self._fate("fails", "lost", "late", "stalls", "spoils")
         if fate == "spoils" and content:
             content = _flipped(content, self._rng)
             who += " spoiled"
-        await self._do({f"put {key}": lambda: self.bucket.put(key, content, who + self._late)}, fate, f"put {key}")
-        return ""
+
+        def put() -> None:
+            nonlocal is_put
+            is_put = replace or key not in self.bucket.objects
+            if is_put:
+                self.bucket.put(key, content, who + self._late)
+
+        await self._do({f"put {key}": put}, fate, f"put {key}")
+        self._count["puts of what was there"] += not is_put
+        return is_put
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         check_key(key)

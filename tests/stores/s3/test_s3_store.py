@@ -280,6 +280,50 @@ def test_a_delete_brings_an_md5_and_no_newer_checksum() -> None:
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidArgument")])
+def test_server_without_conditional_puts_is_asked_once_and_gets_plain_ones(refusal: tuple[int, str]) -> None:
+    conditions: list[str | None] = []
+
+    def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
+        if PROBE_NAME not in target:
+            conditions.append(headers.get("if-none-match"))
+        return (refusal[0], error(refusal[1])) if "if-none-match" in headers else (200, "")
+
+    async def use(store: S3Store) -> None:
+        for _ in range(3):
+            assert await store.put_if_absent("k", b"1") == ""
+
+    against(respond, use)
+    assert conditions == ["*", None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((412, "PreconditionFailed"), None),
+        ((409, "ConditionalRequestConflict"), StoreUnavailable),
+        ((503, "SlowDown"), StoreUnavailable),
+        ((403, "AccessDenied"), StoreRefused),
+        ((501, "NotImplemented"), StoreRefused),
+    ],
+)
+def test_answers_to_a_conditional_put(answer: tuple[int, str], expected: type[Exception] | None) -> None:
+    """Of an error that a plain put has, too, nothing is concluded about conditions."""
+
+    def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
+        return (200, "") if PROBE_NAME in target else (answer[0], error(answer[1]))
+
+    async def use(store: S3Store) -> None:
+        for _ in range(2):
+            if expected is None:
+                assert await store.put_if_absent("k", b"1") is None
+                continue
+            with pytest.raises(expected):
+                await store.put_if_absent("k", b"1")
+
+    against(respond, use)
+
+
 @pytest.mark.parametrize("answer", ["", "<html>please log in</html>", "<DeleteResult/>"])
 def test_answer_200_that_does_not_name_the_deleted_keys_is_no_answer(answer: str) -> None:
     async def use(store: S3Store) -> None:

@@ -39,6 +39,7 @@ CHECKS: dict[str, str] = {
     "operations": "A flush puts and reads back, an observation lists, and retention deletes.",
     "daemon's view": "The daemon has credentials, a sandbox and mounts of its own, which this shell need not share.",
     "checksums": "Where the server verifies checksums, the daemon need not read back what it has put.",
+    "conditions": "Several nodes put the chunks that all of them hold, and none should replace a verified object.",
     "throughput": "A flush should take less time than passes between two saves.",
     "lifecycle": "A rule of the bucket that deletes or archives by age knows nothing of retention: newer checkpoints "
     "share chunks of older ones.",
@@ -259,6 +260,12 @@ FINDINGS: dict[str, FindingKind] = {
     "verifies": FindingKind("checksums", "ok"),
     "verifies none": FindingKind(
         "checksums", "note", "Nothing: the daemon reads back what it puts, which takes its download."
+    ),
+    "leaves objects": FindingKind("conditions", "ok"),
+    "replaces objects": FindingKind(
+        "conditions",
+        "note",
+        "Nothing: if nodes put the same chunk at the same moment, the last object remains, and each node reads it.",
     ),
     "measured": FindingKind("throughput", "ok"),
     "slow": FindingKind("throughput", "warning", "Ask `tierd advise` how often to save over such a link."),

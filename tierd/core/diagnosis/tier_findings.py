@@ -171,6 +171,13 @@ def verified_by(place: str, checksum: str) -> Finding:
     return finding(place, "verifies none", "no checksum of an upload is verified by the store")
 
 
+def conditions(place: str, *, is_honored: bool) -> Finding:
+    """Judge whether a put that must replace nothing left an object as it was."""
+    if is_honored:
+        return finding(place, "leaves objects", "a put if nothing is there left an object as it was")
+    return finding(place, "replaces objects", "a put if nothing is there replaced an object")
+
+
 def throughput(place: str, size: int, put_s: float, get_s: float) -> Finding:
     """Judge how long a put and a get of `size` bytes took."""
     up, down = size / max(put_s, 1e-6), size / max(get_s, 1e-6)

@@ -23,7 +23,7 @@ import msgspec
 from tierd.codec.chunk_codec import verify_stored, verify_stored_digest
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk
+from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.flush_order import is_patchable, shareable_chunks
@@ -66,6 +66,7 @@ class ChunkUpload:
         self._source, self._route, self._part, self._listing = source, route, part, listing
         self._where, self._file = where, file
         self.encoded: Chunk = file.chunks[where[1]]
+        self._taken: str | None = None  # the chunk's key, once an object of another node's was met there
 
     @property
     def home(self) -> tuple[int, bool]:
@@ -84,11 +85,14 @@ class ChunkUpload:
         copies = max(self._source.memory_copies(self.encoded.content), 2 if may_be_read else 1)
         return max(copies * self.encoded.size, self._route.store.memory_for(self.encoded.size))
 
-    async def send(self, hold: BudgetHold) -> int:
-        """Put the chunk, unless it is on the tier intact. Returns the number of bytes put.
+    async def send(self, hold: BudgetHold) -> int | None:
+        """Put the chunk, unless it is on the tier intact. An object that other nodes may name is first verified.
 
         Args:
             hold: bytes of the budget for the chunk's `weight`.
+
+        Returns:
+            The number of bytes put; None if an object came after the listing, which the next call verifies.
         """
         hold.shrink_to(self.weight)
         await self._listing.refresh(self.encoded)  # again, because the caller may have waited for the budget
@@ -99,26 +103,39 @@ class ChunkUpload:
             self.encoded, stored = encoded.chunk, encoded.stored
             hold.shrink_to(self._route.store.memory_for(stored.size))
             key = f"{self._part.checkpoint.run}/{stored.key}"
-            if self._listing.has_patch(key) and await self._is_right(key, stored):
+            is_taken = key == self._taken
+            may_be_right = self._listing.has_patch(key) or (is_taken and is_patch(stored.codec))
+            if may_be_right and await self._is_right(key, stored):
                 return 0
+            store = self._route.store
+            put = store.put if is_taken or self.encoded.home is None else store.put_if_absent
             with self._route.throughput.link(self._route.tier).measured(stored.size):
-                checked = await self._route.store.put(key, encoded.data)
+                checked = await put(key, encoded.data)
             del encoded  # the bytes that are read back take its place
+        if checked is None:
+            self._taken = key
+            return None
         if checked and not self._route.reread:
             stored = msgspec.structs.replace(stored, checked=checked)
             self.encoded = msgspec.structs.replace(self.encoded, stored=stored)
         else:
-            await self._read_back(key, stored)
+            try:
+                await self._read_back(key, stored)
+            except (CorruptChunk, ObjectNotFound) as error:
+                raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
         return stored.size
 
     async def _is_already_stored(self) -> bool:
         """Whether an earlier try or another node has put the chunk, in any encoding; that encoding is then used."""
-        for key in self._listing.keys(self.encoded):
+        taken = [self._taken] if self._taken and not is_patch(self._taken.rpartition(".")[2]) else []
+        for key in dict.fromkeys([*taken, *self._listing.keys(self.encoded)]):
             try:
                 self.encoded, _ = await get_recognized(self._route.store, key, self.encoded, self._route.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):
                 continue
             except (StoreUnavailable, StoreRefused) as error:  # perhaps this object alone; else the put fails, too
+                if self._may_be_named(error):
+                    raise
                 log.warning("%s: it is sent again, because what lies there cannot be read: %s", key, error)
                 continue
             return True
@@ -128,9 +145,15 @@ class ChunkUpload:
         """Whether an earlier try or another node has put this very object."""
         try:
             await self._read_back(key, stored)
-        except (StoreUnavailable, StoreRefused):
+        except (CorruptChunk, ObjectNotFound, StoreUnavailable, StoreRefused) as error:
+            if self._may_be_named(error):
+                raise
             return False
         return True
+
+    def _may_be_named(self, error: Exception) -> bool:
+        """Whether an error proves nothing of an object that another node's manifest may name, in its own encoding."""
+        return self.encoded.home is not None and isinstance(error, StoreUnavailable)
 
     async def _read_back(self, key: str, stored: StoredChunk) -> None:
         async def read() -> None:
@@ -141,10 +164,7 @@ class ChunkUpload:
                     data = await get_object(self._route.store, key, stored, into=memory)
                     await thread_uncancelled(verify_stored, stored, data, key)
 
-        try:
-            await read_until_certain(read)
-        except (CorruptChunk, ObjectNotFound) as error:
-            raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
+        await read_until_certain(read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +318,12 @@ async def _send_each(
                 ),
             )
             if content is not None:
-                sent += await todo.pop(content).send(hold)
+                upload = todo.pop(content)
+                bytes_put = await upload.send(hold)
+                if bytes_put is None:
+                    todo[content] = upload
+                    continue
+                sent += bytes_put
                 order.finish(content)
                 moved.done += content[1]
     return sent

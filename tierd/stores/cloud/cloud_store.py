@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import obstore
-from obstore.exceptions import BaseError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
@@ -186,6 +186,15 @@ class CloudStore(ForeignStore):
         name, copy = check_key(key), bytes(octets(data))
         with self._translated(f"put {key}"):
             await obstore.put_async(self._connected(), name, copy, use_multipart=False)
+        return ""
+
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        name, copy = check_key(key), bytes(octets(data))
+        with self._translated(f"put {key}"):
+            try:
+                await obstore.put_async(self._connected(), name, copy, use_multipart=False, mode="create")
+            except AlreadyExistsError:
+                return None
         return ""
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:

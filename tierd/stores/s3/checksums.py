@@ -69,7 +69,7 @@ CHECKSUMS = _available_checksums()
 
 
 PROBE_NAME = ".tierd-probe"  # under the store's prefix; not a valid key, so that no scan shows it
-_UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
+UNKNOWN_HEADER_CODES = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
 
 # The store's logger, because collectors of JSON logs see its name.
 _log = logging.getLogger("tierd.stores.s3.s3_store")
@@ -138,7 +138,7 @@ class ChecksumProbe:
             answer = await self._upload(self._name, data, wrong)
         except botocore.ClientError as error:
             code = error.response.get("Error", {}).get("Code")
-            return "mismatch" if code in MISMATCH_CODES else "unknown" if code in _UNKNOWN_CHECKSUM else None
+            return "mismatch" if code in MISMATCH_CODES else "unknown" if code in UNKNOWN_HEADER_CODES else None
         except LIBRARY_ERRORS:
             return None
         if "ETag" not in answer:

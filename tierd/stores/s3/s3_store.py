@@ -37,7 +37,7 @@ from tierd.stores.base import (
     octets,
 )
 from tierd.stores.retry import ForeignStore, confirm_absence
-from tierd.stores.s3.checksums import MD5, PROBE_NAME, ChecksumProbe
+from tierd.stores.s3.checksums import MD5, PROBE_NAME, UNKNOWN_HEADER_CODES, ChecksumProbe
 from tierd.stores.s3.connection import SLOWEST_RATE, error_origin
 from tierd.stores.s3.credentials import RenewableCredentials, check_ca_bundle
 from tierd.stores.s3.http1 import DEFAULT_LIMITS, S3Limits
@@ -52,6 +52,7 @@ from tierd.stores.s3.server_errors import (
 from tierd.stores.s3.transport import DirectSession, HttpResponse, ProxiedSession, http_session, response_scope
 
 _DELETE_BATCH = 1000  # S3's own limit
+_log = logging.getLogger(__name__)
 
 for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets in responses of STS;
     logging.getLogger(_library).setLevel(logging.WARNING)  # at INFO with each client that credentials were found
@@ -72,6 +73,7 @@ class S3Store(ForeignStore):
             self._extra["StorageClass"] = url.storage_class
         if url.sse_kms_key_id:
             self._extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": url.sse_kms_key_id}
+        self._if_absent = {"IfNoneMatch": "*"}  # parameters; empty once the server was seen not to know the header
         self.probe = ChecksumProbe(str(url), self._base + PROBE_NAME, self._put, self._remove, limits)
         self._client: Any = None
         self._session: DirectSession | ProxiedSession | None = None
@@ -93,22 +95,39 @@ class S3Store(ForeignStore):
         return f"S3Store({str(self._url)!r})"
 
     async def put(self, key: str, data: Buffer) -> str:
-        name, view = self._base + check_key(key), octets(data)
         async with self.translating_errors(f"put {key}"):
-            await self.probe.ask()
-            checksum, proven = self.probe.checksum, self.probe.proven
-            parameters = await checksum.parameters(view)
-            answer = await self._put(name, view, parameters)
-            self._check_whose(answer, "ETag", f"put {key}")
-            echoed = answer.get(checksum.field)
-            if echoed is not None and echoed != parameters[checksum.field]:
-                raise StoreUnavailable(f"{self._url}: put {key}: the server took other bytes than were sent")
-            return proven
+            return await self._put_checked(check_key(key), octets(data), {})
 
-    async def _put(self, name: str, view: memoryview, checksum: dict[str, str]) -> Any:
+    async def put_if_absent(self, key: str, data: Buffer) -> str | None:
+        view = octets(data)
+        async with self.translating_errors(f"put {key}"):
+            try:
+                return await self._put_checked(check_key(key), view, self._if_absent)
+            except botocore.ClientError as error:
+                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412:
+                    return None
+                if not self._if_absent or error.response.get("Error", {}).get("Code") not in UNKNOWN_HEADER_CODES:
+                    raise
+            checksum = await self._put_checked(key, view, {})
+            self._if_absent = {}
+            _log.info("%s supports no If-None-Match of a put: nodes that put the same chunk replace it", self._url)
+            return checksum
+
+    async def _put_checked(self, key: str, view: memoryview, condition: dict[str, str]) -> str:
+        await self.probe.ask()
+        checksum, proven = self.probe.checksum, self.probe.proven
+        parameters = await checksum.parameters(view)
+        answer = await self._put(self._base + key, view, parameters | condition)
+        self._check_whose(answer, "ETag", f"put {key}")
+        echoed = answer.get(checksum.field)
+        if echoed is not None and echoed != parameters[checksum.field]:
+            raise StoreUnavailable(f"{self._url}: put {key}: the server took other bytes than were sent")
+        return proven
+
+    async def _put(self, name: str, view: memoryview, parameters: dict[str, str]) -> Any:
         client = await self.get_client()
         return await client.put_object(
-            Bucket=self._url.bucket, Key=name, Body=RequestBody(view), **checksum, **self._extra
+            Bucket=self._url.bucket, Key=name, Body=RequestBody(view), **parameters, **self._extra
         )
 
     async def _remove(self, name: str) -> None:
