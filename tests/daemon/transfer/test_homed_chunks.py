@@ -147,7 +147,7 @@ TEXT = b"words " * (SHARED * CHUNK // 6)
 
 
 @pytest.mark.parametrize("kind", ["the same", "another encoding", "wrong"])
-async def test_object_that_came_after_the_listing_is_replaced_only_if_it_is_wrong(nodes, tmp_path, kind):
+async def test_flush_replaces_object_that_its_listing_lacked_only_if_it_is_wrong(nodes, tmp_path, kind):
     store, first, parts = Double(), Double(), save(nodes, 1, TEXT)
     await flush(nodes[0], parts[0], TierUploadContext(first, timings=SOON))
     chunks = [chunk for chunk in (await manifest_on(first, parts[0])).chunks() if chunk.home == 0]
@@ -174,7 +174,7 @@ async def test_object_that_came_after_the_listing_is_replaced_only_if_it_is_wron
     await check(nodes, parts[:2], store, tmp_path, TEXT)
 
 
-async def test_object_that_cannot_be_read_for_now_is_not_replaced(nodes, tmp_path):
+async def test_flush_does_not_replace_object_that_it_cannot_read(nodes, tmp_path):
     """Manifests of other nodes may name it in their own encoding."""
     store, first, parts = Double(), Double(), save(nodes, 1)
     await flush(nodes[0], parts[0], TierUploadContext(first, timings=SOON))
@@ -248,9 +248,7 @@ async def test_shared_patches_are_put_once_too(nodes, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-async def test_patch_that_came_after_the_listing_is_replaced_only_if_it_is_wrong(
-    nodes, tmp_path, monkeypatch, is_right
-):
+async def test_flush_replaces_patch_that_its_listing_lacked_only_if_it_is_wrong(nodes, tmp_path, monkeypatch, is_right):
     monkeypatch.setattr(flush_order, "SMALLEST_SHARED_BYTES", 1)
     store, first, text = Double(), Double(), files(1, 0)["shared"]
     older = save(nodes, 1)
