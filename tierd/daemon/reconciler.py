@@ -139,7 +139,9 @@ class Reconciler:
             live, tiers, flushes, workers, scrubber, journal, save_events, backlog, records, repairs
         )
         review = QuarantineReview(tiers, stores, workers, journal)
-        self._pruner = pruner = Pruner(live, tiers, stores, workers, scrubber, journal, self.observe, wake, review)
+        self._pruner = pruner = Pruner(
+            live, tiers, stores, workers, scrubber, journal, self.observe, wake, review, records.remember
+        )
         agenda = NextAction(live, tiers, flushes, workers, journal, backlog, records, pruner, self.observe)
         acts = self._flusher, pruner, repairs
         self._loop = WorkerLoop(

@@ -156,7 +156,7 @@ class RunRecords:
             self._save_events.report_rollback(tier, run, await tiers.why_rolled_back(tier, run, live.place))
         if not live.run_mode.pause.paused:
             await self.write_heads(tier, saved)
-            await self._remember(tier, saved)
+            await self.remember(saved, {tier: live.config.tier_named(tier).url})
             if not live.run_mode.draining:
                 await tiers.put_policies(tier, live.inventory(), live.config, [*saved, *sorted(live.backfill.runs)])
                 with suppress(StoreUnavailable, StoreRefused):  # as for heads
@@ -171,9 +171,9 @@ class RunRecords:
         with suppress(StoreUnavailable, StoreRefused):
             await self._tiers.write_heads(tier, self._live.inventory(), runs)
 
-    async def _remember(self, tier: str, runs: Iterable[str]) -> None:
-        """Record in the spool the launches of `runs` that any place shows, and the last heads on `tier`."""
-        live, urls = self._live, {tier: self._live.config.tier_named(tier).url}
+    async def remember(self, runs: Iterable[str], urls: Mapping[str, str]) -> None:
+        """Record in the spool the launches of `runs` that any place shows, and the last heads on tiers, by `urls`."""
+        live = self._live
         async with self._remembering:
             inventory = live.inventory()
             for head in [head for run in runs if (head := due_spool_head(inventory, run, urls))]:

@@ -49,6 +49,7 @@ class Pruner:
     observe: Callable[[str], Awaitable[None]]
     wake: Callable[[], None]
     review: QuarantineReview
+    remember: Callable[[Iterable[str], Mapping[str, str]], Awaitable[None]]
     # Checkpoint whose prune waits -> the copy to verify first.
     _copy_to_verify: dict[CheckpointId, PartId] = field(default_factory=dict)
     _rest_until: dict[str, float] = field(default_factory=dict)  # silent tier -> when to ask it again, monotonic
@@ -200,6 +201,8 @@ class Pruner:
             or any(part.checkpoint == checkpoint for part in live.busy)
         ):
             return False  # held or flushed since the tiers were asked; the next plan decides
+        if checkpoint.attempt not in before.remembered(checkpoint.run):  # only the copy tells what it resumed from
+            await self.remember([checkpoint.run], {})
         present = [part for part in parts if spool.has(part)]
         writers = requests.writers() if reuse else frozenset[str]()
         await asyncio.to_thread(spool.remove, parts, writers)
