@@ -19,7 +19,7 @@ from support.chunk_keys import chunk_files
 
 import tierd
 from tierd.cli import run
-from tierd.cli.command_runtime import Meter
+from tierd.cli.progress import Meter
 from tierd.core.config import from_urls
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.installation import install_command
@@ -174,7 +174,7 @@ def test_verify_counts_a_copy_that_retention_deletes_meanwhile_as_pruned(
             for path in [home] if where == "spool" else chunks:
                 shutil.rmtree(path, ignore_errors=True)
 
-    monkeypatch.setattr("tierd.cli.command_runtime.Meter", Pruning)
+    monkeypatch.setattr("tierd.cli.progress.Meter", Pruning)
     options = ["--spool", str(spool)] if where == "spool" else [str(tier)]
     assert run(["verify", *options, "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]

@@ -21,7 +21,7 @@ from support.world import Daemon, commit, content, hurry, part
 
 import tierd
 from tierd.cli import run
-from tierd.cli.command_runtime import Meter, show_progress
+from tierd.cli.progress import Meter, show_progress
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
 from tierd.ipc.daemon_connection import DaemonConnection

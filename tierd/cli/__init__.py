@@ -33,7 +33,8 @@ MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help
     "commands.prune_commands": ("prune", "disown"),
     "commands.checkpoint_commands": ("ls", "show", "verify"),
     "commands.run_commands": ("runs", "rm", "du"),
-    "commands.status_commands": ("status", "pause", "resume"),
+    "commands.status_commands": ("status",),
+    "commands.pause_commands": ("pause", "resume"),
     "commands.top_command": ("top",),
     "commands.doctor_command": ("doctor",),
     "commands.notify_command": ("notify",),
@@ -76,6 +77,16 @@ _EXIT_CODES: dict[type[errors.TierdError], int] = {
 }
 
 
+class _CompletedCommand(TyperCommand):
+    """A command whose names of options are completed. It parses no values, for which typer loads pydantic."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = {argument.partition("=")[0] for argument in args}
+        self.params = [param for param in self.params if param.multiple or given.isdisjoint(param.opts)]
+        ctx.args = args
+        return args
+
+
 class _GroupedCommands(TyperGroup):
     """The commands, which the help lists by `GROUPS`. A command's module is loaded when it is asked for."""
 
@@ -87,7 +98,18 @@ class _GroupedCommands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         module = None if cmd_name in self.commands else _module_of_command(cmd_name)
-        return super().get_command(ctx, cmd_name) if module is None else _grammar(module).commands[cmd_name]
+        command = super().get_command(ctx, cmd_name) if module is None else _grammar(module).commands[cmd_name]
+        completed = ctx.resilient_parsing and isinstance(command, TyperCommand)
+        return _CompletedCommand(cmd_name, params=command.params) if completed else command
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        params = self.params
+        if ctx.resilient_parsing:  # for a completion, only flags that are true or false: typer loads pydantic for None
+            self.params = [param for param in params if param.name in ("version", "json")]
+            self.add_help_option = False
+        rest: list[str] = super().parse_args(ctx, args)
+        self.params, self.add_help_option = params, True
+        return rest
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         self.commands = {name: TyperCommand(name, help=purpose) for name, purpose in PURPOSES.items()}
@@ -123,6 +145,7 @@ def _main(
 
 
 _NO_MODULE = ""
+COMPLETES = "_TIERD_COMPLETE"  # the environment variable by which a shell asks for completions
 
 
 @functools.cache
@@ -152,7 +175,7 @@ def __getattr__(name: str) -> Any:
 def _module_of(arguments: list[str]) -> str | None:
     """The module of the command that is asked for; none for help or completion, None for an unknown command."""
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
-    if "_TIERD_COMPLETE" in os.environ or not command:
+    if COMPLETES in os.environ or not command:
         return _NO_MODULE
     return _module_of_command(command)
 

@@ -7,38 +7,37 @@ is markup, because anybody may choose names in a bucket.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from tierd.cli.tables import Table
+from tierd.cli.tables import Table, wrap_text
 from tierd.core.errors import printable, printable_json
-from tierd.core.run_report import Checkpoint, Copy, Report
-from tierd.core.units import format_age, format_size
+from tierd.core.units import format_age
 from tierd.logs import format_exit_error
-from tierd.watching.checkpoint_names import is_order_of_time
 
-_PIPE_WIDTH = 1 << 20  # columns without a terminal, because one row is one line there
-
-
-class _PrintableConsole(Console):
-    def print(self, *objects: Any, **options: Any) -> None:
-        for value in objects:
-            if isinstance(value, Table):
-                print_table(value)
-            else:
-                super().print(printable(value) if isinstance(value, str) else value, **options)
+_STYLES = {"alert": "1;31", "warning": "33", "right": "32"}  # codes of ECMA-48
 
 
-def console() -> Console:
-    """Return standard output, at the terminal's width, or without an end for a pipe."""
-    return _PrintableConsole(
-        width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False, emoji=False
-    )
+def print_answer(answer: Table | str, *, style: str = "", wrap: bool = True) -> None:
+    """Print a table or a line to stdout.
+
+    Args:
+        style: a name of `_STYLES`, for a terminal; empty: none.
+        wrap: whether a line is wrapped between words at the terminal's width.
+    """
+    if isinstance(answer, Table):
+        print_table(answer)
+        return
+    text, width = printable(answer), terminal_width()
+    lines = "\n".join(wrap_text(text, width)) if wrap and width else text
+    is_styled = style and width and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print(f"\x1b[{_STYLES[style]}m{lines}\x1b[0m" if is_styled else lines)
 
 
 def complain(text: object) -> None:
@@ -92,23 +91,8 @@ def policy_conflict_lines(policies: Iterable[Mapping[str, Any]]) -> Iterator[str
         yield "Whatever any of these keeps is kept. Make them agree, or delete the object of a node that is gone."
 
 
-_COLUMNS = (
-    *("RUN", "STEP", "ATTEMPT", "CREATED", "METRICS"),
-    *("WHERE", "STATE", "RANKS", "BYTES", "STORED", "KEPT BECAUSE"),
-)
-_ID_COLUMNS = 5  # of these columns say which checkpoint it is, and the others are about one copy
 _MOST_METRICS = 3
 _SHORT_ID = 4  # digits of an attempt's id, or more
-
-
-def checkpoint_table(report: Report) -> Table:
-    """Return one line for each copy of each checkpoint."""
-    return Table(_COLUMNS, _rows(report), _ID_COLUMNS)
-
-
-def print_checkpoints(report: Report) -> None:
-    """Print the lines of `checkpoint_table`."""
-    print_table(checkpoint_table(report))
 
 
 def print_table(content: Table) -> None:
@@ -118,7 +102,7 @@ def print_table(content: Table) -> None:
 
 def terminal_width() -> int | None:
     """Return the columns of the terminal; None if the output is none."""
-    return console().width if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def attempt_names(attempts: Iterable[str]) -> dict[str, str]:
@@ -146,32 +130,3 @@ def format_metrics(values: Mapping[str, float | None]) -> str:
     texts = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in ordered]
     remainder = f", {len(texts) - _MOST_METRICS} more" if len(texts) > _MOST_METRICS else ""
     return ", ".join(texts[:_MOST_METRICS]) + remainder
-
-
-def step_text(number: int, created: str | None) -> str:
-    """Format a checkpoint's step; of a watched file that has none, say that its number is an order."""
-    return f"order {number}" if created and is_order_of_time(number, datetime.fromisoformat(created)) else str(number)
-
-
-def _rows(report: Report) -> list[list[str]]:
-    names = attempt_names(checkpoint.attempt for checkpoint in report.checkpoints)
-    return [_row(checkpoint, copy, names) for checkpoint in report.checkpoints for copy in checkpoint.copies]
-
-
-def _row(checkpoint: Checkpoint, copy: Copy, names: Mapping[str, str]) -> list[str]:
-    marks = ("→" if checkpoint.resumes else "") + ("*" if checkpoint.pinned else "")
-    verdict = "; ".join(copy.reasons) if copy.keep else f"to be pruned: {'; '.join(copy.reasons)}"
-    bound_mark = "≥ " if copy.read < len(copy.ranks) - len(copy.defects) else ""  # not every rank's manifest was read
-    return [
-        checkpoint.run,
-        f"{step_text(checkpoint.step, checkpoint.created)}{marks}",
-        names[checkpoint.attempt],
-        (checkpoint.created or "")[:19].replace("T", " "),
-        format_metrics(checkpoint.metrics),
-        copy.place,
-        copy.state,
-        f"{len(copy.ranks)}/{checkpoint.world_size}",
-        bound_mark + format_size(copy.size),
-        bound_mark + format_size(copy.stored_size) if copy.stored_size else "",
-        verdict,
-    ]

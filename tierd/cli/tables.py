@@ -7,20 +7,15 @@ each row is one whole line.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
 
 from tierd.core.errors import printable
 
 _GAP, _INDENT = 2, 4  # columns of the terminal
 _MIN_WRAP_WIDTH = 30  # columns that wrapped text needs to be readable beside others
 _MIN_CUT_WIDTH = 20  # columns that cut text needs to say anything
-
-_folding = Console(file=io.StringIO(), width=80)  # only for the rules by which rich wraps text
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +105,27 @@ def _padded(cell: str, width: int) -> str:
 
 
 def _width(cell: str) -> int:
-    return len(cell) if cell.isascii() else cell_len(cell)  # rich looks at each character
+    if cell.isascii():
+        return len(cell)
+    from rich.cells import (
+        cell_len,  # here, because most commands do not need rich, which takes 0.05 CPU seconds to load
+    )
+
+    return cell_len(cell)
 
 
 def wrap_text(cell: str, width: int) -> list[str]:
     """Break text into lines of at most `width`, between words where that is possible."""
     if _width(cell) <= width:
         return [cell]
-    return [line.plain.rstrip() for line in Text(cell).wrap(_folding, width, overflow="fold")]
+    if cell.isascii():
+        lines = textwrap.wrap(cell, width, replace_whitespace=False, break_on_hyphens=False)
+        return [line.rstrip() for line in lines] or [""]
+    from rich.console import Console
+    from rich.text import Text
+
+    folding = Console(file=io.StringIO(), width=80)  # only for the rules by which rich wraps text
+    return [line.plain.rstrip() for line in Text(cell).wrap(folding, width, overflow="fold")]
 
 
 def cut_text(cell: str, width: int, *, middle: bool = False) -> str:
@@ -127,6 +135,10 @@ def cut_text(cell: str, width: int, *, middle: bool = False) -> str:
     if middle and cell.isascii() and width > 4:
         begin = width // 2
         return f"{cell[:begin]}…{cell[begin + 1 - width :]}"
+    if cell.isascii():
+        return f"{cell[: width - 1]}…"
+    from rich.text import Text
+
     text = Text(cell)
     text.truncate(width, overflow="ellipsis")
     return text.plain

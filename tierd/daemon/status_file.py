@@ -6,7 +6,6 @@ file is kept. A failure to write either changes nothing else.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
@@ -35,6 +34,8 @@ _OUT, _ERR = 1, 2  # descriptors, because libraries and a dying interpreter writ
 
 async def keep_status(control: Path, status: Callable[[], Status]) -> None:
     """Write the status now and then, until cancelled."""
+    import asyncio  # here, because `tierd status` reads the file without it
+
     while True:
         await asyncio.sleep(_WRITE_INTERVAL_S)
         await asyncio.to_thread(write_status, control, status())

@@ -19,7 +19,7 @@ from msgspec import Meta
 from tierd.cli.commands.checkpoint_commands import observe_inventory
 from tierd.cli.missing_runs import naming_known_runs
 from tierd.cli.options import LONGEST_S, SHORTEST_S, parse_bandwidth, parse_size, parse_time
-from tierd.cli.output import console, print_lines
+from tierd.cli.output import print_answer, print_lines
 from tierd.cli.places import resolve_places
 from tierd.cli.tables import Table
 from tierd.core.advice.run_estimates import RunHistory, SaveFit, SaveMode, TableRow, run_history
@@ -210,33 +210,33 @@ def notice_lines(timing: SaveFit) -> Iterator[str]:
 
 
 def _show_advice(costs: Costs, advice: Advice, sync: Advice | None) -> None:
-    out, best = console(), advice.recommended
+    best = advice.recommended
     cadence = (
         f"every {best.steps} steps" if best.steps else f"after every {format_duration(best.interval_s)} of training"
     )
-    out.print(f"save {cadence}: goodput {best.goodput:.2%}")
+    print_answer(f"save {cadence}: goodput {best.goodput:.2%}")
     cost, durable, mtbf = (
         format_duration(costs.blocked_s),
         format_duration(costs.durable_s),
         format_duration(costs.mtbf_s),
     )
     later = f", on the tier {format_duration(costs.flush_s)} later" if costs.node_loss else ""
-    out.print(f"a failure every {mtbf}; a save takes {cost} from training and is durable after {durable}{later}")
+    print_answer(f"a failure every {mtbf}; a save takes {cost} from training and is durable after {durable}{later}")
     choices = [("yours", advice.yours), ("recommended", best)]
     choices += [(f"x {other.interval_s / best.interval_s:.2g}", other) for other in advice.others]
     if sync is not None:
         choices += [("sync", sync.recommended), ("sync, yours", sync.yours)]
     rows = sorted(((name, choice) for name, choice in choices if choice), key=lambda row: row[1].interval_s)
     columns = ("", "INTERVAL", "STEPS", "GOODPUT", "SAVING", "REDOING", "RESTARTING", "A SAVE BLOCKS")
-    out.print(Table(columns, [_row(name, choice) for name, choice in rows]))
-    out.print(f"Young 1974: {format_duration(advice.young_s)}; Daly 2006: {format_duration(advice.daly_s)}")
+    print_answer(Table(columns, [_row(name, choice) for name, choice in rows]))
+    print_answer(f"Young 1974: {format_duration(advice.young_s)}; Daly 2006: {format_duration(advice.daly_s)}")
     if advice.bandwidth_bound:
-        out.print(
+        print_answer(
             "bandwidth decides: saves are as close as they can become durable, or each would wait for the one before"
         )
     if sync is not None:
         gain = 100 * (best.goodput - sync.recommended.goodput)
-        out.print(f"sync: training waits for each save; at its own best, {gain:.2f} points less goodput")
+        print_answer(f"sync: training waits for each save; at its own best, {gain:.2f} points less goodput")
 
 
 def _row(name: str, choice: IntervalChoice) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tierd.cli.command_runtime import collector_paused, show_progress
+from tierd.cli.checkpoint_table import checkpoint_table, print_checkpoints
+from tierd.cli.command_runtime import collector_paused
 from tierd.cli.missing_runs import checkpoint_not_found, full_attempt, naming_known_runs
 from tierd.cli.options import (
     AttemptOption,
@@ -28,8 +29,9 @@ from tierd.cli.options import (
     UrlArgument,
     parse_time,
 )
-from tierd.cli.output import attempt_names, checkpoint_table, complain, console, print_checkpoints, print_json
+from tierd.cli.output import attempt_names, complain, print_answer, print_json
 from tierd.cli.places import Places, resolve_places
+from tierd.cli.progress import show_progress
 from tierd.cli.tables import Table
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -128,18 +130,17 @@ def show(
         print_json({"checkpoint": summary, "manifests": manifests})
         return
     _complain_of_encryption((summary,))
-    out = console()
-    out.print(f"{checkpoint}, {summary.created}, {'complete' if summary.complete else 'incomplete'}")
-    out.print(f"resumed from: {_origin(run, summary.resumed_from) or 'nothing'}")
+    print_answer(f"{checkpoint}, {summary.created}, {'complete' if summary.complete else 'incomplete'}")
+    print_answer(f"resumed from: {_origin(run, summary.resumed_from) or 'nothing'}")
     values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in summary.metrics.items())
-    out.print(f"metrics: {values or 'none'}")
+    print_answer(f"metrics: {values or 'none'}")
     for line in _lineage(manifests):
-        out.print(line)
-    out.print(checkpoint_table(Report((summary,), ())))
+        print_answer(line)
+    print_answer(checkpoint_table(Report((summary,), ())))
     for manifest in manifests:
         rows = [(file.path, format_size(file.size), str(len(file.chunks))) for file in manifest.files]
         title = f"rank {manifest.rank} of {manifest.world_size}"
-        out.print(Table(("FILE", "BYTES", "CHUNKS"), rows, title=title))
+        print_answer(Table(("FILE", "BYTES", "CHUNKS"), rows, title=title))
 
 
 def _select(checkpoints: Sequence[Checkpoint], newest: int | None, since_s: float | None) -> Iterator[Checkpoint]:
@@ -251,7 +252,7 @@ def verify(
             (c.place, c.run, str(c.step), names[c.attempt], str(c.rank), format_size(c.size), _describe_check(c))
             for c in checks
         ]
-        console().print(Table(("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
+        print_answer(Table(("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
     if any(check.wrong for check in checks):
         complain(
             "what differs was not changed: the daemon repairs it from another place when its scrub reads it, within "

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tierd.cli.options import JsonOption
-from tierd.cli.output import console, print_json
+from tierd.cli.output import print_answer, print_json
 from tierd.cli.places import default_places, default_sources, load_config
 from tierd.cli.tables import Table
 from tierd.core.config import Config, without_addresses
@@ -40,13 +40,12 @@ def config_show(json: JsonOption = False) -> None:
     if json:
         print_json({"sources": sources, "config": config})
         return
-    out = console()
     rows = [(source.name, "-" if source.value is None else source.value, "used" * source.used) for source in sources]
-    out.print(Table(("SOURCE", "VALUE", ""), rows))
+    print_answer(Table(("SOURCE", "VALUE", ""), rows))
     if config is not None:
         tiers = [(tier.name, tier.url, tier.key_file or "-") for tier in config.tier]
-        out.print("")
-        out.print(Table(("TIER", "URL", "KEY FILE"), tiers))
+        print_answer("")
+        print_answer(Table(("TIER", "URL", "KEY FILE"), tiers))
 
 
 def config_check(
@@ -66,17 +65,16 @@ def config_check(
     if json:
         print_json({"config": without_addresses(config), "reach": answers, "modes": reached})
     else:
-        out = console()
-        out.print(f"{file}: spool {config.spool}, rescan {config.rescan}, drain {config.drain}")
+        print_answer(f"{file}: spool {config.spool}, rescan {config.rescan}, drain {config.drain}")
         for tier in config.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
-            out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
+            print_answer(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
         for index, watch in enumerate(config.watch):
             where = Path(watch.directory)
             note = "" if where.is_dir() else "  not a directory" if where.exists() else "  does not exist yet"
-            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}{note}")
+            print_answer(f"  watch[{index}]  {watch.directory} as run {watch.run}{note}")
         for index, receiver in enumerate(without_addresses(config).notify):
-            out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
+            print_answer(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
     absent = [watch.directory for watch in config.watch if not Path(watch.directory).is_dir()]
     if absent or any(tier_reach.mode in (None, "read-only") for tier_reach in reached.values()):
         raise typer.Exit(6)

@@ -20,12 +20,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.cli.command_runtime import show_progress
 from tierd.cli.commands.checkpoint_commands import observe_inventory
 from tierd.cli.missing_runs import full_attempt, naming_known_runs, only_run
 from tierd.cli.options import AttemptOption, JsonOption, KeyFileOption, OnlyRunOption, ToOption
-from tierd.cli.output import complain, console, print_json, print_table
+from tierd.cli.output import complain, print_answer, print_json, print_table
 from tierd.cli.places import Places, make_config
+from tierd.cli.progress import show_progress
 from tierd.cli.tables import Table
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, ConfigError, SpoolUnusable, TierdError
@@ -190,25 +190,25 @@ async def _copy(
 
 
 def _show(answer: CopyResult) -> None:
-    out, copied = console(), answer.copy
+    copied = answer.copy
     for text in copied.failed:
         complain(f"not copied, because it is corrupt: {text}")
     fresh = [checkpoint for checkpoint in copied.checkpoints if not checkpoint.was_there]
     run_text = copied.to_run if copied.to_run == copied.run else f"{copied.run} as {copied.to_run}"
     sent = sum(checkpoint.sent for checkpoint in fresh)
     total = sum(checkpoint.size for checkpoint in copied.checkpoints)
-    out.print(
+    print_answer(
         f"copied {run_text}: {len(copied.checkpoints)} checkpoints, {format_size(total)}, verified; "
         f"{len(copied.checkpoints) - len(fresh)} were there, and {format_size(sent)} were sent"
     )
     if copied.pinned:
-        out.print(f"  pinned there: step {', '.join(map(str, copied.pinned))}")
+        print_answer(f"  pinned there: step {', '.join(map(str, copied.pinned))}")
     if copied.policies:
-        out.print("  the run's policies came along")
+        print_answer("  the run's policies came along")
     if copied.incomplete:
-        out.print(f"  incomplete, and not copied: {copied.incomplete}")
+        print_answer(f"  incomplete, and not copied: {copied.incomplete}")
     if copied.vanished:
-        out.print(f"  pruned meanwhile: step {', '.join(map(str, copied.vanished))}")
+        print_answer(f"  pruned meanwhile: step {', '.join(map(str, copied.vanished))}")
     _warn(answer.unkept)
 
 
@@ -298,7 +298,7 @@ def _steps_to_prune(config: Config, run: str, ids: set[tuple[int, str]]) -> tupl
 
 def _warn(unkept: tuple[int, ...]) -> None:
     if unkept:
-        console().print(
+        print_answer(
             f"  the policy there keeps not all: a daemon that saves the run there would prune {len(unkept)} of them; "
             "`tierd pin` keeps one, and the daemon's configuration more"
         )

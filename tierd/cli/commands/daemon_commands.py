@@ -27,7 +27,7 @@ from tierd.cli.options import (
     ToOption,
     UrlArgument,
 )
-from tierd.cli.output import complain, console, print_json
+from tierd.cli.output import complain, print_answer, print_json
 from tierd.cli.places import DEFAULTS, Places, default_places, default_spool, load_config, make_config, resolve_places
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError, DaemonUnavailable, printable_json
@@ -170,7 +170,7 @@ def _set_pin(where: Places, run: str, step: int, attempt: str | None, *, pinned:
     if json:
         print_json({"run": run, "step": step, "attempt": checkpoint.attempt, "pinned": pinned})
     else:
-        console().print(f"{'pinned' if pinned else 'unpinned'} {checkpoint}")
+        print_answer(f"{'pinned' if pinned else 'unpinned'} {checkpoint}")
 
 
 def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool) -> CheckpointId | None:

@@ -20,7 +20,7 @@ from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.commands.status_lines import hanging_lines
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument
-from tierd.cli.output import console, print_json, print_lines, terminal_width
+from tierd.cli.output import print_answer, print_json, print_lines, terminal_width
 from tierd.cli.places import default_places, load_config, make_config
 from tierd.cli.tables import Table
 from tierd.core.config import Config, TierConfig
@@ -107,7 +107,7 @@ def _show(findings: Sequence[Finding], *, others: bool) -> None:
             if entry.severity not in ("error", "warning")
         ]
         print_lines("")
-        console().print(Table(("WHERE", "CHECK", "", "FOUND"), rows, cut=True))
+        print_answer(Table(("WHERE", "CHECK", "", "FOUND"), rows, cut=True))
     print_lines(_count_severities(findings) + ("" if others else "; --all lists every check"))
 
 

@@ -12,11 +12,12 @@ import msgspec
 import typer
 
 from tierd.cli import command_runtime
-from tierd.cli.command_runtime import EXIT_UNFINISHED, Meter, show_progress
+from tierd.cli.command_runtime import EXIT_UNFINISHED
 from tierd.cli.missing_runs import checkpoint_not_found, full_attempt, naming_known_runs, only_run
 from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, SpoolOption
-from tierd.cli.output import attempt_names, console, print_json, print_lines
+from tierd.cli.output import attempt_names, print_answer, print_json, print_lines
 from tierd.cli.places import Places, resolve_places
+from tierd.cli.progress import Meter, show_progress
 from tierd.cli.tables import Table
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
@@ -103,7 +104,7 @@ def drain(
     if json:
         print_json(DrainResult(remaining, backlog.paused, backlog.left_to_nodes))
     elif not remaining and not backlog.left_to_nodes:
-        console().print("everything is on every tier that wants it")
+        print_answer("everything is on every tier that wants it")
     elif remaining:
         names = attempt_names(part.attempt for part in remaining)
         rows = [
@@ -118,12 +119,12 @@ def drain(
             for part in remaining
         ]
         columns = ("RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "IS ON", "IS NOT ON")
-        console().print(Table(columns, rows))
+        print_answer(Table(columns, rows))
         for name, tier in backlog.tiers.items():
             if tier.error:
-                console().print(f"{name}: {tier.error}")
+                print_answer(f"{name}: {tier.error}")
         if backlog.paused:
-            console().print(f"{pause_text(backlog.paused)}: nothing is flushed; to go on: tierd resume")
+            print_answer(f"{pause_text(backlog.paused)}: nothing is flushed; to go on: tierd resume")
     for line in () if json else backlog.left_to_nodes:
         print_lines(line)
     if remaining or backlog.left_to_nodes:
@@ -206,7 +207,7 @@ def wait(
     if json:
         print_json(waited)
     else:
-        console().print(f"{checkpoint} is verified on {', '.join(waited.tiers)}")
+        print_answer(f"{checkpoint} is verified on {', '.join(waited.tiers)}")
 
 
 def _find(link: DaemonConnection, run: str, step: int | None, attempt: str | None) -> dict[str, Any]:

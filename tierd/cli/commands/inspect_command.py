@@ -17,7 +17,7 @@ import typer
 
 from tierd.cli import command_runtime
 from tierd.cli.options import JsonOption
-from tierd.cli.output import complain, console, print_json
+from tierd.cli.output import complain, print_answer, print_json
 from tierd.cli.tables import Table
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.core.units import format_size
@@ -173,14 +173,13 @@ def _with_shown_paths(result: InspectedUnit, place: _Place) -> InspectedUnit:
 
 def _show(results: tuple[InspectedUnit, ...]) -> None:
     columns = ("PATH", "PROGRAM", "STEP", "FILES", "BYTES", "STATUS")
-    out = console()
-    out.print(Table(columns, [_row(unit) for unit in results]))
+    print_answer(Table(columns, [_row(unit) for unit in results]))
     for result in results:
         for finding in result.findings:
             where = finding.file if finding.offset is None else f"{finding.file}: byte {finding.offset}"
-            out.print(f"{where}: {finding.status}: {finding.reason}", soft_wrap=True)
+            print_answer(f"{where}: {finding.status}: {finding.reason}", wrap=False)
         for note in result.notes:
-            out.print(f"{note.file}: {note.note}", soft_wrap=True)
+            print_answer(f"{note.file}: {note.note}", wrap=False)
 
 
 def _row(result: InspectedUnit) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import typer
 
 from tierd.cli.options import ConfigOption, JsonOption
-from tierd.cli.output import console, print_json
+from tierd.cli.output import print_answer, print_json
 from tierd.cli.places import DEFAULTS, default_config_file, load_config
 from tierd.cli.tables import Table
 from tierd.core.config import NotifyConfig
@@ -64,7 +64,7 @@ def notify_test(config: ConfigOption = None, json: JsonOption = False) -> None:
         print_json({"receivers": tests})
     else:
         rows = [(test.name, test.to, test.error or "delivered") for test in tests]
-        console().print(Table(("RECEIVER", "TO", "RESULT"), rows))
+        print_answer(Table(("RECEIVER", "TO", "RESULT"), rows))
     if any(test.error for test in tests):
         raise typer.Exit(_EXIT_FAILED)
 

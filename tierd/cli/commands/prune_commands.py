@@ -16,7 +16,7 @@ import typer
 
 from tierd.cli.missing_runs import check_run_exists, full_attempt, naming_known_runs
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, RunArgument, RunOption, SpoolOption, UrlArgument
-from tierd.cli.output import attempt_names, console, print_json
+from tierd.cli.output import attempt_names, print_answer, print_json
 from tierd.cli.places import Places, resolve_places
 from tierd.cli.tables import Table
 from tierd.core.errors import (
@@ -120,9 +120,9 @@ def prune(
         )
         for verdict in judged
     ]
-    console().print(Table(("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
+    print_answer(Table(("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
     for line in _totals(judged, "would prune" if dry_run else "pruned"):
-        console().print(line)
+        print_answer(line)
 
 
 def _totals(judged: Sequence[PruneVerdict], verb: str) -> Iterator[str]:
@@ -279,7 +279,7 @@ def disown(
             (claim.place, *map(str, (claim.checkpoints, claim.readable, claim.complete, claim.objects)))
             for claim in claims
         ]
-        console().print(Table(("WHERE", "CHECKPOINTS", "READABLE", "COMPLETE", "OBJECTS"), rows))
+        print_answer(Table(("WHERE", "CHECKPOINTS", "READABLE", "COMPLETE", "OBJECTS"), rows))
     if not dry_run:
         if not yes:
             _confirm(run, attempt, claims)
@@ -287,9 +287,7 @@ def disown(
     if json:
         print_json(DisownResult(run, attempt, not dry_run, claims))
     elif not dry_run:
-        console().print(
-            f"attempt {attempt} of {run} counts for nothing on {', '.join(claim.place for claim in claims)}"
-        )
+        print_answer(f"attempt {attempt} of {run} counts for nothing on {', '.join(claim.place for claim in claims)}")
 
 
 def _check_leases(where: Places, run: str, attempt: str) -> None:

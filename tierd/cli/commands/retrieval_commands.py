@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
-from tierd.cli.command_runtime import EXIT_UNDELIVERED, collector_paused, show_progress
+from tierd.cli.command_runtime import EXIT_UNDELIVERED, collector_paused
 from tierd.cli.missing_runs import check_run_exists, full_attempt, naming_known_runs, only_run, warn_of_unknown_run
 from tierd.cli.options import (
     AttemptOption,
@@ -28,8 +28,9 @@ from tierd.cli.options import (
     UrlArgument,
     best_goal,
 )
-from tierd.cli.output import complain, console, print_json, print_lines
+from tierd.cli.output import complain, print_answer, print_json, print_lines
 from tierd.cli.places import Places, resolve_places
+from tierd.cli.progress import show_progress
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError, printable_json
 from tierd.core.ids import check_run
@@ -117,31 +118,30 @@ async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[st
 
 def _show(exported: RestoredDirectory, moved: Progress) -> None:
     for text in exported.skipped:
-        console().print(f"skipped {text}")
+        print_answer(f"skipped {text}")
     source = f"from {', '.join(exported.tiers)}, " if exported.tiers else ""
-    console().print(
+    print_answer(
         f"restored {exported.run} step {exported.step} (attempt {exported.attempt}), {format_size(exported.size)} "
         "verified, "
         f"{source}in:"
     )
     for directory in exported.directories:
-        console().print(f"  {directory}")
+        print_answer(f"  {directory}")
     if moved.kept_bytes:
-        console().print(f"  {format_size(moved.kept_bytes)} of it had been fetched before")
+        print_answer(f"  {format_size(moved.kept_bytes)} of it had been fetched before")
 
 
 def _show_put(put_back: RestoredUnit, into: Path) -> None:
-    out = console()
     for text in put_back.skipped:
-        out.print(f"skipped {text}")
+        print_answer(f"skipped {text}")
     verb = "already right:" if put_back.was_right else "put back"
-    out.print(
+    print_answer(
         f"{verb} {into / put_back.path}: {put_back.run} step {put_back.step}, {format_size(put_back.size)} verified"
     )
     for path in put_back.moved:
-        out.print(f"  what was there lies in {into / path}")
+        print_answer(f"  what was there lies in {into / path}")
     for path in put_back.pointers:
-        out.print(f"  {into / path} names it")
+        print_answer(f"  {into / path} names it")
     for sibling in put_back.beside:
         _show_put(sibling, into)
 
@@ -205,24 +205,25 @@ def export_command(
     if json:
         print_json(exported)
         return
-    out = console()
-    out.print(f"step {exported.step} (attempt {exported.attempt}): {exported.tensors} tensors in {exported.directory}")
+    print_answer(
+        f"step {exported.step} (attempt {exported.attempt}): {exported.tensors} tensors in {exported.directory}"
+    )
     for file, length in exported.files.items():
-        out.print(f"  {file}  {format_size(length)}")
+        print_answer(f"  {file}  {format_size(length)}")
     for names, reason in (
         (exported.converted, "converted, because torch.load refuses these types by default"),
         (exported.left_out, f"left out, because {_REFUSES.get(format, 'they are not tensors')}"),
     ):
         if names:
             ellipsis = f", … ({len(names)} in all, which --json names)" if len(names) > 5 else ""
-            out.print(f"{reason}: {', '.join(names[:5])}{ellipsis}")
+            print_answer(f"{reason}: {', '.join(names[:5])}{ellipsis}")
     if strip and not exported.stripped:
         complain(f"--strip {strip}: no name begins with it; --only leaves an entry's name out of the others")
     if exported.overflowed:
         ellipsis = ", …" if len(exported.overflowed) > 5 else ""
         complain(f"--dtype {dtype} made finite values infinite in {', '.join(exported.overflowed[:5])}{ellipsis}")
     for text in exported.skipped:
-        out.print(f"skipped {text}")
+        print_answer(f"skipped {text}")
 
 
 def follow(

@@ -19,7 +19,7 @@ import typer
 from tierd.cli import command_runtime
 from tierd.cli.missing_runs import checkpoint_not_found, naming_known_runs
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, RunArgument, RunOption, SpoolOption, UrlArgument
-from tierd.cli.output import complain, console, print_json, print_table
+from tierd.cli.output import complain, print_answer, print_json, print_table
 from tierd.cli.places import Places, resolve_places
 from tierd.cli.tables import Table
 from tierd.core.errors import (
@@ -186,7 +186,7 @@ def rm(
         with naming_known_runs(where, run):
             raise CheckpointNotFound(f"run {run!r}: nothing of it lies in the places named")
     if not json:
-        console().print(_holdings_table(run, holdings))
+        print_answer(_holdings_table(run, holdings))
     if not dry_run:
         if not yes:
             _confirm(run, holdings)
@@ -196,10 +196,10 @@ def rm(
     if json:
         print_json(Removal(run, not dry_run, holdings))
     elif not dry_run:
-        console().print(f"deleted {run} from {', '.join(holding.place for holding in holdings)}")
+        print_answer(f"deleted {run} from {', '.join(holding.place for holding in holdings)}")
 
 
-def _holdings_table(run: str, holdings: tuple[RunSize, ...]) -> object:
+def _holdings_table(run: str, holdings: tuple[RunSize, ...]) -> Table:
     rows = [
         (run, holding.place, str(holding.checkpoints), str(holding.objects), format_size(holding.stored_bytes))
         for holding in holdings
@@ -280,9 +280,9 @@ def du(
             )
             for usage in usages.usage
         ]
-        console().print(Table(("RUN", "WHERE", "CHECKPOINTS", "STORED", "SHARED", ""), rows))
+        print_answer(Table(("RUN", "WHERE", "CHECKPOINTS", "STORED", "SHARED", ""), rows))
         for name in usages.unreached:
-            console().print(f"{name} did not answer")
+            print_answer(f"{name} did not answer")
     if usages.unreached:
         raise typer.Exit(6)
     if missing:

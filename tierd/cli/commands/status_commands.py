@@ -1,48 +1,37 @@
-"""The state of the node's daemon, of any version, and its pause: `status`, `pause` and `resume`.
+"""The state of the node's daemon, of any version: `status`.
 
-Invariant: a member that the daemon does not send leaves out its line or shows as `unknown`; it never ends the command.
-`pause` and `resume` also work without a daemon.
+Invariants: a member that the daemon does not send leaves out its line or shows as `unknown`; it never ends the command.
+The command loads nothing of the daemon but the file of its last status, because people and probes run it often.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.text import Text
 
-from tierd.cli import command_runtime
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.commands.status_lines import event_table, lease_lines, problem_lines, problem_texts, tier_table
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption
 from tierd.cli.output import (
     age_of,
     complain,
-    console,
     policy_conflict_lines,
+    print_answer,
     print_json,
     print_lines,
     terminal_width,
 )
 from tierd.cli.places import resolve_places
 from tierd.cli.tables import Table
-from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, RequestUnknown, SpoolHeld, VersionMismatch
-from tierd.core.retention.policy import parse_duration
-from tierd.core.timeline.concurrent_launches import Rival, concurrency_warning
-from tierd.core.units import pause_text
+from tierd.core.errors import DaemonAbsent, DaemonUnavailable, VersionMismatch
 from tierd.daemon import status_file
-from tierd.daemon.tiers.tier_pauses import TierPause
 from tierd.ipc import message_codec, messages
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.spool.spool import Spool
-from tierd.spool.spool_access import spool_errors
-from tierd.watching.unit_description import UnmatchedFiles
 
 Members = dict[str, Any]
 _MAX_EVENTS = 10
@@ -51,8 +40,7 @@ _MAX_REASONS = 5  # reasons and groups of files of a watched directory
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    for command in (status, pause, resume):
-        app.command()(command)
+    app.command()(status)
 
 
 CheckOption = Annotated[
@@ -103,7 +91,6 @@ def _check(answer: Members, *, aloud: bool) -> None:
 
 
 def _show(answer: Members) -> None:
-    out = console()
     missing = []
     for section in SECTIONS:
         try:
@@ -112,9 +99,12 @@ def _show(answer: Members) -> None:
             missing.append(str(error.args[0]))
             continue
         for line in section_lines:
-            out.print(line, soft_wrap=isinstance(line, Text))
+            if isinstance(line, tuple):
+                print_answer(line[0], style=line[1], wrap=False)
+            else:
+                print_answer(line)
     if missing:
-        out.print(f"not shown, because the daemon is of another version of tierd: {', '.join(missing)}")
+        print_answer(f"not shown, because the daemon is of another version of tierd: {', '.join(missing)}")
 
 
 def _ask_status(spool: Spool) -> Members:
@@ -128,7 +118,7 @@ def _ask_status(spool: Spool) -> Members:
         return message_codec.read_member(link.ask(messages.StatusRequest()), "status", Members)
 
 
-def _problems(answer: Members) -> Iterator[Text]:
+def _problems(answer: Members) -> Iterator[tuple[str, str]]:
     yield from problem_lines(answer, terminal_width())
 
 
@@ -146,7 +136,11 @@ def _spool(answer: Members) -> Iterator[str]:
 
 def _launches(answer: Members) -> Iterator[str]:
     yield from lease_lines(answer)
-    all_rivals = msgspec.convert(answer.get("launches", []), list[Rival])
+    if not answer.get("launches"):
+        return
+    from tierd.core.timeline.concurrent_launches import Rival, concurrency_warning  # loads the inventory of places
+
+    all_rivals = msgspec.convert(answer["launches"], list[Rival])
     for _, rivals in itertools.groupby(all_rivals, key=lambda rival: rival.run):
         yield f"WARNING: {concurrency_warning(rivals)}"
 
@@ -178,6 +172,8 @@ def _watches(answer: Members) -> Iterator[str]:
         yield f"watching {watch['directory']} as run {watch['run']}: {counts}; {files}{waits}"
         for unit in watch["reasons"][:_MAX_REASONS]:
             yield f"  {unit['path']} is not taken: {unit['why']}"
+        from tierd.watching.unit_description import UnmatchedFiles  # loads the layouts of others' checkpoints
+
         for group in watch["passed_over"][:_MAX_REASONS]:
             yield f"  passed over: {msgspec.convert(group, UnmatchedFiles)}"
 
@@ -196,7 +192,7 @@ def _events(answer: Members) -> Iterator[str | Table]:
         yield from ("", event_table(answer["events"][-_MAX_EVENTS:]))
 
 
-SECTIONS: tuple[Callable[[Members], Iterator[str | Text | Table]], ...] = (
+SECTIONS: tuple[Callable[[Members], Iterator[str | Table | tuple[str, str]]], ...] = (
     _problems,
     _daemon,
     _spool,
@@ -209,65 +205,3 @@ SECTIONS: tuple[Callable[[Members], Iterator[str | Text | Table]], ...] = (
     _notify,
     _events,
 )
-
-
-ForOption = Annotated[
-    str | None,
-    typer.Option("--for", metavar="TIME", help="Go on by itself after this time: 2h.", show_default="until resumed"),
-]
-
-
-def pause(
-    spool: SpoolOption = None, config: ConfigOption = None, for_: ForOption = None, json: JsonOption = False
-) -> None:
-    """Leave the tiers as they are for a while: no flush, no prune, no scrub. Saves and restores go on."""
-    _set_pause(spool, config, messages.Pause(for_s=None if for_ is None else _parse_duration(for_)), json=json)
-
-
-def resume(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """End a pause; what is pending is flushed."""
-    _set_pause(spool, config, messages.Resume(), json=json)
-
-
-def _parse_duration(text: str) -> float:
-    try:
-        time_s = parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"--for: {error}") from error
-    if not 0 < time_s <= messages.MAX_PAUSE:
-        raise ConfigError(f"--for {text}: more than nothing and at most a year; without --for, until `tierd resume`")
-    return time_s
-
-
-def _set_pause(
-    spool: Path | None, config: Path | None, request: messages.Pause | messages.Resume, *, json: bool
-) -> None:
-    home = resolve_places(spool, None, config).node_spool
-    until = _ask_pause(home, request)
-    if json:
-        print_json({"spool": str(home.root), "paused": until})
-    else:
-        console().print(pause_text(until) if until else "not paused")
-
-
-def _ask_pause(spool: Spool, request: messages.Pause | messages.Resume) -> str | None:
-    """Send the request to the daemon that holds the spool. Without one, write the pause for the next daemon."""
-    end = time.monotonic() + command_runtime.current_timings().listen_timeout_s
-    while True:
-        try:
-            with DaemonConnection(spool) as link:
-                answer: str | None = link.ask(request)["paused"]
-                return answer
-        except (VersionMismatch, RequestUnknown):  # a daemon runs, so only it may change the pause
-            raise
-        except DaemonUnavailable as error:
-            try:
-                with spool_errors(f"spool {spool.root}", spool.root), spool.lock():
-                    state = TierPause(spool)
-                    change = state.begin(request.for_s) if isinstance(request, messages.Pause) else state.end()
-                    asyncio.run(change)
-                    return state.until
-            except SpoolHeld:  # a daemon is starting or ending, or does not answer
-                if time.monotonic() > end:
-                    raise error from None
-        time.sleep(0.1)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.text import Text
-
 from tierd.cli.output import age_of, attempt_names
 from tierd.cli.tables import Table, wrap_text
 from tierd.core.errors import printable
@@ -20,7 +18,6 @@ from tierd.core.units import format_size
 
 Members = Mapping[str, Any]
 
-_STYLES = {"alert": "bold red", "warning": "yellow"}
 FAILURE_KINDS = (
     "failing",
     "persist failed",
@@ -41,20 +38,18 @@ def problem_texts(status: Members) -> Iterator[tuple[str, str]]:
         is_alert = problem["severity"] == "alert"
         lasting = since.get(place, "") if is_alert else ""
         words = why.removeprefix(f"{place}: ")  # an error of a tier may begin with the tier's name
-        yield _STYLES[problem["severity"]], f"{problem['severity'].upper()} {place}{lasting}: {words}"
+        yield problem["severity"], f"{problem['severity'].upper()} {place}{lasting}: {words}"
 
 
-def problem_lines(status: Members, width: int | None) -> Iterator[Text]:
-    """Lay out the problems, each indented below its first line."""
+def problem_lines(status: Members, width: int | None) -> Iterator[tuple[str, str]]:
+    """Lay out the problems, each indented below its first line. Yield each line with its style."""
     texts = list(problem_texts(status))
     if "problems" not in status:
-        yield Text("problems are not known: the daemon is of an older version")
+        yield "problems are not known: the daemon is of an older version", ""
     elif not texts:
-        yield Text("nothing is wrong", style="green")
+        yield "nothing is wrong", "right"
     for style, text in texts:
-        first, *others = hanging_lines(text, width)
-        yield Text(first, style=style)
-        yield from (Text(line, style=style) for line in others)
+        yield from ((line, style) for line in hanging_lines(text, width))
 
 
 def hanging_lines(text: str, width: int | None) -> list[str]:

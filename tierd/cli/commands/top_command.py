@@ -23,7 +23,7 @@ from rich.text import Text
 
 from tierd.cli.commands.top_lines import headline, top_lines
 from tierd.cli.options import ConfigOption, SpoolOption
-from tierd.cli.output import console
+from tierd.cli.output import print_answer
 from tierd.cli.places import resolve_places
 from tierd.core.errors import DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
 from tierd.core.units import format_age
@@ -51,10 +51,9 @@ def top(spool: SpoolOption = None, config: ConfigOption = None) -> None:
         view.refresh()
         if view.error:
             raise view.error
-        out = console()
-        out.print(headline(view.status))
+        print_answer(headline(view.status))
         for line in top_lines(view.status, view.runs, None):
-            out.print(line, soft_wrap=True)
+            print_answer(line.plain, wrap=False)
         return
     _live(view)
 
@@ -102,7 +101,7 @@ class DaemonView:
 
 
 def _live(view: DaemonView) -> None:
-    out = console()
+    out = Console()
     at, polled_at = 0, -_PERIOD_S
     with Live(console=out, screen=True, auto_refresh=False, transient=True) as screen, _keys() as keys:
         while True:

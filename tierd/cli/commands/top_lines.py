@@ -25,6 +25,7 @@ _CHECKPOINTS, _EVENTS, _LAUNCHES = 12, 30, 8  # of each run the newest; the last
 _LINE_WIDTH = 160  # columns of a drawn launch at most, because a file or a pipe has lines of any width
 _MINUTES = 20  # whose throughput is drawn
 _MIN_DRAWING = 10  # columns for a drawn launch
+_STYLES = {"alert": "bold red", "warning": "yellow", "right": "green"}
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -36,7 +37,7 @@ def top_lines(status: Members, runs: Members | None, width: int | None) -> list[
     """
     texts: list[Text] = []
     sections: list[tuple[str, Callable[[], Iterator[Text]]]] = [
-        ("PROBLEMS", lambda: problem_lines(status, width)),
+        ("PROBLEMS", lambda: _problems(status, width)),
         ("TIERS", lambda: _tiers(status, runs, width)),
         ("RUNS", lambda: _runs(status, runs, width) if runs is not None else _wrap_lines("not known", width)),
         ("EVENTS", lambda: _events(status, width)),
@@ -63,6 +64,10 @@ def headline(status: Members) -> str:
         str(status.get("spool", "")),  # last, because it may be too long
     ]
     return printable(", ".join(fact for fact in facts if fact))
+
+
+def _problems(status: Members, width: int | None) -> Iterator[Text]:
+    yield from (Text(line, style=_STYLES.get(style, "")) for line, style in problem_lines(status, width))
 
 
 def _wrap_lines(text: str, width: int | None, style: str = "") -> Iterator[Text]:

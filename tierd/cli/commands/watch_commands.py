@@ -15,7 +15,7 @@ from tierd.cli.commands.daemon_commands import print_event, run_daemon
 from tierd.cli.commands.retrieval_commands import with_tiers
 from tierd.cli.missing_runs import warn_of_unknown_run
 from tierd.cli.options import JsonOption, KeyFileOption, ToOption
-from tierd.cli.output import complain, console, print_json
+from tierd.cli.output import complain, print_answer, print_json
 from tierd.cli.places import Places, check_account_access, make_config
 from tierd.cli.tables import Table
 from tierd.core.config import WatchConfig, check_user_layout
@@ -141,25 +141,24 @@ _COLUMNS = ("PATH", "PROGRAM", "STEP", "FROM", "FILES", "BYTES", "WHY")
 
 
 def _show_explanation(explained: WatchExplanation) -> None:
-    out = console()
     untaken = sum(bool(unit.not_taken) for unit in explained.units)
-    out.print(
+    print_answer(
         f"{explained.directory}: {len(explained.units)} checkpoints, {untaken} of them would not be taken; "
         f"{explained.files} files belong to none",
-        soft_wrap=True,
+        wrap=False,
     )
     rows = [
         (unit.path, unit.program, _step_text(unit), unit.order, str(unit.files), format_size(unit.bytes), unit.why)
         for unit in explained.units
     ]
     if rows:
-        out.print(Table(_COLUMNS, rows))
+        print_answer(Table(_COLUMNS, rows))
     lines = [f"{unit.path} would not be taken: {unit.not_taken}" for unit in explained.units if unit.not_taken]
     lines += [f"passed over: {group}" for group in explained.passed_over]
     lines += [f"{path} cannot be listed, and is skipped" for path in explained.unreadable]
     lines += [f"{path} is skipped, because its name is not UTF-8" for path in explained.unnamed]
     for line in lines:
-        out.print(line, soft_wrap=True)
+        print_answer(line, wrap=False)
 
 
 def _step_text(unit: ExplainedUnit) -> str:
@@ -234,20 +233,19 @@ def _no_checkpoint_text(directory: Path, rules: UserLayout | None) -> str:
 
 
 def _show_prepared(prepared: PrepareResult) -> None:
-    out = console()
     if not prepared.units:
-        out.print("no checkpoint is there, and no place has one of this run: nothing was done")
+        print_answer("no checkpoint is there, and no place has one of this run: nothing was done")
         return
     rows = [
         (prepared_unit.path, str(prepared_unit.step), prepared_unit.verdict, _describe_actions(prepared_unit))
         for prepared_unit in prepared.units
     ]
-    out.print(Table(("PATH", "STEP", "FOUND", "DONE"), rows))
+    print_answer(Table(("PATH", "STEP", "FOUND", "DONE"), rows))
     for unit in prepared.units:
         if unit.why:
-            out.print(f"{unit.path}: {unit.why}", soft_wrap=True)
+            print_answer(f"{unit.path}: {unit.why}", wrap=False)
     for path in prepared.pointers:
-        out.print(f"{path}: corrected")
+        print_answer(f"{path}: corrected")
 
 
 def _describe_actions(unit: PreparedUnit) -> str:
