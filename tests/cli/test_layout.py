@@ -19,16 +19,15 @@ ROWS = [
 ]
 
 
-def test_rows_that_do_not_fit_take_several_lines_and_name_their_thing_once() -> None:
-    assert lay_out_table(COLUMNS, ROWS, 61, key=3) == [
-        "RUN         STEP  ATTEMPT",
-        "    WHERE  STATE      KEPT BECAUSE",
-        f"bert-large  30    {A}",
-        "    local  committed  newest",
-        "    s3     verified   newest, and the last one of its launch;",
-        "                      it is also pinned there",
-        f"bert-large  30    {B}",
-        "    s3     verified   newest",
+def test_rows_that_do_not_fit_take_several_lines() -> None:
+    assert lay_out_table(COLUMNS, ROWS[1:], 61) == [
+        "RUN         STEP  ATTEMPT                WHERE  STATE",
+        "    KEPT BECAUSE",
+        f"bert-large  30    {A}  s3     verified",
+        "    newest, and the last one of its launch; it is also pinned",
+        "    there",
+        f"bert-large  30    {B}  s3     verified",
+        "    newest",
     ]
 
 
@@ -52,13 +51,12 @@ def test_a_table_without_any_text_keeps_its_heads() -> None:
 CELLS = st.text(st.characters(categories=["L", "N", "P"]) | st.just(" "), max_size=60)
 
 
-@given(st.integers(12, 120), st.integers(0, 4), st.data())
-def test_no_line_is_too_wide_and_no_text_is_lost(width: int, key: int, data: st.DataObject) -> None:
+@given(st.integers(12, 120), st.data())
+def test_no_line_is_too_wide_and_no_text_is_lost(width: int, data: st.DataObject) -> None:
     columns = tuple(f"C{number}" for number in range(data.draw(st.integers(1, 6))))
     rows = data.draw(st.lists(st.tuples(*[CELLS] * len(columns)), max_size=5))
-    lines = lay_out_table(columns, rows, width, key)
+    lines = lay_out_table(columns, rows, width)
     assert all(cell_len(line) <= width for line in lines)
-    if not key:
-        shown = Counter("".join(lines).replace(" ", ""))
-        cells = Counter("".join(cell for row in rows for cell in row).replace(" ", ""))
-        assert cells <= shown
+    shown = Counter("".join(lines).replace(" ", ""))
+    cells = Counter("".join(cell for row in rows for cell in row).replace(" ", ""))
+    assert cells <= shown

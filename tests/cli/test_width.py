@@ -17,7 +17,7 @@ import pytest
 from rich.cells import cell_len
 from support.doubles import Double
 from support.waiting import wait_until
-from support.world import Daemon, attempt, commit, part
+from support.world import Daemon, attempt, commit, corrupt, part
 
 from tierd.cli import run
 from tierd.core.config import from_urls
@@ -80,26 +80,44 @@ def test_every_table_fits_into_80_columns(spool: Spool, tmp_path: Path, narrow) 
         assert RUN in "\n".join(lines) or command[0] == "disown", command
 
 
-def test_ls_and_show_print_attempts_times_and_metrics(spool: Spool, tmp_path: Path, narrow) -> None:
+def test_ls_names_each_run_and_each_checkpoint_once_and_gives_a_line_to_each_copy(
+    spool: Spool, tmp_path: Path, narrow
+) -> None:
     tier = str(tmp_path / "tier")
-    lines = narrow("ls", tier, "--spool", str(spool.root))
-    head, *rest = [at for at, line in enumerate(lines) if line.startswith(("RUN", RUN))]
-    assert head == 0 and len(rest) == 2  # each checkpoint is named once, above its copies
-    text = "\n".join(lines)
-    for word in (
-        attempt(1)[-8:],
-        attempt(2)[-8:],
-        "2026-01-01 00:10:00",
-        "loss 1.25, accuracy 0.5",
-        "loss 0.75",
-        "committed",
-    ):
-        assert text.count(word) == (2 if word == "committed" else 1), word
-    shown = "\n".join(narrow("show", RUN, "10", tier))
-    assert "resumed from: nothing" in shown
-    again = " ".join(" ".join(narrow("show", RUN, "20", tier)).split())
-    assert f"resumed from: {RUN} step 10 (attempt {attempt(1)})" in again
-    assert "metrics: loss 1.25, accuracy 0.5" in shown
+    title, head, *lines = narrow("ls", tier, "--spool", str(spool.root))
+    assert title == RUN and head.split() == ["STEP", "ATTEMPT", "AGE", "WHERE", "STATE", "SIZE", "METRICS"]
+    cells = [line.split() for line in lines]
+    assert [row[:2] for row in cells] == [
+        ["20→", "00000002"],
+        ["file", "verified"],
+        ["10", "00000001"],
+        ["file", "verified"],
+    ]
+    assert [line.count("loss") for line in lines] == [1, 0, 1, 0] and "loss 1.25, accuracy 0.5" in lines[2]
+    assert narrow("ls", tier)[1].split()[:2] == ["STEP", "ATTEMPT"]
+    (spool.root / RUN / f"{20:012}.{attempt(2)}").rename(tmp_path / "away")
+    assert narrow("ls", "--spool", str(spool.root))[1].split()[:2] == ["STEP", "AGE"]  # it has a single attempt
+
+
+def test_show_prints_each_path_once_for_all_ranks(spool: Spool, tmp_path: Path, narrow) -> None:
+    for rank in range(4):
+        commit(spool, part(30, 2, rank, 4, run=RUN), origin=part(10, run=RUN).checkpoint, metrics={"loss": 0.5})
+    lines = narrow("show", RUN, "30", "--spool", str(spool.root))
+    assert lines[0] == f"run {RUN}, step 30" and lines[1].startswith(f"attempt {attempt(2)}, 2026-01-01 00:30:00 UTC")
+    assert lines[2:4] == [f"resumed from: step 10 of attempt {attempt(1)}", "metrics: loss 0.5"]
+    assert [line.split()[:2] for line in lines if line.startswith("weights")] == [["weights.bin", "0-3"]]
+    assert "resumed from: nothing" in narrow("show", RUN, "10", str(tmp_path / "tier"))
+
+
+def test_verify_merges_ranks_with_one_outcome_and_says_damage_in_full(spool: Spool, narrow) -> None:
+    for rank in range(4):
+        commit(spool, part(30, 2, rank, 4, run=RUN))
+    corrupt(spool.path(part(30, 2, 2, 4, run=RUN)) / "weights.bin")
+    lines = narrow("verify", "--spool", str(spool.root), "--step", "30", code=5)
+    assert lines[:2] == [RUN, "STEP  WHERE  RANKS   BYTES    BYTES ARE"]
+    assert [line.split()[2:4] for line in lines[2:4]] == [["0-1,", "3"], ["2", "2.5"]] and lines[3].endswith("corrupt")
+    said = "".join(lines[4:])
+    assert said.startswith(f"local, run {RUN}, step 30, rank 2: /") and said.endswith("differ from their digest")
 
 
 def test_the_status_of_a_daemon_in_trouble_fits(tmp_path: Path, narrow) -> None:
@@ -147,5 +165,5 @@ def test_on_a_real_terminal(spool: Spool, tmp_path: Path) -> None:
         assert process.wait(60) == 0
     os.close(ours)
     lines = said.decode().replace("\r", "").splitlines()
-    assert lines[0].startswith("RUN") and lines[1].startswith("    METRICS") and lines[2].startswith("    WHERE")
+    assert lines[0] == RUN and lines[1].startswith("STEP")
     assert max(map(len, lines)) <= 80

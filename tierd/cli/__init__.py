@@ -99,8 +99,9 @@ class _GroupedCommands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         module = None if cmd_name in self.commands else _module_of_command(cmd_name)
         command = super().get_command(ctx, cmd_name) if module is None else _grammar(module).commands[cmd_name]
-        completed = ctx.resilient_parsing and isinstance(command, TyperCommand)
-        return _CompletedCommand(cmd_name, params=command.params) if completed else command
+        if ctx.resilient_parsing and isinstance(command, TyperCommand):
+            return _CompletedCommand(cmd_name, params=command.params)
+        return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         params = self.params

@@ -38,7 +38,7 @@ class _Line:
         return lines
 
 
-def lay_out_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, key: int = 0) -> list[str]:
+def lay_out_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """Lay out a table of printable cells.
 
     A row that does not fit takes several lines, of which all but the first are indented. Each column stands below its
@@ -46,8 +46,6 @@ def lay_out_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: 
 
     Args:
         width: of the lines, in columns of the terminal; None: one line a row, however long.
-        key: so many columns tell which thing a row is about. If rows take several lines, these have lines of their
-            own, which are left out where they repeat those of the row before.
     """
     widths = [max(map(_width, column)) for column in zip(columns, *rows, strict=True)]
     all_columns = range(len(columns))
@@ -57,16 +55,8 @@ def lay_out_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: 
     filled_columns = [at for at in all_columns if any(row[at] for row in rows)] or all_columns
     if fitting := _one_line(filled_columns, widths, width):
         return [text for row in (columns, *rows) for text in fitting.of(row)]
-    naming = _lines([at for at in filled_columns if at < key], widths, width, first=True)
-    informative = _lines([at for at in filled_columns if at >= key], widths, width, first=not naming)
-    lines = [text for line in (*naming, *informative) for text in line.of(columns)]
-    before: list[str] = []
-    for row in rows:
-        name = [text for line in naming for text in line.of(row)]
-        lines += name if name != before else []
-        lines += [text for line in informative for text in line.of(row)]
-        before = name
-    return lines
+    lines = _lines(filled_columns, widths, width)
+    return [text for row in (columns, *rows) for line in lines for text in line.of(row)]
 
 
 def _one_line(columns: Sequence[int], widths: Sequence[int], width: int) -> _Line | None:
@@ -78,19 +68,19 @@ def _one_line(columns: Sequence[int], widths: Sequence[int], width: int) -> _Lin
     return _Line(0, tuple(columns), (*(widths[at] for at in leading), min(widths[last], room)))
 
 
-def _lines(columns: Sequence[int], widths: Sequence[int], width: int, *, first: bool) -> list[_Line]:
-    """Distribute columns over lines, in order. `first`: whether the first one is a row's first, and not indented."""
+def _lines(columns: Sequence[int], widths: Sequence[int], width: int) -> list[_Line]:
+    """Distribute columns over lines, in order, of which all but the first are indented."""
     lines: list[_Line] = []
     line_columns: list[int] = []
-    room = width if first else width - _INDENT
+    room = width
     for at in columns:
         wraps = at == columns[-1] and room >= _MIN_WRAP_WIDTH
         if line_columns and widths[at] > room and not wraps:
-            lines.append(_line(line_columns, widths, width, indented=bool(lines) or not first))
+            lines.append(_line(line_columns, widths, width, indented=bool(lines)))
             line_columns, room = [], width - _INDENT
         line_columns.append(at)
         room -= widths[at] + _GAP
-    return [*lines, _line(line_columns, widths, width, indented=bool(lines) or not first)] if line_columns else lines
+    return [*lines, _line(line_columns, widths, width, indented=bool(lines))]
 
 
 def _line(columns: Sequence[int], widths: Sequence[int], width: int, *, indented: bool) -> _Line:
@@ -171,14 +161,12 @@ class Table:
     Attributes:
         columns: the heads.
         rows: the cells.
-        key: so many columns tell which thing a row is about, as in `lay_out_table`.
         title: a line above; None: none.
         cut: whether each row is one line on a terminal of any width, cut if it has to be; else it takes several.
     """
 
     columns: Iterable[str]
     rows: Iterable[Iterable[str]]
-    key: int = 0
     title: str | None = None
     cut: bool = False
 
@@ -188,4 +176,4 @@ class Table:
         columns, rows = [*self.columns], [[*map(printable, row)] for row in self.rows]
         if self.cut and width is not None:
             return [*title, *_cut_table(columns, rows, width)]
-        return [*title, *lay_out_table(columns, rows, width, self.key)]
+        return [*title, *lay_out_table(columns, rows, width)]

@@ -8,6 +8,8 @@ from html import escape
 
 from tierd.core.errors import printable
 
+_MAX_RANGES = 4
+
 
 def format_size(count: float) -> str:
     """Format bytes: 1.2 GiB."""
@@ -33,6 +35,18 @@ def format_age(time_s: float) -> str:
         ((unit, length) for unit, length in (("d", 86400), ("h", 3600), ("min", 60)) if time_s >= length), ("s", 1)
     )
     return f"{max(0.0, time_s) // length:.0f} {unit}"
+
+
+def format_ranges(ranks: Iterable[int]) -> str:
+    """Write sorted ranks as ranges, `0-3, 7`; only the first few."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES]]
+    return ", ".join(texts) + (", ..." if len(ranges) > _MAX_RANGES else "")
 
 
 def pause_text(until: str) -> str:

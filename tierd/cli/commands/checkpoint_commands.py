@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tierd.cli.checkpoint_table import checkpoint_table, print_checkpoints
+from tierd.cli.checkpoint_table import copy_table, file_table, print_checkpoints, runs_in, shown_attempts
 from tierd.cli.command_runtime import collector_paused
 from tierd.cli.missing_runs import checkpoint_not_found, full_attempt, naming_known_runs
 from tierd.cli.options import (
@@ -29,7 +29,7 @@ from tierd.cli.options import (
     UrlArgument,
     parse_time,
 )
-from tierd.cli.output import attempt_names, complain, print_answer, print_json
+from tierd.cli.output import complain, print_answer, print_json, terminal_width
 from tierd.cli.places import Places, resolve_places
 from tierd.cli.progress import show_progress
 from tierd.cli.tables import Table
@@ -51,7 +51,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.run_report import Checkpoint, Report, make_report
 from tierd.core.storage_faults import UnstableRead
 from tierd.core.timeline.restore_order import not_found_error, restore_candidates
-from tierd.core.units import format_size
+from tierd.core.units import format_ranges, format_size
 from tierd.daemon.tiers.tier_objects import manifest_bytes, read_manifest
 from tierd.daemon.tiers.tier_objects import verify_part as verify_on_tier
 from tierd.daemon.tiers.tier_observer import observe_places
@@ -96,7 +96,7 @@ def ls(
     if json:
         print_json(listing)
     elif not missing:
-        print_checkpoints(listing)
+        print_checkpoints(listing.checkpoints)
         for name in listing.unreached:
             complain(f"{name} did not answer")
     is_encrypted = _complain_of_encryption(listing.checkpoints)
@@ -130,17 +130,17 @@ def show(
         print_json({"checkpoint": summary, "manifests": manifests})
         return
     _complain_of_encryption((summary,))
-    print_answer(f"{checkpoint}, {summary.created}, {'complete' if summary.complete else 'incomplete'}")
+    created = (summary.created or "unknown")[:19].replace("T", " ")
+    print_answer(f"run {run}, step {checkpoint.step}{', pinned' if summary.pinned else ''}", wrap=False)
+    print_answer(f"attempt {checkpoint.attempt}, {created} UTC, {'complete' if summary.complete else 'incomplete'}")
     print_answer(f"resumed from: {_origin(run, summary.resumed_from) or 'nothing'}")
     values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in summary.metrics.items())
     print_answer(f"metrics: {values or 'none'}")
     for line in _lineage(manifests):
         print_answer(line)
-    print_answer(checkpoint_table(Report((summary,), ())))
-    for manifest in manifests:
-        rows = [(file.path, format_size(file.size), str(len(file.chunks))) for file in manifest.files]
-        title = f"rank {manifest.rank} of {manifest.world_size}"
-        print_answer(Table(("FILE", "BYTES", "CHUNKS"), rows, title=title))
+    for table in (copy_table(summary), file_table(manifests)):
+        print_answer("")
+        print_answer(table)
 
 
 def _select(checkpoints: Sequence[Checkpoint], newest: int | None, since_s: float | None) -> Iterator[Checkpoint]:
@@ -196,9 +196,10 @@ def _observe_checkpoint(
     raise StoreUnavailable(f"{checkpoint}: its manifests vanished while they were read, {_LISTINGS} times; try again")
 
 
-def _origin(run: str, name: str | None) -> CheckpointId | str | None:
-    """Return the checkpoint of this name, which people read more easily; or the name."""
-    return (CheckpointId.parse(run, name) if name else None) or name
+def _origin(run: str, name: str | None) -> str | None:
+    """Return the checkpoint of this name of the run as people read it; or the name."""
+    origin = CheckpointId.parse(run, name) if name else None
+    return f"step {origin.step} of attempt {origin.attempt}" if origin else name
 
 
 def _lineage(manifests: list[Manifest]) -> Iterator[str]:
@@ -247,12 +248,7 @@ def verify(
     if json:
         print_json({"checks": checks, "unreached": unreached})
     else:
-        names = attempt_names(c.attempt for c in checks)
-        rows = [
-            (c.place, c.run, str(c.step), names[c.attempt], str(c.rank), format_size(c.size), _describe_check(c))
-            for c in checks
-        ]
-        print_answer(Table(("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
+        _print_checks(checks)
     if any(check.wrong for check in checks):
         complain(
             "what differs was not changed: the daemon repairs it from another place when its scrub reads it, within "
@@ -264,6 +260,33 @@ def verify(
     if not checks:
         with naming_known_runs(where, run):
             raise checkpoint_not_found(run, step, steps)
+
+
+def _print_checks(checks: Sequence[CopyCheck]) -> None:
+    """Print a line for each part; on a terminal one for all ranks of which the same is true, run by run."""
+    if terminal_width() is None or not checks:
+        columns = ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE")
+        parts = [(c.place, c.run, str(c.step), c.attempt, str(c.rank), format_size(c.size)) for c in checks]
+        rows = [(*part, _describe_check(check)) for part, check in zip(parts, checks, strict=True)]
+        print_answer(Table(columns, rows))
+        return
+    for run, of_run in runs_in(sorted(checks, key=lambda check: check.run), lambda check: check.run):
+        names = shown_attempts(check.attempt for check in of_run)
+        alike: dict[tuple[int, str, str, str], list[CopyCheck]] = {}
+        for check in of_run:
+            state = "corrupt" if check.wrong else "not checked" if check.unchecked else _describe_check(check)
+            alike.setdefault((check.step, check.attempt, check.place, state), []).append(check)
+        lines = []
+        for (step, attempt, place, state), of_ranks in alike.items():
+            ranks = format_ranges(sorted(check.rank for check in of_ranks))
+            size = format_size(sum(check.size for check in of_ranks))
+            lines.append((str(step), names[attempt], place, ranks, size, state))
+        print_answer(Table(("STEP", "ATTEMPT", "WHERE", "RANKS", "BYTES", "BYTES ARE"), lines, title=run, cut=True))
+    for check in checks:
+        if check.wrong or check.unchecked:
+            print_answer(
+                f"{check.place}, run {check.run}, step {check.step}, rank {check.rank}: {_describe_check(check)}"
+            )
 
 
 def _describe_check(check: CopyCheck) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,7 +32,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, check_run
 from tierd.core.planning.place import SPOOL
-from tierd.core.units import format_age, format_size
+from tierd.core.units import format_age, format_ranges, format_size
 from tierd.daemon.tiers.run_overview import (
     RunOnTier,
     RunOverview,
@@ -59,7 +59,6 @@ from tierd.stores.open import open_tiers
 from tierd.threads import mark_foreground
 
 _COLUMNS = ("RUN", "TIER", "STEP", "AGE", "LAG", "MISSING RANKS", "SIZE")
-_MOST_RANGES = 4
 
 
 def register(app: typer.Typer) -> None:
@@ -133,23 +132,11 @@ def _row(run: RunOverview) -> list[str]:
         "none" if run.step is None else str(run.step),
         "" if run.age_s is None else format_age(run.age_s),
         f"newest {run.newest_step}" if run.lag_steps is None else str(run.lag_steps),
-        f"{len(run.missing_ranks)} of {run.world_size}: {_format_ranges(run.missing_ranks)}"
+        f"{len(run.missing_ranks)} of {run.world_size}: {format_ranges(run.missing_ranks)}"
         if run.missing_ranks
         else "",
         f"{bound_mark}{format_size(run.size)}" if run.read else "",
     ]
-
-
-def _format_ranges(ranks: Iterable[int]) -> str:
-    """Write sorted ranks as ranges, `0-3, 7`; only the first few."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MOST_RANGES]]
-    return ", ".join(texts) + (", ..." if len(ranges) > _MOST_RANGES else "")
 
 
 @dataclass(frozen=True, slots=True)
