@@ -175,7 +175,7 @@ def handed(home: Path) -> dict[str, bytes]:
             successor.close()
             dead.close()
             daemon.settle()
-            ring = SlotRing(daemon.spool, save.part, FetchProgress(save.part))
+            ring = SlotRing(daemon.spool, save.part, FetchProgress(save.part), SlotMemory())
             assert list(ring.each(deque([(0, 0)])))
             ring.release()
         found["unknown.request"] = b'{"op":"of-a-later-version"}'

@@ -76,15 +76,17 @@ class LendSlots(Request, frozen=True, kw_only=True, tag="lend-slots"):
 class FillSlot(Request, frozen=True, kw_only=True, tag="fill"):
     """Hand-off: get a chunk as a tier stores it into the memory of `LendSlots`, `room` bytes from `begin` on.
 
-    `file` and `index` are the chunk's place in the manifest of `LendSlots`. Answers come in any order, each with
-    `begin`, `tier`, and `codec`, `size` and `digest` as in `StoredChunk`. The daemon verifies the chunk only if it has
-    to decode it; it is then `raw`. Errors: as `Fetch`, and nothing is quarantined.
+    `file` and `index` are the chunk's place in the manifest of `LendSlots`. `readers` is how many clients of this node
+    ask for the chunk, this one included, each of them soon. Answers come in any order, each with `begin`, `tier`, and
+    `codec`, `size` and `digest` as in `StoredChunk`. The daemon verifies the chunk only if it has to decode it; it is
+    then `raw`. Errors: as `Fetch`, and nothing is quarantined.
     """
 
     file: Index
     index: Index
     begin: Annotated[int, Meta(ge=0, le=1 << 40)]
     room: Annotated[int, Meta(ge=1, le=1 << 40)]
+    readers: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
 
 
 AnyHandoff = Hello | LendArena | PersistSnapshot | RecallSnapshot | DetachTrainer | LendSlots | FillSlot

@@ -19,10 +19,10 @@ from tierd.client.restoring.saved_entries import (
     check_names,
     check_written_by_save,
     parse_entries,
+    read_elsewhere,
     read_entries,
     read_tree,
     referenced_tensors,
-    with_siblings,
 )
 from tierd.client.restoring.tensor_locations import PartTensors, TensorComparison, TensorLocator
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch
@@ -35,6 +35,7 @@ from tierd.state.kinds.live_parameters import rename_like
 from tierd.state.load_check import LoadFit, check_fit, select_entries
 from tierd.state.single_values import path_part_text
 from tierd.state.state_loading import load_restored, unflatten
+from tierd.state.tensor_header import parse_layout
 
 _READERS = 8  # ranks compared at once
 
@@ -129,7 +130,7 @@ def _read(files: TierFiles, part: PartId, names: Collection[str] | None) -> tupl
         if file.size:
             files.fill(memory, [files.span(part, file.path)])
         contents[file.path] = finish_read(memory, file.size)
-    return manifest, with_siblings(lambda: files, part, contents)
+    return manifest, contents | read_elsewhere(files, part, parse_layout(contents[TENSORS]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,24 @@ def test_nodes_read_each_chunk_of_the_tier_once(cluster, saved, nodes):
         assert len(gets) == len(set(gets))
 
 
+def test_ranks_of_one_node_read_each_replicated_chunk_once_and_write_no_file(tmp_path, quick):
+    with ExitStack() as stack:
+        ranks = [tuple(range(4))]
+        world = Cluster(tmp_path, ranks, ranks, stack)
+        results = world.restore()
+        check_states(results)
+        assert not any("exchanged" in messages for _, _, messages, _ in results)
+        replicated = {chunk.xxh3_128 for part in world.parts for chunk in homed(world.saved, part)}
+        gets = [key for key in world.chunk_gets() if key.split("/")[-1][:32] in replicated]
+        assert len(gets) == len(set(gets)) == len(replicated)
+        (spool,) = world.spools
+        assert not any(spool.has(part) or spool.fetch_directory(part).exists() for part in world.parts)
+
+
+def homed(spool, part) -> list:
+    return [chunk for chunk in spool.manifest(part).chunks() if chunk.home is not None]
+
+
 def test_ranks_beyond_the_largest_group_get_the_chunks_from_a_leader(cluster):
     world = cluster("alone", "alone")
     check_states(world.restore("groups of two"))

@@ -15,11 +15,12 @@ from support.waiting import wait_until
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client.restoring import part_reader
+from tierd.client.restoring import part_access
 from tierd.client.restoring.part_fetch import FetchProgress
-from tierd.client.restoring.slot_ring import SlotRing, SlotsUnavailable
+from tierd.client.restoring.slot_ring import SlotMemory, SlotRing, SlotsUnavailable
 from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
+from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.transfer.slot_fills import SlotFills
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted_store import EncryptedStore
@@ -215,7 +216,7 @@ def test_older_daemon_that_does_not_know_the_request_fetches_into_the_spool(spoo
 
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         (part,) = put(daemon, 1)
-        monkeypatch.setattr(part_reader, "SlotRing", unknown)
+        monkeypatch.setattr(part_access, "SlotRing", unknown)
         state = blank()
         assert restore(spool, state).tier == "tier" and equal(state, 1) and spool.has(part)
 
@@ -286,7 +287,7 @@ def test_daemon_releases_slots_when_their_client_dies(spool):
     store = Double()
     with Daemon(spool.root, {"tier": store}) as daemon:
         (part,) = put(daemon, 1)
-        ring = SlotRing(spool, part, FetchProgress(part))
+        ring = SlotRing(spool, part, FetchProgress(part), SlotMemory())
         store.delay = 1000.0
         ring._ask(deque(where for where, _ in ring.manifest.places()))
         wait_until(lambda: any(line.slots and line.slots._running for line in daemon.handoff.connections))
@@ -305,7 +306,7 @@ def test_several_clients_read_one_part_at_a_time(spool):
         read: list[dict] = [{}, {}, {}]
 
         def go(chunks: dict) -> None:
-            ring = SlotRing(spool, part, FetchProgress(part))
+            ring = SlotRing(spool, part, FetchProgress(part), SlotMemory())
             work = deque(where for where, _ in ring.manifest.places())
             chunks.update((where, bytes(data)) for where, data in ring.each(work))
             ring.release()
@@ -321,7 +322,7 @@ def test_several_clients_read_one_part_at_a_time(spool):
 def test_slow_client_gets_right_chunks(spool):
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         (part,) = put(daemon, 1)
-        ring = SlotRing(spool, part, FetchProgress(part))
+        ring = SlotRing(spool, part, FetchProgress(part), SlotMemory())
         work, pause = deque(where for where, _ in ring.manifest.places()), threading.Event()
         for _ in ring.each(work):
             pause.wait(0.2)
@@ -380,3 +381,80 @@ def test_ranks_fall_back_together_when_the_rest_of_a_part_is_wrong_everywhere(sp
 
         assert group.run(load) == [(1, [2]), (1, [2])]
     assert equal(states[0], 10) and equal(states[1], 11)
+
+
+def replicated_state(step: int) -> dict:
+    draw = torch.Generator().manual_seed(step)
+    return {"model": {f"layer{number}": torch.randn(NUMBERS, generator=draw) for number in range(4)}}
+
+
+def put_replicated(daemon: Daemon, group: Group, *steps: int) -> list[PartId]:
+    """Have two ranks save on the tiers, each its share, and leave nothing in the spool."""
+
+    def save(rank: int) -> None:
+        with tierd.Checkpointer(daemon.spool.root, "run", replicated=("model",)) as checkpointer:
+            for step in steps:
+                checkpointer.save(step, replicated_state(step)).wait()
+
+    assert group.run(save) == [None, None]
+    daemon.settle()
+    parts = list(daemon.spool.parts())
+    daemon.spool.remove(parts)
+    return parts
+
+
+def restore_replicated(spool: Spool, group: Group, states: list[dict]) -> list:
+    def load(rank: int) -> tuple[int, list[int]]:
+        with tierd.Checkpointer(spool.root, "run", replicated=("model",)) as checkpointer:
+            restored = checkpointer.restore(states[rank])
+            return restored.step, [skip.step for skip in restored.skipped]
+
+    return group.run(load)
+
+
+def is_replicated_state(state: dict, step: int) -> bool:
+    expected = replicated_state(step)["model"]
+    return all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
+
+
+def test_other_ranks_tensors_are_brought_into_live_tensors_and_read_once(spool, monkeypatch):
+    store, group = Double(), Group(2).install(monkeypatch)
+    with Daemon(spool.root, {"tier": store}, keep=100) as daemon:
+        put_replicated(daemon, group, 1)
+        states = [replicated_state(100), replicated_state(100)]
+        addresses = [[tensor.data_ptr() for tensor in state["model"].values()] for state in states]
+        chunks, store.calls[:] = set(large_chunks(store)), []
+        assert len(chunks) == 4
+        assert restore_replicated(spool, group, states) == [(1, []), (1, [])]
+        gets = [key for operation, key in store.calls if operation == "get" and key in chunks]
+        assert sorted(gets) == sorted(chunks)
+        assert not any(spool.has(part) or spool.fetch_directory(part).exists() for part in spool.parts())
+    assert all(is_replicated_state(state, 1) for state in states)
+    assert addresses == [[tensor.data_ptr() for tensor in state["model"].values()] for state in states]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_take_the_checkpoint_before_when_a_part_that_both_read_is_wrong_everywhere(spool, monkeypatch, rank):
+    store, group = Double(), Group(2).install(monkeypatch)
+    with Daemon(spool.root, {"tier": store}, keep=100) as daemon:
+        newest = [part for part in put_replicated(daemon, group, 1, 2) if part.checkpoint.step == 2]
+        (part,) = [part for part in newest if part.rank == rank]
+        held = {chunk.xxh3_128 for chunk in daemon.call(read_manifest(store, part)).chunks() if chunk.size > NUMBERS}
+        key = next(key for key in large_chunks(store) if key.split("/")[-1].partition(".")[0] in held)
+        daemon.call(flip(store.inner, key))
+        states = [replicated_state(100), replicated_state(100)]
+        assert restore_replicated(spool, group, states) == [(1, [2]), (1, [2])]
+    assert all(is_replicated_state(state, 1) for state in states)
+
+
+def test_part_of_another_rank_that_is_wrong_on_one_tier_is_repaired(spool, monkeypatch):
+    stores, group = {"a": Double(), "b": Double()}, Group(2).install(monkeypatch)
+    with Daemon(spool.root, stores, keep=100) as daemon:
+        put_replicated(daemon, group, 1)
+        key = large_chunks(stores["a"])[-1]
+        right = daemon.call(contents(stores["a"].inner))[key]
+        daemon.call(flip(stores["a"].inner, key))
+        states = [replicated_state(100), replicated_state(100)]
+        assert restore_replicated(spool, group, states) == [(1, []), (1, [])]
+        wait_until(lambda: daemon.call(contents(stores["a"].inner)).get(key) == right)
+    assert all(is_replicated_state(state, 1) for state in states)

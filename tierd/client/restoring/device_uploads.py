@@ -94,7 +94,7 @@ class DeviceUploads:
 
             def done(where: ChunkPlace, number: int = number, is_uploaded: bool = is_uploaded) -> None:
                 if is_uploaded:
-                    self.copy_up_to(image.brought_bytes(chunks, number))
+                    self.copy_up_to(image.brought_bytes(number))
 
             image.bring(chunks, [where for where in image.missing if where[0] == number], done)
             if not is_uploaded:

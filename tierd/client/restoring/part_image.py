@@ -3,20 +3,22 @@
 Invariants:
 
 - The image is not touched where live tensors take the bytes, so there it costs no memory.
-- Live tensors are written only by `bring_rest`, after every rank knows that its part fits.
+- Live tensors are written only by chunks that are not `early`, which are brought after every rank knows that its part
+  fits.
 """
 
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from tierd.client.restoring.verified_chunks import VerifiedChunks, bring
+from tierd.client.restoring.verified_chunks import VerifiedChunks, bring, chunk_starts
 from tierd.core.errors import StateMismatch
 from tierd.core.manifest import TENSORS, TREE, ChunkPlace, File, Manifest
 from tierd.spool.direct_io import copy_bytes, finish_read, memory_for
@@ -55,6 +57,8 @@ class PartImage:
         self.files = {file.path: memory[: file.size] for file, memory in zip(manifest.files, self._memory, strict=True)}
         self.missing = dict.fromkeys(where for where, _ in manifest.places())  # a dict, because it keeps their order
         self._direct: list[_DirectTensor] = []
+        self._starts = chunk_starts(manifest)
+        self._head = 0  # bytes of the tensor file's header, once it is there
         self._tensors = next((n for n, file in enumerate(manifest.files) if file.path == TENSORS), -1)
 
     def bring(
@@ -67,7 +71,7 @@ class PartImage:
 
         def put(where: ChunkPlace, data: memoryview) -> None:
             number, _ = where
-            start = chunks.start(where)
+            start = self._start(where)
             if number == self._tensors and (tensors := self._direct_between(start, start + len(data))):
                 for tensor in tensors:
                     begin, end = max(tensor.begin, start), min(tensor.end, start + len(data))
@@ -83,38 +87,47 @@ class PartImage:
 
         bring(chunks, [where for where in places if where in self.missing], put, brought)
 
-    def brought_bytes(self, chunks: VerifiedChunks, number: int) -> int:
+    def brought_bytes(self, number: int) -> int:
         """Return how many bytes of a file were brought, from its first one on without a gap."""
         return min(
-            (chunks.start(where) for where in self.missing if where[0] == number),
+            (self._start(where) for where in self.missing if where[0] == number),
             default=self.manifest.files[number].size,
         )
 
-    def bring_all_but_direct(self, chunks: VerifiedChunks, find: FindTargets) -> None:
-        """Bring everything but the chunks that consist of live tensors' bytes alone; they are `missing` afterwards.
+    def bring_tree(self, chunks: VerifiedChunks) -> None:
+        """Bring the tree. Raises as `VerifiedChunks.each`."""
+        self.bring(chunks, [where for where in self.missing if self.manifest.files[where[0]].path == TREE])
 
-        Raises as `VerifiedChunks.each`.
+    def bring_header(self, chunks: VerifiedChunks) -> None:
+        """Bring the header of the tensor file. Raises as `VerifiedChunks.each`."""
+        if self._tensors >= 0:
+            self.bring(chunks, self._tensor_chunks(0, 8))  # alone first, because it says how long the header is
+            with suppress(StateMismatch):  # reported when the whole part is there
+                self._head = header_length(self.files[TENSORS][:8], len(self.files[TENSORS]))
+            self.bring(chunks, self._tensor_chunks(0, self._head))
+
+    def keep_only(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Forget what is missing, but for the chunks that have these bytes of the tensor file: from begin to end."""
+        wanted = {where for begin, end in ranges for where in self._tensor_chunks(begin, end)}
+        self.missing = {where: None for where in self.missing if where in wanted}
+
+    def _start(self, where: ChunkPlace) -> int:
+        number, index = where
+        return self._starts[number][index]
+
+    def _tensor_chunks(self, begin: int, end: int) -> list[ChunkPlace]:
+        """Return the chunks that have the bytes from `begin` to before `end` of the tensor file."""
+        starts = self._starts[self._tensors]
+        return [(self._tensors, n) for n in range(bisect_right(starts, begin) - 1, bisect_left(starts, end))]
+
+    def choose(self, targets: Mapping[int, torch.Tensor]) -> None:
+        """Have those of `targets` receive bytes of this image whose chunks hold nothing else.
+
+        They are by the address of a tensor in any image. Chunks that are not in `early` are brought into them.
         """
-        files = {file.path: number for number, file in enumerate(self.manifest.files)}
-        if TREE in files and TENSORS in files:
-            self.bring(chunks, [where for where in self.missing if where[0] == files[TREE]])
-            # The header alone first, because it says how long it is.
-            self.bring(chunks, self._first_chunks(chunks, 8))
-            try:
-                head = header_length(self.files[TENSORS][:8], len(self.files[TENSORS]))
-                self.bring(chunks, self._first_chunks(chunks, head))
-                self._choose(chunks, find(self.files), head)
-            except (StateMismatch, RecursionError):  # reported when the whole part is there
-                pass
-        direct = self._late(chunks)
-        self.bring(chunks, [where for where in self.missing if where not in direct])
-
-    def _first_chunks(self, chunks: VerifiedChunks, size: int) -> list[ChunkPlace]:
-        """Return the chunks of the first `size` bytes of the tensor file."""
-        return [(self._tensors, index) for index in chunks.indexes(self._tensors, 0, size)]
-
-    def _choose(self, chunks: VerifiedChunks, targets: Mapping[int, torch.Tensor], head: int) -> None:
-        """Keep those targets whose chunks hold nothing else."""
+        head = self._head
+        if not head:
+            return
         base = torch.frombuffer(self.files[TENSORS], dtype=torch.uint8, count=1).data_ptr()
         size = len(self.files[TENSORS])
         direct = [
@@ -126,20 +139,20 @@ class PartImage:
             return
         while len(direct) != len(self._direct):
             self._direct = direct
-            late = self._late(chunks)
+            late = self._late()
             direct = [
                 tensor
                 for tensor in direct
-                if all((self._tensors, at) in late for at in chunks.indexes(self._tensors, tensor.begin, tensor.end))
+                if all(where in late for where in self._tensor_chunks(tensor.begin, tensor.end))
             ]
 
-    def _late(self, chunks: VerifiedChunks) -> set[ChunkPlace]:
+    def _late(self) -> set[ChunkPlace]:
         """Return the missing chunks of which every byte is a direct tensor's."""
         late = set()
         for where in self.missing:
             if where[0] != self._tensors:
                 continue
-            start = chunks.start(where)
+            start = self._start(where)
             end = start + self.manifest.chunk(where).size
             at = start
             for tensor in self._direct_between(start, end):
@@ -147,6 +160,11 @@ class PartImage:
             if at >= end:
                 late.add(where)
         return late
+
+    def early(self) -> list[ChunkPlace]:
+        """Return the missing chunks but those that consist of live tensors' bytes alone."""
+        late = self._late()
+        return [where for where in self.missing if where not in late]
 
     def _direct_between(self, start: int, end: int) -> list[_DirectTensor]:
         first = max(bisect_right(self._direct, start, key=lambda tensor: tensor.begin) - 1, 0)

@@ -1,50 +1,57 @@
 """This node's copy of a part: from a predecessor's memory, the spool, or the daemon and its tiers.
 
-Invariant: returned bytes were verified on this read, in this process. A part counts as corrupt only after every place
-that could hold it was asked. A place that cannot be asked is an error, not corruption.
+Invariant: returned bytes were verified on this read, in this process.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import NamedTuple
 
 from tierd.client.client_timings import ClientTimings
 from tierd.client.restoring.device_uploads import DeviceUploads
-from tierd.client.restoring.part_fetch import FetchProgress
+from tierd.client.restoring.part_access import READ_ERRORS, PartAccess
 from tierd.client.restoring.part_image import FindTargets, PartImage
 from tierd.client.restoring.slot_ring import SlotRing, SlotsUnavailable
-from tierd.client.restoring.verified_chunks import SpoolChunks, VerifiedChunks
+from tierd.client.restoring.tensor_locations import check_division, check_held, sibling_of
+from tierd.client.restoring.verified_chunks import VerifiedChunks
 from tierd.client.saving.snapshot_handoff import HandoffClient
-from tierd.core.errors import (
-    CorruptChunk,
-    DaemonUnavailable,
-    ManifestError,
-    ObjectNotFound,
-    StoreUnavailable,
-    TierdError,
-)
+from tierd.core.errors import StateMismatch, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import TENSORS, ChunkPlace, Manifest
 from tierd.core.planning.place import SPOOL
-from tierd.ipc.daemon_connection import DaemonConnection
-from tierd.ipc.messages import Fetch
+from tierd.core.timeline.launch_chain import check_origin
 from tierd.spool.arena import Arena
-from tierd.spool.file_io import drop_cached
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import bad_chunks, check_bytes
+from tierd.state.tensor_header import parse_layout, sibling_path
 
 log = logging.getLogger("tierd")
 
 MEMORY = "memory"  # stands in place of a tier's name
 
 LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
-T = TypeVar("T")
-_READ_ERRORS = (CorruptChunk, ManifestError, ObjectNotFound, OSError)  # of a read of the spool
 
 
-class PartReader:
+class _PartInHand(NamedTuple):
+    """A part of which chunks are brought into an image."""
+
+    part: PartId
+    image: PartImage
+    chunks: VerifiedChunks | None  # of the own part; None of another rank's, for which a place is searched each time
+
+
+class _SiblingFailed(Exception):
+    """Another rank's part cannot be read. That says nothing of the own part's copies, so it passes their fallbacks."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class PartReader(PartAccess):
     """Reads parts of a run, one after the other.
 
     Args:
@@ -56,12 +63,9 @@ class PartReader:
         targets: finds live tensors that may receive bytes directly; None: none may.
 
     Attributes:
-        link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
-        alone: why there is no connection although tiers may have copies; empty without tiers.
         arena: the memory that holds the returned files, if a predecessor left them there, or it is for a device.
-        image: of the part that was returned last, if live tensors still lack some of it; `finish` brings it.
-        odd: by checkpoint, what lies in the place of its directory, or of a part's, in this spool, if that is no
-            directory. Such a copy counts as absent.
+        images: of the part that was returned last, and of its siblings; live tensors may still lack some of them, which
+            `finish` brings.
     """
 
     def __init__(
@@ -74,102 +78,91 @@ class PartReader:
         targets: FindTargets | None,
         timings: ClientTimings,
     ) -> None:
-        self.spool, self.keep = spool, keep
-        self._tiers, self._line = tiers, line
-        self._uploads, self._targets, self._timings = uploads, targets, timings
-        self.link: DaemonConnection | None = None
-        self.alone = ""
-        self.odd: Mapping[CheckpointId, str] = {}
+        super().__init__(spool, tiers, timings)
+        self.keep, self._line = keep, line
+        self._uploads, self._targets = uploads, targets
         self.arena: Arena | None = None
-        self.image: PartImage | None = None
+        self._in_hand: list[_PartInHand] = []  # by rank
         self._ring: SlotRing | None = None
         self._place = SPOOL  # of the bytes of the part that was returned last
+        self._readers = 1
 
-    def obtain(self, part: PartId, *, direct: bool = False) -> LoadedPart:
+    @property
+    def images(self) -> tuple[PartImage, ...]:
+        return tuple(in_hand.image for in_hand in self._in_hand)
+
+    def obtain(self, part: PartId, *, direct: bool = False, node_ranks: Collection[int] = ()) -> LoadedPart:
         """Return a part's manifest, its files and the place of its bytes, with every byte verified on this read.
 
-        With `direct`, chunks of live tensors alone are left out; `finish` brings them.
+        Files of other ranks in which tensors of the part lie are among them, by `sibling_path`, with these tensors
+        alone. With `direct`, chunks of live tensors alone are left out; `finish` brings them. `node_ranks` are the
+        ranks of this node, if each obtains the part that it saved.
 
         Raises:
-            CorruptChunk, ManifestError: every copy is proven corrupt; all are quarantined.
+            CorruptChunk, ManifestError: every copy is proven corrupt, and all are quarantined; or the parts of the
+                ranks do not belong together.
             ObjectNotFound: no place has a copy.
             StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
             FormatTooNew: the part was written by a newer tierd.
         """
+        try:
+            return self._obtain(part, direct, node_ranks)
+        except _SiblingFailed as failure:
+            raise failure.error from failure
+
+    def _obtain(self, part: PartId, direct: bool, node_ranks: Collection[int]) -> LoadedPart:
         local: Exception | None = None
         self.forget()
         remembered = self._remembered(part) if self.keep else None
         if remembered:
-            return *remembered, MEMORY
+            manifest, files = remembered
+            self._in_hand = self._siblings(manifest, files, node_ranks)
+            for sibling in self._in_hand:
+                self._bring_early(sibling)
+            return manifest, self._with_siblings(files), MEMORY
+
+        def load(place: str) -> LoadedPart:
+            return self._read(part, place, direct, node_ranks)
+
         # For a directory the daemon is asked in any case, because it then keeps the directory.
         if self.link is None or self.keep:
             try:
-                return self._read(part, SPOOL, direct=direct)
-            except _READ_ERRORS as error:
+                return load(SPOOL)
+            except READ_ERRORS as error:
                 local = error.with_traceback(None)  # without its traceback, whose frames hold the bytes that were read
                 self.forget()
             if self.link is not None and not self.spool.has(part):  # a fresh node, where nothing is wrong
                 log.info("%s is fetched from the tiers", part)
-                # What an interrupted fetch left is used by the next one, which also replaces what is in the way.
-                if not self.spool.fetch_directory(part).exists() and part.checkpoint not in self.odd:
+                if self.is_streamable(part):
                     try:
-                        return self._stream(part, direct=direct)
+                        self._ring = self.open_ring(part)
+                        return self._load(self._ring, direct, node_ranks)
                     except SlotsUnavailable as error:
                         self.forget()
                         log.info("%s: the daemon fetches it into the spool first: %s", part, error)
-        return self._put_right(part, local, lambda place: self._read(part, place, direct=direct))
+        return self.put_right(part, local, load)
 
-    def finish(self, part: PartId) -> str:
-        """Bring what `obtain` left out of `part` into live tensors; return the place of its bytes.
+    def finish(self) -> str:
+        """Bring what `obtain` left out into live tensors; return the place of the own part's bytes.
 
         Raises as `obtain`; the tensors are partly new then.
         """
-        image, ring = self.image, self._ring
-        assert image is not None
+        for in_hand in self._in_hand:
+            if in_hand.image.missing:
+                self._bring(in_hand, list(in_hand.image.missing))
+        return self._place
 
-        def read(place: str) -> str:
-            manifest = self.spool.manifest(part)
-            if not manifest.same_content(image.manifest):
+    def _bring(self, in_hand: _PartInHand, places: Collection[ChunkPlace]) -> None:
+        part, image, at_hand = in_hand
+
+        def bring(chunks: VerifiedChunks) -> None:
+            if not chunks.manifest.same_content(image.manifest):
                 raise StoreUnavailable(f"{part}: its content is another one than when this restore began to read it")
-            image.bring(SpoolChunks(self.spool.path(part), manifest, place), list(image.missing))
-            return place
+            image.bring(chunks, places)
+            if at_hand is not None:
+                self._place = chunks.place
 
-        local: Exception | None = None
-        try:
-            if ring is None:
-                return read(self._place)
-            image.bring(ring, list(image.missing))
-            return ring.place
-        except SlotsUnavailable as error:
-            log.info("%s: the daemon fetches it into the spool: %s", part, error)
-            self._end_ring()
-        except _READ_ERRORS as error:
-            local = error.with_traceback(None)
-        return self._put_right(part, local, read)
-
-    def _put_right(self, part: PartId, local: Exception | None, read: Callable[[str], T]) -> T:
-        """Make the spool's copy of a part whole, and return what `read` reads from it, given the place of the bytes.
-
-        `local` says what is wrong with the spool's copy, if that is known.
-        """
-        link = self.link
-        if link is None:
-            assert local is not None
-            return self._alone(part, local, read)
-        if local is not None and self.spool.has(part):
-            log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
-        try:
-            with FetchProgress(part, self._timings.stalled_s) as fetching:
-                tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
-        except CorruptChunk as error:
-            covers_spool = local is None or SPOOL in str(error)
-            raise CorruptChunk(str(error) if covers_spool else f"local: {local}; {error}") from error
-        try:
-            return read(tiers[0] if tiers else SPOOL)
-        except _READ_ERRORS as error:
-            # Some copy is right, because otherwise the fetch would have reported corruption. So this disk is failing,
-            # which is no reason to try an older checkpoint.
-            raise StoreUnavailable(f"{part} was just repaired, and reads back wrong from the spool: {error}") from error
+        self.read(part, bring, at_hand, self._readers)
 
     def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
         """Read the part from a predecessor's memory, with every byte compared with its manifest in the spool."""
@@ -194,7 +187,7 @@ class PartReader:
 
     def forget(self) -> None:
         """Release the memory of another copy or another part, once nothing is copied from it any more."""
-        self.arena = self.image = None
+        self.arena, self._in_hand = None, []
         self._end_ring()
         if self._uploads:
             self._uploads.begin()
@@ -204,51 +197,100 @@ class PartReader:
             self._ring.release()
             self._ring = None
 
-    def _alone(self, part: PartId, local: Exception, read: Callable[[str], T]) -> T:
-        if self._tiers:
-            raise DaemonUnavailable(
-                f"{part} cannot be read from the spool ({local}), and whether a tier has it right cannot be asked: "
-                f"{self.alone}. Restoring an older step is your decision: restore(state, step=…)"
-            ) from local
-        if isinstance(local, ObjectNotFound):
-            raise local
-        if isinstance(local, OSError):
-            raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
-        drop_cached(self.spool.path(part))
-        try:
-            return read(SPOOL)  # right on the disk: only the first read was wrong
-        except (CorruptChunk, ManifestError) as error:
-            local = error.with_traceback(None)
-        except OSError as error:
-            raise StoreUnavailable(f"{part}: the spool cannot be read: {error}") from error
-        self.spool.quarantine(part)
-        raise CorruptChunk(f"local: {local}") from local
-
-    def _read(self, part: PartId, place: str, *, direct: bool) -> LoadedPart:
-        manifest = self.spool.manifest(part)
+    def _read(self, part: PartId, place: str, direct: bool, node_ranks: Collection[int]) -> LoadedPart:
         if self.keep:
-            return self._load(SpoolChunks(self.spool.path(part), manifest, place), direct=direct)
+            return self._load(self.spool_chunks(part, place), direct, node_ranks)
+        manifest = self.spool.manifest(part)
         for file in manifest.files:
             for _, _, defect in bad_chunks(self.spool.path(part) / file.path, file):
                 raise defect
         return manifest, {}, place
 
-    def _stream(self, part: PartId, *, direct: bool) -> LoadedPart:
-        """Read a part from the tiers past the spool. Raises `SlotsUnavailable`, which says nothing about the part."""
-        ring = self._ring = SlotRing(self.spool, part, FetchProgress(part, self._timings.stalled_s))
-        return self._load(ring, direct=direct)
-
-    def _load(self, chunks: VerifiedChunks, *, direct: bool) -> LoadedPart:
-        uploads = self._uploads
-        image = PartImage(chunks.manifest, uploads.memory if uploads else lambda file: None)
-        if uploads:
-            uploads.bring(image, chunks)
-            self.arena = uploads.arena
-        elif direct and self._targets:
-            image.bring_all_but_direct(chunks, self._targets)
-        else:
-            image.bring(chunks, list(image.missing))
+    def _load(self, chunks: VerifiedChunks, direct: bool, node_ranks: Collection[int]) -> LoadedPart:
+        uploads, manifest = self._uploads, chunks.manifest
+        image = PartImage(manifest, uploads.memory if uploads else lambda file: None)
+        image.bring_tree(chunks)
+        image.bring_header(chunks)
+        siblings = self._siblings(manifest, image.files, node_ranks)
+        if isinstance(chunks, SlotRing):
+            chunks.readers = self._readers
+        own = _PartInHand(manifest.part, image, chunks)
+        self._in_hand = sorted([own, *siblings], key=lambda in_hand: in_hand.part.rank)
+        files = self._with_siblings(image.files)
+        if direct and self._targets and not uploads:
+            with suppress(StateMismatch, RecursionError):  # reported when the whole part is there
+                targets = self._targets(files)
+                for in_hand in self._in_hand:
+                    in_hand.image.choose(targets)
+        # In the order of ranks, because the ranks of a node read the same chunks then at about the same time.
+        for in_hand in self._in_hand:
+            if in_hand is not own:
+                self._bring_early(in_hand)
+            elif uploads:
+                uploads.bring(image, chunks)
+                self.arena = uploads.arena
+            else:
+                image.bring(chunks, image.early())
         image.finish()
-        self.image = image if image.missing else None
         self._place = chunks.place or SPOOL
-        return chunks.manifest, image.files, self._place
+        return manifest, files, self._place
+
+    # -- other ranks' files -------------------------------------------------------------------------------------------
+
+    def _siblings(
+        self, manifest: Manifest, files: Mapping[str, memoryview], node_ranks: Collection[int]
+    ) -> list[_PartInHand]:
+        """Find other ranks' files in which tensors of a part lie, and bring their headers.
+
+        Of `files`, the part's own, the header is read.
+        """
+        self._readers = 1
+        if manifest.part.world == 1 or TENSORS not in files:
+            return []
+        try:
+            elsewhere = parse_layout(files[TENSORS]).elsewhere
+        except StateMismatch:  # reported when the whole part is there
+            return []
+        by_rank: dict[int, list[str]] = {}
+        for name, rank in elsewhere.items():
+            by_rank.setdefault(rank, []).append(name)
+        self._readers = max(len({manifest.part.rank, *by_rank}.intersection(node_ranks)), 1)
+        try:
+            origins: dict[str, CheckpointId | None] = {}
+            check_origin(manifest, origins)
+            return [self._sibling(manifest, rank, names, origins) for rank, names in by_rank.items()]
+        except Exception as error:
+            raise _SiblingFailed(error) from error
+
+    def _sibling(
+        self, manifest: Manifest, rank: int, names: Collection[str], origins: dict[str, CheckpointId | None]
+    ) -> _PartInHand:
+        """Make an image of another rank's file, for the tensors `names` alone, and bring its header."""
+        part = sibling_of(manifest.part, rank)
+
+        def bring_header(chunks: VerifiedChunks) -> PartImage:
+            image = PartImage(chunks.manifest)
+            image.bring_header(chunks)
+            return image
+
+        image = self.read(part, bring_header)
+        check_origin(image.manifest, origins)
+        check_division(manifest, image.manifest)
+        layout = parse_layout(image.files.get(TENSORS, b""), sibling_path(rank))
+        check_held(manifest.part, rank, layout, *names)
+        entries = (layout.entries[name] for name in names)
+        image.keep_only((entry.offset, entry.offset + entry.nbytes) for entry in entries if entry.nbytes)
+        return _PartInHand(part, image, None)
+
+    def _bring_early(self, in_hand: _PartInHand) -> None:
+        if places := in_hand.image.early():
+            try:
+                self._bring(in_hand, places)
+            except Exception as error:
+                raise _SiblingFailed(error) from error
+        in_hand.image.finish()
+
+    def _with_siblings(self, files: Mapping[str, memoryview]) -> dict[str, memoryview]:
+        """Return the own part's files, with those of the siblings in hand."""
+        siblings = (in_hand for in_hand in self._in_hand if in_hand.chunks is None)
+        return {**files, **{sibling_path(sibling.part.rank): sibling.image.files[TENSORS] for sibling in siblings}}

@@ -28,7 +28,7 @@ from tierd.ipc.messages import MAX_REQUEST, Fetch
 from tierd.spool.direct_io import LARGE, PAGE, memory_for
 from tierd.spool.file_io import drop_cached
 from tierd.spool.spool import Spool
-from tierd.spool.verified_reads import read_chunk, read_chunks, read_file
+from tierd.spool.verified_reads import read_chunk, read_chunks
 
 _BATCH = 64 << 20  # bytes that are read at once, unless one entry is larger
 _RUNS = 1000  # runs of chunks for one file in one request
@@ -74,12 +74,6 @@ class PartRanges(ABC):
             ObjectNotFound: no place has the part.
             StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
         """
-
-    def whole_file(self, part: PartId, path: str) -> memoryview | None:
-        """Return a file's verified bytes if they are at hand as a whole; None if `fill` has to bring them. Several
-        threads may call this.
-        """
-        return None
 
     def span(self, part: PartId, path: str, offset: int = 0, length: int | None = None) -> Span:
         """Return a range of a file, by default all of it. Raises `ManifestError` if the part has no such bytes."""
@@ -165,13 +159,6 @@ class PartFiles(PartRanges):
             for span, data in self.read(spans):
                 begin = span.offset - base
                 memory[begin : begin + span.length] = data
-
-    def whole_file(self, part: PartId, path: str) -> memoryview | None:
-        file = self.span(part, path).file
-        try:
-            return read_file(self._spool.path(part) / path, file) if self._spool.has(part) else None
-        except (CorruptChunk, OSError):  # `fill` has it repaired
-            return None
 
     def close(self) -> None:
         """Release the memory that was read into."""

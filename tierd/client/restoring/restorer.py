@@ -18,7 +18,7 @@ from tierd.client.restoring.part_image import PartImage
 from tierd.client.restoring.part_reader import LoadedPart
 from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.ranged_reader import PartFiles
-from tierd.client.restoring.saved_entries import read_entries, with_siblings
+from tierd.client.restoring.saved_entries import read_entries
 from tierd.client.restoring.share_exchange import ShareExchange
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
@@ -75,8 +75,8 @@ class Restored:
 class VerifiedPart:
     """A part of which every byte was just verified, or every byte of the requested entries.
 
-    `tier` is as in `Restored`. In `files`, the bytes of `image`'s live tensors are zeros; these tensors have them, once
-    all ranks have agreed. `files` also has the tensor files of other ranks in which tensors of this part lie.
+    `tier` is as in `Restored`. In `files`, the bytes of live tensors of `images` are zeros; these tensors have them,
+    once all ranks have agreed. `files` also has the tensor files of other ranks in which tensors of this part lie.
     `arena` is the memory that holds the tensor file, if a predecessor left it or the file was read for a device; saves
     use it afterwards. `kept` are entries of which nothing was saved for this rank, so that it keeps its own.
     """
@@ -90,7 +90,7 @@ class VerifiedPart:
     attempts: tuple[str, ...]
     unreached: tuple[str, ...]
     arena: Arena | None
-    image: PartImage | None
+    images: Sequence[PartImage]
     clocks: Sequence[RankClock]  # of every rank, to name the attempt that continues from here
     tree: dict[str, Any] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
@@ -154,7 +154,7 @@ class Restorer(CandidateTrials):
         try:
             for candidate in self.candidates(step, attempt, best, at_least, everything=False, only=self._only):
                 verified, error, unfit = self._try(candidate, build_tree)
-                has_rest = verified is not None and verified.image is not None
+                has_rest = verified is not None and any(image.missing for image in verified.images)
                 replicas = verified.manifest.replicas if verified is not None and equal_replicas else {}
                 settled = self.settle(candidate, error, unfit=unfit, rest=has_rest, replicas=replicas)
                 if settled.has_rest and settled.should_load:
@@ -187,17 +187,17 @@ class Restorer(CandidateTrials):
         self, verified: VerifiedPart | None, changing: Callable[[], None]
     ) -> tuple[VerifiedPart | None, Exception | None]:
         """Bring the rest of a part into live tensors, if it has one. Return the part, or the error if that failed."""
-        if verified is None or verified.image is None:
+        if verified is None or not any(image.missing for image in verified.images):
             return verified, None
         try:
             changing()
-            return replace(verified, tier=self.source.finish(verified.part)), None
+            return replace(verified, tier=self.source.finish()), None
         except Exception as error:  # raised later, because the other ranks must be notified first
             return None, error
 
     def _obtain(self, candidate: Candidate) -> VerifiedPart:
         part, names, kept = own_part(candidate, self._ranks.rank), self._only, frozenset[str]()
-        image: PartImage | None = None
+        images: Sequence[PartImage] = ()
         with ExitStack() as stack:
             if candidate.world != self._ranks.world:
                 if not self._keep:
@@ -217,9 +217,11 @@ class Restorer(CandidateTrials):
             if exchanged is not None:
                 manifest, contents, tier = exchanged
             elif names is None:
-                manifest, contents, tier = self.source.obtain(part, direct=candidate.world == self._ranks.world)
-                image = self.source.image
-                contents = with_siblings(lambda: self._part_files(candidate, stack), part, contents)
+                is_like_saved = candidate.world == self._ranks.world
+                manifest, contents, tier = self.source.obtain(
+                    part, direct=is_like_saved, node_ranks=self._node_ranks if is_like_saved else ()
+                )
+                images = self.source.images
             else:
                 files = self._part_files(candidate, stack)
                 manifest, contents = read_entries(files, part, names)
@@ -234,7 +236,7 @@ class Restorer(CandidateTrials):
             self.resume.attempts,
             (*self.resume.unreached, *self.resume.alone),
             self.source.arena,
-            image,
+            images,
             self.agreement.clocks,
             kept=kept,
         )

@@ -6,8 +6,7 @@ Invariant: every returned byte was verified on this read. Other bytes are not ve
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tierd.client.restoring.ranged_reader import PartRanges, Span
@@ -19,7 +18,7 @@ from tierd.spool.direct_io import finish_read, memory_for
 from tierd.state.single_values import path_part_text
 from tierd.state.state_tree import NAMING
 from tierd.state.tensor_file import TensorFileLayout
-from tierd.state.tensor_header import parse_layout, sibling_path
+from tierd.state.tensor_header import sibling_path
 from tierd.state.tree_parser import parse_key, tree_text
 
 
@@ -45,19 +44,6 @@ def read_entries(files: PartRanges, part: PartId, names: Collection[str]) -> tup
     return manifest, contents | read_elsewhere(files, part, layout, wanted)
 
 
-def with_siblings(
-    files: Callable[[], PartRanges], part: PartId, contents: Mapping[str, memoryview]
-) -> Mapping[str, memoryview]:
-    """Return a part's contents with those files of other ranks in which tensors of it lie, as by `read_elsewhere`.
-
-    `files` is called if there are any.
-    """
-    if part.world == 1 or TENSORS not in contents:
-        return contents
-    layout = parse_layout(contents[TENSORS])
-    return {**contents, **read_elsewhere(files(), part, layout)} if layout.elsewhere else contents
-
-
 def read_elsewhere(
     files: PartRanges, part: PartId, layout: TensorFileLayout, names: Collection[str] | None = None
 ) -> dict[str, memoryview]:
@@ -74,36 +60,15 @@ def read_elsewhere(
         if names is None or name in names:
             by_rank.setdefault(rank, []).append(name)
 
-    def whole(rank: int) -> memoryview | None:
+    contents = {}
+    for rank, its_names in sorted(by_rank.items()):
         sibling = sibling_of(part, rank)
-        check_division(files, part, sibling)
-        is_worth = names is None and _homed_share(files.manifest(sibling)) >= _MOSTLY
-        return files.whole_file(sibling, TENSORS) if is_worth else None
-
-    def read(rank: int, memory: memoryview | None) -> memoryview:
-        sibling = sibling_of(part, rank)
-        if memory is not None:
-            check_held(part, rank, parse_layout(memory, sibling_path(rank)), *by_rank[rank])
-            return memory
+        check_division(files.manifest(part), files.manifest(sibling))
         image, theirs = read_header(files, sibling)
-        check_held(part, rank, theirs, *by_rank[rank])
-        files.fill(image, list(_spans(files, sibling, theirs, by_rank[rank])))
-        return finish_read(image, files.span(sibling, TENSORS).length)
-
-    ranks = sorted(by_rank)
-    with ThreadPoolExecutor(_READERS, "tierd-siblings") as pool:
-        at_hand = list(pool.map(whole, ranks))
-    return {sibling_path(rank): read(rank, memory) for rank, memory in zip(ranks, at_hand, strict=True)}
-
-
-_READERS = 2  # threads that read other ranks' files
-_MOSTLY = 0.8  # of a file's bytes; if so much of it is replicated, all of it is read, at the speed of one read
-
-
-def _homed_share(manifest: Manifest) -> float:
-    """Return how much of a tensor file's bytes other ranks hold as well."""
-    chunks = [chunk for file in manifest.files if file.path == TENSORS for chunk in file.chunks]
-    return sum(chunk.size for chunk in chunks if chunk.home is not None) / max(sum(chunk.size for chunk in chunks), 1)
+        check_held(part, rank, theirs, *its_names)
+        files.fill(image, list(_spans(files, sibling, theirs, its_names)))
+        contents[sibling_path(rank)] = finish_read(image, theirs.size)
+    return contents
 
 
 def check_written_by_save(part: PartId, paths: Collection[str]) -> None:

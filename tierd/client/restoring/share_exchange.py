@@ -169,7 +169,8 @@ class ShareExchange:
             layout = self._layout = read_layout(self._files, self._part)
             siblings = tuple(sorted(set(layout.elsewhere.values())))
             for rank in siblings:
-                check_division(self._files, self._part, sibling_of(self._part, rank))
+                sibling = sibling_of(self._part, rank)
+                check_division(self._files.manifest(self._part), self._files.manifest(sibling))
             own = self._images[self._part.rank] = _TensorFile(self._files, self._part)
             has_part = self._files.is_in_spool(self._part)
         except Exception as error:

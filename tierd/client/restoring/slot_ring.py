@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tierd.client.restoring.part_fetch import FetchProgress
-from tierd.client.restoring.verified_chunks import VerifiedChunks, Work
+from tierd.client.restoring.verified_chunks import ChunkMemory, VerifiedChunks, Work
 from tierd.client.saving.handoff_packets import close_fds, open_packet_socket, receive_packet, send_packet
 from tierd.core.errors import DaemonUnavailable, StoreUnavailable, TierdError, VersionMismatch
 from tierd.core.ids import PartId
@@ -26,7 +26,7 @@ from tierd.ipc.daemon_connection import GREETING_S, HELLO, OWN_PEER, SILENCE_S, 
 from tierd.ipc.message_codec import FillSlot, LendSlots, parse_greeting
 from tierd.ipc.protocol import explain_outdated
 from tierd.spool.arena import Arena
-from tierd.spool.direct_io import PAGE, copy_bytes, memory_for
+from tierd.spool.direct_io import PAGE, copy_bytes
 from tierd.spool.file_io import digest, flat_bytes
 from tierd.spool.spool import Spool
 
@@ -38,20 +38,37 @@ class SlotsUnavailable(DaemonUnavailable):
     """The part cannot be had in this way, or not any more."""
 
 
+class SlotMemory(ChunkMemory):
+    """The memory of a restore's rings, of which one fills it after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots: Arena | None = None
+
+    def slots(self) -> Arena:
+        """Return the slots. Raises MemoryError."""
+        self._slots = self._slots or Arena(_SLOTS_BYTES)
+        return self._slots
+
+
 class SlotRing(VerifiedChunks):
     """The chunks of `part` from the tiers of the node's daemon, over a connection of its own.
 
     `progress` shows how far it is, until `release`. Raises `SlotsUnavailable`; `StoreUnavailable` only if `progress`
     does, because no byte comes.
+
+    Attributes:
+        readers: how many ranks of this node read the chunks that ranks hold alike, this one included.
     """
 
-    def __init__(self, spool: Spool, part: PartId, progress: FetchProgress) -> None:
+    def __init__(self, spool: Spool, part: PartId, progress: FetchProgress, memory: SlotMemory) -> None:
         self._progress = progress
         self._done, self._total, self.place = -1, 0, ""
         self._given_up: StoreUnavailable | None = None
         self._connection = open_packet_socket()
+        self.readers = 1
         try:
-            self._arena = Arena(_SLOTS_BYTES)
+            self._arena = memory.slots()
             connect_to_daemon(self._connection, spool.handoff_socket)
             daemon = parse_greeting(receive_packet(self._connection, GREETING_S)[0])
             if why := explain_outdated(OWN_PEER, daemon):
@@ -64,7 +81,7 @@ class SlotRing(VerifiedChunks):
             self._connection.close()
             progress.__exit__()
             raise self._translated(error) from error
-        super().__init__(manifest, "")
+        super().__init__(manifest, "", memory)
         chunks = [chunk for file in manifest.files for chunk in file.chunks]
         self._slot_bytes = -(-max((chunk.size for chunk in chunks), default=1) // PAGE) * PAGE
         count = min(_MAX_SLOTS, _SLOTS_BYTES // self._slot_bytes)
@@ -77,19 +94,18 @@ class SlotRing(VerifiedChunks):
         self._done, self._total = 0, sum(chunk.size for chunk in chunks)
 
     def each(self, work: Work) -> Iterator[tuple[ChunkPlace, memoryview]]:
-        stored = memory_for(self._slot_bytes)
-        raw = memory_for(self._slot_bytes)
         try:
-            self._ask(work)
-            while (answer := self._receive()) is not None:
-                begin, where, entry = answer
-                chunk = self.manifest.chunk(where)
-                into = (raw if entry.codec == "raw" else stored)[: entry.size]
-                copy_bytes(into, self._arena.view[begin : begin + entry.size])
-                with self._asking:
-                    self._free.append(begin)
-                self._ask(work)  # the slot is filled again while this chunk is decoded
-                yield where, _decoded(chunk, entry, into, raw[: chunk.size])
+            with self._memory.hold(self._slot_bytes) as stored, self._memory.hold(self._slot_bytes) as raw:
+                self._ask(work)
+                while (answer := self._receive()) is not None:
+                    begin, where, entry = answer
+                    chunk = self.manifest.chunk(where)
+                    into = (raw if entry.codec == "raw" else stored)[: entry.size]
+                    copy_bytes(into, self._arena.view[begin : begin + entry.size])
+                    with self._asking:
+                        self._free.append(begin)
+                    self._ask(work)  # the slot is filled again while this chunk is decoded
+                    yield where, _decoded(chunk, entry, into, raw[: chunk.size])
         except (TierdError, OSError, MemoryError, KeyError, ValueError, TypeError) as error:
             raise self._translated(error) from error
 
@@ -102,7 +118,8 @@ class SlotRing(VerifiedChunks):
                 begin, where = self._free.pop(), work.popleft()
                 self._asked[begin] = where
                 number, index = where
-                request = FillSlot(file=number, index=index, begin=begin, room=self._slot_bytes)
+                readers = 1 if self.manifest.chunk(where).home is None else self.readers
+                request = FillSlot(file=number, index=index, begin=begin, room=self._slot_bytes, readers=readers)
                 send_packet(self._connection, request)
 
     def _receive(self) -> tuple[int, ChunkPlace, StoredChunk] | None:
@@ -142,7 +159,6 @@ class SlotRing(VerifiedChunks):
     def release(self) -> None:
         """Close the connection, so that the daemon lets go of the memory. No thread uses this any more."""
         self._connection.close()
-        self._arena.close()
         self._progress.__exit__()
 
 

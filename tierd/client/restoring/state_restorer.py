@@ -88,7 +88,7 @@ class StateRestorer:
 
         def find_targets(files: Mapping[str, memoryview]) -> Mapping[int, torch.Tensor]:
             assert state is not None
-            tree = unflatten(files[TREE], files[TENSORS], is_read=False)
+            tree = unflatten(files[TREE], files[TENSORS], is_read=False, siblings=files)
             return direct_targets(state, rename_like(state, tree) if ignore_prefixes else tree)
 
         restorer = self.restorer(
@@ -207,8 +207,8 @@ class StateRestorer:
             if state is not None:
                 into = _loaded_entries(state, names, verified)
                 staged = uploads.device_tensors(verified.tree) if uploads else {}
-                if verified.image is not None:
-                    staged = verified.image.live_tensors(verified.tree)
+                for image in verified.images:
+                    staged |= image.live_tensors(verified.tree)
                 load_restored(
                     into,
                     verified.tree,

@@ -20,7 +20,7 @@ import torch
 from tierd.client.restoring.ranged_reader import PartRanges
 from tierd.core.errors import ManifestError
 from tierd.core.ids import PartId
-from tierd.core.manifest import TENSORS
+from tierd.core.manifest import TENSORS, Manifest
 from tierd.spool.direct_io import memory_for
 from tierd.spool.file_io import digest
 from tierd.state.tensor_file import TensorEntry, TensorFileLayout
@@ -128,7 +128,7 @@ class TensorLocator:
 
     def sibling_layout(self, part: PartId, sibling: PartId) -> TensorFileLayout:
         """Return the layout of another rank's file. Raises `ManifestError` if the two parts do not belong together."""
-        check_division(self.files, part, sibling)
+        check_division(self.files.manifest(part), self.files.manifest(sibling))
         return self._layout(sibling)
 
     def _layout(self, part: PartId) -> TensorFileLayout:
@@ -142,15 +142,14 @@ def sibling_of(part: PartId, rank: int) -> PartId:
     return PartId(part.checkpoint, rank, part.world)
 
 
-def check_division(files: PartRanges, part: PartId, sibling: PartId) -> None:
+def check_division(manifest: Manifest, sibling: Manifest) -> None:
     """Raise `ManifestError` if two parts do not belong together, because their ranks divided different states.
 
-    A part that has all of its tensors says nothing of the division. Raises also as `PartRanges.manifest`.
+    A part that has all of its tensors says nothing of the division.
     """
-    own, other = files.manifest(part).division, files.manifest(sibling).division
-    if own and other and own != other:
+    if manifest.division and sibling.division and manifest.division != sibling.division:
         raise ManifestError(
-            f"{part}: tensors of its state lie in the part of rank {sibling.rank}, which divided another state"
+            f"{manifest.part}: tensors of its state lie in the part of rank {sibling.rank}, which divided another state"
         )
 
 

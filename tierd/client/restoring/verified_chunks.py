@@ -7,9 +7,9 @@ memory is reused for the next chunk, because the first touch of fresh memory cos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,6 +24,36 @@ HANDS = 2  # threads that verify: one on each of two cores; more of them would t
 Work = deque[ChunkPlace]  # what is left to do; threads take from it
 
 
+class ChunkMemory:
+    """Memory of chunks, which one hand holds after the other, also for another part."""
+
+    def __init__(self) -> None:
+        self._idle: list[memoryview] = []
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[memoryview]:
+        """Provide at least `size` bytes, which begin at a page, until the context ends. Several threads may do so."""
+        try:
+            memory = self._idle.pop()
+        except IndexError:
+            memory = memory_for(size)
+        if len(memory) < size:  # dropped, so that soon all are as large as the largest chunk
+            memory = memory_for(size)
+        try:
+            yield memory
+        finally:
+            self._idle.append(memory)
+
+    def clear(self) -> None:
+        """Free what nobody holds."""
+        self._idle.clear()
+
+
+def chunk_starts(manifest: Manifest) -> list[list[int]]:
+    """Return for each file where its chunks begin, in bytes, and its size."""
+    return [[0, *accumulate(chunk.size for chunk in file.chunks)] for file in manifest.files]
+
+
 class VerifiedChunks(ABC):
     """The chunks of one part, from one place.
 
@@ -32,19 +62,8 @@ class VerifiedChunks(ABC):
         place: where they come from, as `Restored.tier` names it.
     """
 
-    def __init__(self, manifest: Manifest, place: str) -> None:
-        self.manifest, self.place = manifest, place
-        self._starts = [[0, *accumulate(chunk.size for chunk in file.chunks)] for file in manifest.files]
-
-    def start(self, where: ChunkPlace) -> int:
-        """Return where a chunk begins in its file, in bytes."""
-        number, index = where
-        return self._starts[number][index]
-
-    def indexes(self, number: int, begin: int, end: int) -> range:
-        """Return which chunks of a file have its bytes from `begin` to before `end`."""
-        starts = self._starts[number]
-        return range(bisect_right(starts, begin) - 1, bisect_left(starts, end))
+    def __init__(self, manifest: Manifest, place: str, memory: ChunkMemory) -> None:
+        self.manifest, self.place, self._memory = manifest, place, memory
 
     @abstractmethod
     def each(self, work: Work) -> Iterator[tuple[ChunkPlace, memoryview]]:
@@ -63,23 +82,23 @@ class VerifiedChunks(ABC):
 class SpoolChunks(VerifiedChunks):
     """The chunks of a part whose files lie in `home`."""
 
-    def __init__(self, home: Path, manifest: Manifest, place: str) -> None:
-        super().__init__(manifest, place)
-        self._home = home
+    def __init__(self, home: Path, manifest: Manifest, place: str, memory: ChunkMemory) -> None:
+        super().__init__(manifest, place, memory)
+        self._home, self._starts = home, chunk_starts(manifest)
         self._buffer_bytes = max(
             (chunk_buffer_size(file, index) for file in manifest.files for index in range(len(file.chunks))), default=0
         )
 
     def each(self, work: Work) -> Iterator[tuple[ChunkPlace, memoryview]]:
-        memory = memory_for(self._buffer_bytes)
-        while True:
-            try:
-                number, index = where = work.popleft()
-            except IndexError:
-                return
-            file = self.manifest.files[number]
-            data = read_chunks(self._home / file.path, file, index, index + 1, memory, self.start(where))
-            yield where, data
+        with self._memory.hold(self._buffer_bytes) as memory:
+            while True:
+                try:
+                    number, index = where = work.popleft()
+                except IndexError:
+                    return
+                file = self.manifest.files[number]
+                data = read_chunks(self._home / file.path, file, index, index + 1, memory, self._starts[number][index])
+                yield where, data
 
     def close(self) -> None:
         """Nothing waits."""
