@@ -270,7 +270,7 @@ MAY: dict[str, set[str]] = {
         "",
     },
     "logs": {"core"},
-    "adapters": {"adapters", "client", "state", "core"},
+    "adapters": {"adapters", "client", "dcp", "state", "core"},
     "observing": {"observing"},
     "pytest_plugin": {"pytest_plugin", "check"},
     "check": {

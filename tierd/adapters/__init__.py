@@ -1,4 +1,5 @@
-"""Adapters that run tierd inside other training loops: `accelerate`, `lightning`, `transformers`, `keras`, `dali`.
+"""Adapters that run tierd inside other training loops: `accelerate`, `lightning`, `transformers`, `torchtitan`,
+`keras`, `dali`.
 
 `trainable` needs torch alone.
 
