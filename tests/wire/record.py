@@ -31,7 +31,7 @@ from support.world import Daemon, commit, part  # noqa: E402
 import tierd  # noqa: E402
 from tierd.client.checkpointer import internals  # noqa: E402
 from tierd.client.restoring.part_fetch import FetchProgress  # noqa: E402
-from tierd.client.restoring.slot_ring import SlotRing  # noqa: E402
+from tierd.client.restoring.slot_ring import SlotMemory, SlotRing  # noqa: E402
 from tierd.client.saving.snapshot_handoff import HandoffClient  # noqa: E402
 from tierd.core import errors  # noqa: E402
 from tierd.ipc import message_codec  # noqa: E402
