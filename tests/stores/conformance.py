@@ -204,7 +204,7 @@ class Conformance:
         assert await store.put_if_absent("empty", b"more") == (None if self.has_condition else self.verifies)
 
     @on_store
-    async def test_of_concurrent_puts_if_absent_one_is_kept(self, store: Store) -> None:
+    async def test_concurrent_puts_if_absent_store_one_object(self, store: Store) -> None:
         contents = [bytes([number]) * (self.size // 4 + number) for number in range(6)]
         answers = await asyncio.gather(*(store.put_if_absent("k", data) for data in contents))
         put = [data for data, answer in zip(contents, answers, strict=True) if answer is not None]

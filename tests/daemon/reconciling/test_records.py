@@ -33,7 +33,7 @@ async def test_of_two_tiers_that_are_done_at_the_same_time_both_heads_are_rememb
     assert sorted(live.place.heads["r"][0].tiers) == ["/tier/0", "/tier/1"]
 
 
-async def test_spool_remembers_a_launch_before_the_last_copy_that_tells_its_origin_is_deleted(spool):
+async def test_spool_records_origin_of_a_launch_before_its_last_copy_is_deleted(spool):
     """Simulation, seed 300304: the launch was over between two observations of the tier, and its node was lost."""
     daemon = reconciler(spool, {"tier": Double()}, keep=1, keep_local=1)
     commit(spool, part(1))

@@ -281,7 +281,7 @@ def test_a_delete_brings_an_md5_and_no_newer_checksum() -> None:
 
 
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidArgument")])
-def test_server_without_conditional_puts_is_asked_once_and_gets_plain_ones(refusal: tuple[int, str]) -> None:
+def test_store_asks_server_without_conditional_puts_once(refusal: tuple[int, str]) -> None:
     conditions: list[str | None] = []
 
     def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
