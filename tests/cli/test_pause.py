@@ -49,7 +49,7 @@ def test_pause_reaches_a_running_daemon(spool: Spool, capsys: pytest.CaptureFixt
         assert daemon.reconciler.pause.until == ends
         assert run(["status", "--spool", root]) == 0
         shown = capsys.readouterr().out
-        assert f"paused until {ends[:19].replace('T', ' ')} UTC" in shown and "to go on: tierd resume" in shown
+        assert f"paused until {ends[:19].replace('T', ' ')} UTC" in shown and "  $ tierd resume --spool " in shown
         assert run(["pause", "--spool", root]) == 0
         assert capsys.readouterr().out == "paused until resumed\n"
         for _ in range(2):

@@ -12,16 +12,19 @@ from pathlib import Path
 import pytest
 from support.doubles import Double
 from support.web import serving
-from support.world import Daemon, commit, part, reconciler
+from support.world import Daemon, commit, part, reconciler, running, settle
 
 from tierd.cli import run
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
+from tierd.core.errors import StoreUnavailable
 from tierd.core.event_kinds import EVENT_KINDS
+from tierd.core.planning.place import SPOOL
 from tierd.core.timeline.concurrent_launches import Rival
 from tierd.daemon import status_file
 from tierd.daemon.component_status import ScrubStatus
-from tierd.daemon.daemon_status import Status, make_status, status_problems
+from tierd.daemon.daemon_status import Status, make_status
 from tierd.daemon.reconciling.tier_worker import action_subject, action_verb
+from tierd.daemon.status_problems import status_problems
 from tierd.events.journal import AlertStatus
 from tierd.spool.spool import Spool
 
@@ -64,6 +67,46 @@ def test_each_problem_has_its_severity(calm: Status) -> None:
     assert reported(replace(calm, scrub=ScrubStatus(None, 2, None))) == [("warning", "local")]
     both = replace(calm, paused="until resumed", alerts=(alert,))
     assert reported(both) == [("alert", "tier"), ("warning", "local")]  # the worst first
+
+
+def test_each_problem_has_a_command_with_the_places_it_concerns(calm: Status) -> None:
+    (tier,) = calm.tiers
+    tier = replace(tier, name="a", url="file:///my tier", failures=1, last_error="why")
+    problems = status_problems(replace(calm, spool="/my spool", tiers=(tier,), paused="until resumed"))
+    commands = ["tierd doctor --spool '/my spool' 'file:///my tier'", "tierd resume --spool '/my spool'"]
+    assert [problem.command for problem in problems] == commands
+
+
+async def test_run_behind_its_tiers_is_a_problem_of_the_tier(spool: Spool) -> None:
+    commit(spool, part(3))
+    commit(spool, part(4))
+    daemon = reconciler(spool, {"tier": Double()})
+    await daemon.observe("tier")
+    (problem,) = make_status(daemon, 0, 0).problems
+    assert (problem.severity, problem.place) == ("warning", "tier")
+    assert "run run: 2 checkpoints are on no tier, waiting for " in problem.why
+    assert problem.command == f"tierd doctor --spool {spool.root} file:///tier"
+    await daemon.pause.begin(None)
+    assert [entry.command.split()[1] for entry in make_status(daemon, 0, 0).problems] == ["resume", "resume"]
+
+
+async def test_silent_tier_counts_as_last_observed(spool: Spool) -> None:
+    """A checkpoint that was sent before the tier fell silent does not wait, and one that was made later does."""
+    commit(spool, part(3))
+    store = Double()
+    daemon = reconciler(spool, {"tier": store})
+    await daemon.observe(SPOOL)
+    assert [lag.state for lag in daemon.lags.judge()] == ["unknown"]
+    async with running(daemon):
+        await settle(daemon)
+    store.error = StoreUnavailable("503 Slow Down")
+    with pytest.raises(StoreUnavailable):
+        await daemon.observe("tier")
+    assert [lag.text for lag in daemon.lags.judge()] == ["step 3 is on a tier"]
+    commit(spool, part(4))
+    await daemon.observe(SPOOL)
+    ((state, step),) = [(lag.state, lag.oldest_step) for lag in daemon.lags.judge()]
+    assert (state, step) == ("late", 4)
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in EVENT_KINDS.items() if kind.level == "alert"])

@@ -20,9 +20,10 @@ from tierd.core.errors import StoreUnavailable
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
 from tierd.core.replicas.replica_comparison import TensorDifference
-from tierd.daemon.daemon_status import make_status, status_problems
+from tierd.daemon.daemon_status import make_status
 from tierd.daemon.http.openmetrics import EventCounters
 from tierd.daemon.reconciler import Reconciler
+from tierd.daemon.status_problems import status_problems
 from tierd.spool.spool import Spool
 from tierd.stores.memory_store import MemoryStore
 

@@ -80,6 +80,10 @@ CASES = {
         },
         "14m", "17m", RUN, "run r: the newest checkpoint on any tier is 5h 0m 0s old", "page",
     ),
+    "TierdRunBehind": Case(
+        {'tierd_run_behind{run="r"}': "0x5 1x30"}, "14m", "17m", RUN,
+        "run r: a checkpoint waits too long to be on a tier",
+    ),
     "TierdBacklogGrows": Case(
         {
             'tierd_pending_bytes{run="r",tier="s3"}': "0+1000000x90",

@@ -31,6 +31,7 @@ from tierd.daemon.reconciling.pruner import Pruner
 from tierd.daemon.reconciling.reconciler_context import LiveInventory, RunMode
 from tierd.daemon.reconciling.repairs import QuarantineReview, Repairs
 from tierd.daemon.reconciling.replica_monitor import ReplicaMonitor
+from tierd.daemon.reconciling.tier_lags import TierLags
 from tierd.daemon.reconciling.tier_worker import TierWorker
 from tierd.daemon.reconciling.worker_loop import WORKER, NextAction, WorkerLoop
 from tierd.daemon.scrub.repairer import Repairer
@@ -134,6 +135,7 @@ class Reconciler:
         journal, save_events, wake = self.journal, self.save_events, self.wake
         records = RunRecords(live, tiers, save_events)
         self.backlog = backlog = Backlog(live, tiers, flushes, workers)
+        self.lags = TierLags(live, backlog, journal.saves)
         self.repairs = repairs = Repairs(live, workers, self._repairer, save_events)
         self._flusher = Flusher(
             live, tiers, flushes, workers, scrubber, journal, save_events, backlog, records, repairs

@@ -17,10 +17,12 @@ import msgspec
 
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
+from tierd.core.planning.flush_lag import FlushLag
 from tierd.core.run_report import Checkpoint, LaunchSteps, launch_steps, make_report
 from tierd.daemon.daemon_status import Status
 from tierd.daemon.reconciler import Reconciler
 from tierd.events.journal import utc_timestamp
+from tierd.events.save_history import SavePoint
 
 SENT_MINUTES = 30  # of which the bytes that were sent are shown
 _FRESH = 1.0  # seconds for which an answer is given again
@@ -56,7 +58,10 @@ class RunsReport:
         launches: the launches of each run, in their order.
         held: checkpoints that a restore holds in the spool, as `RUN/STEP.ATTEMPT`.
         in_flight: parts that are being copied.
-        sent_bytes: by tier, the bytes of flushes that ended in each of the last 30 minutes, the present one last.
+        sent_bytes: by tier, the bytes of flushes that ended in each of the last 30 minutes of the clock, the present
+            one, which is not over, last.
+        lags: of each run, whether the tiers have what its policy wants there.
+        saves: the last 200 saves of each run since the daemon's start.
     """
 
     at: str
@@ -66,6 +71,8 @@ class RunsReport:
     held: tuple[str, ...]
     in_flight: tuple[InFlight, ...]
     sent_bytes: dict[str, tuple[int, ...]]
+    lags: tuple[FlushLag, ...]
+    saves: tuple[SavePoint, ...]
 
 
 async def report_runs(reconciler: Reconciler) -> RunsReport:
@@ -73,25 +80,35 @@ async def report_runs(reconciler: Reconciler) -> RunsReport:
     inventory, config, at = reconciler.report_inventory(), reconciler.config, utc_timestamp()
     in_flight = tuple(_in_flight(reconciler))
     sent = sent_bytes(list(reconciler.journal.events), [tier.name for tier in config.tier], at)
+    lags, saves = reconciler.lags.judge(), reconciler.journal.saves.points()
 
     def compute() -> RunsReport:
         run_report = make_report(inventory, config)
         held_names = tuple(f"{checkpoint.run}/{checkpoint.name}" for checkpoint in sorted(inventory.being_restored))
         launches = launch_steps(run_report.checkpoints, inventory.remembered)
-        return RunsReport(at, run_report.checkpoints, launches, run_report.unreached, held_names, in_flight, sent)
+        checkpoints, unreached = run_report.checkpoints, run_report.unreached
+        return RunsReport(at, checkpoints, launches, unreached, held_names, in_flight, sent, lags, saves)
 
     return await asyncio.to_thread(compute)
 
 
 def sent_bytes(events: Iterable[Event], tiers: Iterable[str], at: str) -> dict[str, tuple[int, ...]]:
-    """Return by tier the bytes that flushes sent, for each of the `SENT_MINUTES` before `at` (RFC 3339)."""
+    """Return by tier the bytes that flushes sent, for each of the `SENT_MINUTES` of the clock up to `at` (RFC 3339).
+
+    A minute of the clock keeps its bytes, where one that is counted back from `at` would change with every answer.
+    """
     by_tier = {name: [0] * SENT_MINUTES for name in tiers}
-    end = datetime.fromisoformat(at)
+    present = _minute(at)
     for event in events:
-        minute = int((end - datetime.fromisoformat(event.at)).total_seconds() // 60)
+        minute = present - _minute(event.at)
         if event.what == "flushed" and event.place in by_tier and 0 <= minute < SENT_MINUTES:
             by_tier[event.place][SENT_MINUTES - 1 - minute] += event.sent_bytes or 0
     return {name: tuple(counts) for name, counts in by_tier.items()}
+
+
+def _minute(at: str) -> int:
+    """The minutes of the clock from 1970 to a time, RFC 3339."""
+    return int(datetime.fromisoformat(at).timestamp() // 60)
 
 
 def _in_flight(reconciler: Reconciler) -> Iterator[InFlight]:

@@ -20,6 +20,7 @@ from tierd.core.event_kinds import EVENT_KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.replicas.replica_comparison import ReplicaDifferences
 from tierd.events.alerts import ANSWER, BACKLOG, READ, REPLICAS, TRIES, Alert, Alerts, WorkKey
+from tierd.events.save_history import SaveHistory
 
 log = logging.getLogger("tierd.daemon")
 
@@ -55,6 +56,7 @@ class Journal:
     """The daemon's memory of its events. `on_event` is called with every event as it happens.
 
     Attributes:
+        saves: the last saves of each run, for charts.
         warnings: what lasts and is no failure, by the thing that it concerns.
         quarantined: copies that were quarantined, by place.
         staying_events: by kind and place, the last event that stays until the daemon starts again, and how many there
@@ -64,6 +66,7 @@ class Journal:
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self.saves = SaveHistory()
         self.warnings: dict[WorkKey, str] = {}
         self.quarantined: Counter[str] = Counter()
         self.staying_events: dict[tuple[str, str], tuple[Event, int]] = {}
@@ -83,6 +86,7 @@ class Journal:
             **members,
         )
         self.events.append(event)
+        self.saves.add(event)
         if EVENT_KINDS[kind].persists:
             _, count = self.staying_events.get((kind, place), (event, 0))
             self.staying_events[kind, place] = event, count + 1

@@ -14,8 +14,10 @@ import msgspec
 from support.web import get, serving
 from support.world import attempt, commit, part
 
+from tierd.core.diagnosis.problems import Problem
+from tierd.core.event_kinds import Event
 from tierd.core.installation import install_command
-from tierd.daemon.runs_report import SharedAnswer
+from tierd.daemon.runs_report import SharedAnswer, sent_bytes
 
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
 
@@ -39,11 +41,24 @@ async def test_status_and_runs(spool, tmp_path) -> None:
             ("disk", "verified"),
         ]
         assert runs["held"] == runs["in_flight"] == runs["unreached"] == []
+        (lag,) = runs["lags"]
+        assert (lag["run"], lag["state"], lag["text"]) == ("run", "current", "step 2 is on a tier")
+        assert [save["step"] for save in runs["saves"]] == [1, 2]
+        assert all(save["tier_s"]["disk"] >= 0 for save in runs["saves"])
         status = json.loads((await get(http.address, "/status")).body)
         assert status["running"] and status["problems"] == [] and status["spool"] == str(spool.root)
         assert [one["name"] for one in status["tiers"]] == ["disk"]
         head = await get(http.address, "/status", method="HEAD")
         assert (head.status, head.body) == (200, b"") and int(head.headers["content-length"]) > 100
+
+
+def test_minute_of_the_clock_keeps_its_bytes() -> None:
+    """Bins that are counted back from now change with every answer."""
+    times = ("2026-01-01T00:00:59.9+00:00", "2026-01-01T00:01:00+00:00", "2025-12-31T23:00:00+00:00")
+    flushes = [Event(at=at, what="flushed", place="s3", subject="", why="", sent_bytes=5) for at in times]
+    for second, expected in ((1, (0, 5, 5)), (59, (0, 5, 5)), (60, (5, 5, 0)), (61, (5, 5, 0))):
+        at = f"2026-01-01T00:0{1 + second // 60}:{second % 60:02}+00:00"
+        assert sent_bytes(flushes, ["s3"], at)["s3"][-3:] == expected
 
 
 async def test_probes(spool, tmp_path, monkeypatch) -> None:
@@ -117,6 +132,5 @@ except ConfigError as error:
 
 def test_the_status_of_a_daemon_is_json() -> None:
     """`/status` has the form of `tierd status --json`: both are made of one class."""
-    from tierd.daemon.daemon_status import Problem
-
-    assert msgspec.json.encode(Problem("alert", "s3", "why")) == b'{"severity":"alert","place":"s3","why":"why"}'
+    expected = {"severity": "alert", "place": "s3", "why": "why", "do": "", "command": ""}
+    assert json.loads(msgspec.json.encode(Problem("alert", "s3", "why"))) == expected

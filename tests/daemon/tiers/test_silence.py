@@ -25,7 +25,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.daemon_status import TierStatus, make_status
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.tiers.tier_pauses import SilenceMonitor
-from tierd.events.journal import Journal
+from tierd.events.journal import Journal, utc_timestamp
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.encrypted_store import EncryptedStore
@@ -105,7 +105,7 @@ def test_hung_server_is_shown_then_a_problem_then_an_alert(spool: Spool) -> None
             await settle(daemon)
             assert tier_of(daemon).waiting_since is None
             bucket.refuse = lambda headers: let_go.wait() and None
-            commit(spool, part(2))
+            commit(spool, part(2), created=utc_timestamp())  # so that it does not wait for long
             daemon.wake()
             await until(lambda: tier_of(daemon).waiting_since)
             await until(lambda: any(severity == "warning" for severity, _ in problems(daemon)))

@@ -151,11 +151,6 @@ def _scrub(answer: Members) -> Iterator[str]:
     yield f"scrub: oldest copy verified {oldest}, {scrub['due']} overdue, {scrub['doing'] or 'idle'}"
 
 
-def _pause(answer: Members) -> Iterator[str]:
-    if answer.get("paused"):
-        yield f"nothing is flushed while paused; to go on: tierd resume --spool {answer['spool']}"
-
-
 def _tiers(answer: Members) -> Iterator[str | Table]:
     yield from ("", tier_table(answer))
 
@@ -196,7 +191,6 @@ SECTIONS: tuple[Callable[[Members], Iterator[str | Table | tuple[str, str]]], ..
     _problems,
     _daemon,
     _spool,
-    _pause,
     _launches,
     _policies,
     _watches,

@@ -42,14 +42,21 @@ def problem_texts(status: Members) -> Iterator[tuple[str, str]]:
 
 
 def problem_lines(status: Members, width: int | None) -> Iterator[tuple[str, str]]:
-    """Lay out the problems, each indented below its first line. Yield each line with its style."""
+    """Lay out the problems, each with its next step below, and yield each line with its style.
+
+    A command is one line of any width, to be copied.
+    """
     texts = list(problem_texts(status))
     if "problems" not in status:
         yield "problems are not known: the daemon is of an older version", ""
     elif not texts:
         yield "nothing is wrong", "right"
-    for style, text in texts:
+    for (style, text), problem in zip(texts, status.get("problems", ()), strict=True):
         yield from ((line, style) for line in hanging_lines(text, width))
+        if do := problem.get("do"):
+            yield from ((f"  {line}", "") for line in hanging_lines(f"-> {do}", width and width - 2))
+        if command := problem.get("command"):
+            yield f"  $ {printable(command)}", "command"
 
 
 def hanging_lines(text: str, width: int | None) -> list[str]:

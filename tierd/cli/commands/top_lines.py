@@ -25,7 +25,8 @@ _CHECKPOINTS, _EVENTS, _LAUNCHES = 12, 30, 8  # of each run the newest; the last
 _LINE_WIDTH = 160  # columns of a drawn launch at most, because a file or a pipe has lines of any width
 _MINUTES = 20  # whose throughput is drawn
 _MIN_DRAWING = 10  # columns for a drawn launch
-_STYLES = {"alert": "bold red", "warning": "yellow", "right": "green"}
+_STYLES = {"alert": "bold red", "warning": "yellow", "right": "green", "command": "bold"}
+_LAG_STYLES = {"current": "green", "sending": "", "local": ""}  # every other state is yellow
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -67,7 +68,10 @@ def headline(status: Members) -> str:
 
 
 def _problems(status: Members, width: int | None) -> Iterator[Text]:
-    yield from (Text(line, style=_STYLES.get(style, "")) for line, style in problem_lines(status, width))
+    for line, style in problem_lines(status, width):
+        fits = width is None or cell_len(line) <= width
+        for shown in [line] if fits else hanging_lines(line, width):
+            yield Text(shown, style=_STYLES.get(style, ""))
 
 
 def _wrap_lines(text: str, width: int | None, style: str = "") -> Iterator[Text]:
@@ -102,10 +106,11 @@ def _runs(status: Members, runs: Members, width: int | None) -> Iterator[Text]:
     if runs["unreached"]:
         words = f"tiers that do not answer, so their copies are not known: {', '.join(runs['unreached'])}"
         yield from _wrap_lines(words, width, "yellow")
+    lags = {lag["run"]: lag for lag in runs.get("lags", ())}
     for name, checkpoints in by_run.items():
-        newest = next((checkpoint["step"] for checkpoint in checkpoints if _is_on_a_tier(checkpoint)), None)
-        safe = "on no tier" if newest is None else f"step {newest} is on a tier"
-        yield from _wrap_lines(f"{name}: {safe}", width, "bold yellow" if newest is None else "bold green")
+        lag = lags.get(name)
+        style = _LAG_STYLES.get(lag["state"], "yellow") if lag else ""
+        yield from _wrap_lines(f"{name}: {lag['text']}" if lag else name, width, f"bold {style}".strip())
         names = attempt_names(
             [checkpoint["attempt"] for checkpoint in checkpoints]
             + [launch["attempt"] for launch in runs["launches"] if launch["run"] == name]

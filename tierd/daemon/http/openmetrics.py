@@ -68,6 +68,9 @@ FAMILIES: dict[str, MetricFamily] = {
     "tierd_last_durable_age_seconds": MetricFamily("gauge", _RUN_AND_TIER, "time since that checkpoint was made"),
     "tierd_pending_parts": MetricFamily("gauge", _RUN_AND_TIER, "parts in the spool that the tier lacks and wants"),
     "tierd_pending_bytes": MetricFamily("gauge", _RUN_AND_TIER, "the size of these parts in the spool"),
+    "tierd_run_behind": MetricFamily(
+        "gauge", _RUN, "1 while a checkpoint that a tier wants waits longer to be on any than two saves are apart"
+    ),
     "tierd_pending_prunes": MetricFamily(
         "gauge", _RUN_AND_TIER, "copies on the tier that retention gave up and that are still there"
     ),
@@ -271,6 +274,7 @@ class Exposition:
                 steps[run, name] = newest.step
                 if facts := copies.copies[newest].metadata_facts:
                     ages[run, name] = max(0.0, time.time() - facts.created.timestamp())
+        behind = {lag.run: lag.state == "late" for lag in self._reconciler.lags.judge()}
         parts, sizes, prunes = Counter[Labels](), Counter[Labels](), Counter[Labels]()
         for tier in (tier_status.name for tier_status in status.tiers):
             waiting = self._reconciler.backlog.prunes_by_run(tier)
@@ -287,6 +291,7 @@ class Exposition:
             "tierd_pending_parts": {labels: float(count) for labels, count in parts.items()},
             "tierd_pending_bytes": {labels: float(count) for labels, count in sizes.items()},
             "tierd_pending_prunes": {labels: float(count) for labels, count in prunes.items()},
+            "tierd_run_behind": {(run,): float(behind.get(run, False)) for run in runs},
         }
 
 

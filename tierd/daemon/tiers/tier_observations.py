@@ -45,6 +45,7 @@ class Observations:
         self._answers_s = answers_s
         # Tier -> its inventory as last observed; None if the tier did not answer.
         self.places: dict[str, Place | None] = dict.fromkeys(observers)
+        self.last_known: dict[str, Place] = {}  # of tiers that do not answer now, for reports alone
         # Tiers that do not answer -> the seconds from the first failure since the last answer to the last one. `_GAP`
         # seconds at most count between two failures, because the machine may have been frozen or the daemon paused in
         # between, so that nobody asked.
@@ -155,13 +156,16 @@ class Observations:
         self._recent_changes[tier] = [entry for entry in self._recent_changes[tier] if entry[0] > sequence]
         for _, change in self._recent_changes[tier]:
             place = place and change(place)
-        self._shown_sequence[tier], self.places[tier] = sequence, place
+        before, self.places[tier], self._shown_sequence[tier] = self.places[tier], place, sequence
         if place is None:
+            if before:
+                self.last_known[tier] = before
             now = time.monotonic()
             gap_s = min(now - self._failed_at.get(tier, now), _GAP)
             self.unanswered_s[tier] = self.unanswered_s.get(tier, 0.0) + gap_s
             self._failed_at[tier] = now
         else:
+            self.last_known.pop(tier, None)
             self.unanswered_s.pop(tier, None)
             self._failed_at.pop(tier, None)
         return True
