@@ -42,6 +42,11 @@ const least = [...texts].map((element) => {
 });
 return least.sort((x, y) => x[0] - y[0])[0];
 """
+_BADGES = """
+const heads = [...document.querySelectorAll("#runs .head")];
+return Object.fromEntries(heads.map((it) => [it.querySelector("h3").textContent, it.querySelector(".chip")])
+  .map(([name, chip]) => [name, [chip.className.trim(), chip.textContent]]));
+"""
 
 
 class Live:
@@ -96,6 +101,9 @@ def observe(live: Live, spool: Spool, address: str, failures: list[BaseException
         for width in (1200, 390):
             with browsing(address, width) as browser:
                 seen(browser, url, width)
+                bins(browser)
+                compares(browser, url, width)
+                browser.open(url)
                 if width == 390:
                     lives(browser, live, spool)
     except BaseException as error:
@@ -115,7 +123,15 @@ def seen(browser: Browser, url: str, width: int) -> None:
                   "pending", "answers", "flushed", "durable", "accuracy 0.5", "loss 0.03333",
                   f"of launch {attempt(1)}", f"of launch {attempt(2)}"):  # fmt: skip
         assert words in text, words
-    assert browser.run("return document.querySelectorAll('circle').length") == 5
+    assert browser.run("return document.querySelectorAll('circle.dot').length") == 5
+    assert browser.run(_BADGES) == {
+        "run": ["chip good", "step 20 is on a tier"],
+        "half": ["chip warning", "on no tier"],
+    }
+    charts = browser.run(
+        "return [...document.querySelectorAll('figure svg')].map((it) => it.getAttribute('aria-label'))"
+    )
+    assert {"from the spool to a tier, by step", "loss, by step", "accuracy, by step"} <= set(charts)
     assert browser.run("return [document.documentElement.scrollWidth, innerWidth]") == [width, width]
     hosts = browser.run("return [...new Set(performance.getEntriesByType('resource').map((one) => one.name))].sort()")
     assert hosts == [f"{url}runs", f"{url}status"]
@@ -128,6 +144,37 @@ def seen(browser: Browser, url: str, width: int) -> None:
     assert browser.errors() == []
 
 
+def bins(browser: Browser) -> None:
+    """A bin keeps its steps and its value while newer saves come and older ones leave."""
+    script = """
+    const points = [];
+    for (let step = %d; step <= %d; step += 50) points.push([step, step %% 700]);
+    const axis = axisOf(points.map(([step]) => step));
+    return [axis.size, Object.fromEntries(binned(points, axis, true))];
+    """
+    (size, before), (later_size, later) = browser.run(script % (50, 6000)), browser.run(script % (1050, 6950))
+    assert size == later_size == 100 and before["10"] == 1050 % 700
+    common = before.keys() & later.keys() - {"60"}  # to which further saves came
+    assert len(common) == 50 and all(before[bin_number] == later[bin_number] for bin_number in common)
+
+
+def compares(browser: Browser, url: str, width: int) -> None:
+    """Two runs stand side by side with the same axis, by the address or by their boxes."""
+    browser.open(f"{url}?runs=run,half")
+    wait_until(lambda: browser.run("return document.getElementById('runs').className") == "pair")
+    assert browser.run("return [...document.querySelectorAll('#runs h3')].map((it) => it.textContent)") == [
+        "run",
+        "half",
+    ]
+    tops = browser.run("return [...document.querySelectorAll('#runs > .card')].map((it) => it.offsetTop)")
+    assert (len(set(tops)) == 1) == (width > 960), tops
+    ends = "return [...document.querySelectorAll('figure text:last-child')].map((it) => it.textContent)"
+    assert set(browser.run(ends)) == {"30"}
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    browser.run("document.querySelector('#runs input').click()")
+    assert browser.run("return [document.getElementById('runs').className, location.search]") == ["", ""]
+
+
 def lives(browser: Browser, live: Live, spool: Spool) -> None:
     """What changes shows without a reload, and so does a daemon that ends."""
     commit(spool, part(40, launch=2), origin=part(10).checkpoint)
@@ -135,6 +182,21 @@ def lives(browser: Browser, live: Live, spool: Spool) -> None:
     for _ in range(3):  # of a thing that the daemon does not know, because its own worker works and ends the alert
         live.call(lambda: live.journal.record_failure(("test", "disk"), "prune", "disk", "backlog", "503 Slow Down"))
     wait_until(lambda: "failed 3 times in a row: 503 Slow Down" in browser.text())
+    tier = spool.root.parent / "tier"
+    tier.rename(tier.with_name("away"))
+    commit(spool, part(50, launch=2), origin=part(10).checkpoint)
+    wait_until(lambda: "step 40 is on a tier; step 50 waits for " in browser.text())
+    assert browser.run(_BADGES)["run"][0] == "chip warning"
+    command = f"tierd doctor --spool {spool.root} file://{tier}"
+    assert command in browser.run("return [...document.querySelectorAll('#problems code')].map((it) => it.textContent)")
+    browser.run("document.querySelector('#problems button').click()")
+    wait_until(
+        lambda: (
+            browser.run("return String(getSelection()) + document.querySelector('#problems button').textContent")
+            != "copy"
+        )
+    )
+    browser.run("getSelection().removeAllRanges()")
     live.end()
     wait_until(lambda: "The daemon does not answer for" in browser.text())
     assert "step 40 is on a tier" in browser.text()

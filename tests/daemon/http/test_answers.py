@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import msgspec
 from support.web import get, serving
@@ -17,6 +18,7 @@ from support.world import attempt, commit, part
 from tierd.core.diagnosis.problems import Problem
 from tierd.core.event_kinds import Event
 from tierd.core.installation import install_command
+from tierd.daemon.http.http_server import PAGE
 from tierd.daemon.runs_report import SharedAnswer, sent_bytes
 
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
@@ -105,6 +107,28 @@ async def test_the_page_runs_only_its_own_script(spool, tmp_path) -> None:
     assert found.headers["x-frame-options"] == "DENY" and found.headers["cache-control"] == "no-store"
     assert not re.search(r"\bon[a-z]+=|style=|(src|href)=\"(https?:)?//", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
+
+
+class _Ids(HTMLParser):
+    """The ids of a page's elements, and what labels another element."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.labels: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids |= {value or "" for name, value in attrs if name == "id"}
+        self.labels |= {value or "" for name, value in attrs if name == "aria-labelledby"}
+
+
+def test_script_fills_elements_that_the_page_has() -> None:
+    page = PAGE.decode()
+    parsed = _Ids(page)
+    filled = set(re.findall(r'(?:put|getElementById)\("([a-z-]+)"', page))
+    assert {"problems", "tiers", "runs", "events"} <= filled <= parsed.ids and parsed.labels <= parsed.ids
+    assert page.count('"use strict"') == 1 and '<script>\n"use strict";' in page
 
 
 # -- what is loaded ---------------------------------------------------------------------------------------------------

@@ -117,16 +117,16 @@ def make_tls_context(http: HttpConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _file(kind: str) -> str:
-    return resources.files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8")
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-_STYLE, _SCRIPT = _file("css"), _file("js")
-PAGE = _file("html").replace("@STYLE@", _STYLE).replace("@SCRIPT@", _SCRIPT).encode()
+_STYLE, _SCRIPT = _file("page.css"), _file("page.charts.js") + _file("page.js")
+PAGE = _file("page.html").replace("@STYLE@", _STYLE).replace("@SCRIPT@", _SCRIPT).encode()
 POLICY = (
     f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

@@ -1,12 +1,14 @@
 
-"use strict";
 // Every text goes into the document as text, never as markup: names come from buckets that others can write to.
 const SVG = "http://www.w3.org/2000/svg";
 const SHOWN = 12; // checkpoints of a run before "show all"
 const MEASURED = 3; // metrics of a checkpoint
 const DRAWN = 400; // checkpoints in a timeline
+const EVENTS = 30;
 const MINUTES = 30; // of throughput
+const RUNS = 8; // runs on the page whose charts are drawn, unless two are compared
 const whole = new Set(); // runs of which all checkpoints are shown
+const chosen = new Set((new URLSearchParams(location.search).get("runs") || "").split(",").filter(Boolean)); // to compare
 let status = null, runs = null, answered = 0;
 
 function make(name, attributes, ...children) {
@@ -49,20 +51,33 @@ function showDaemon() {
   put("daemon", `tierd ${status.version}, pid ${status.pid}, ${status.spool}: ${trainers}, ${status.spool_parts} parts, ${free}`);
 }
 
+/** What to do next. A copy needs a page by TLS or on loopback; elsewhere the button selects the command. */
+function nextStep(problem) {
+  const command = make("code", {}, problem.command), button = make("button", { type: "button" }, "copy");
+  const select = () => getSelection().selectAllChildren(command);
+  button.addEventListener("click", () => {
+    if (navigator.clipboard) navigator.clipboard.writeText(problem.command).then(() => { button.textContent = "copied"; }, select);
+    else select();
+  });
+  return make("div", { class: "step" }, problem.do ? make("span", {}, problem.do) : "", problem.command ? [command, button] : "");
+}
+
 function showProblems() {
-  const list = status.problems.map((one) => make("li", {}, chip(one.severity, one.severity), `${one.place}: ${one.why}`));
+  const list = status.problems.map((one) => make("li", {}, chip(one.severity, one.severity), `${one.place}: ${one.why}`, nextStep(one)));
   put("problems", make("div", { class: "card" }, list.length ? make("ul", {}, list) : chip("none", "good")));
 }
 
 function throughput(tier) {
   const sent = runs.sent_bytes[tier] || new Array(MINUTES).fill(0), most = Math.max(...sent), width = 300, height = 34;
   const words = most ? `at most ${bytes(most / 60)}/s in a minute` : "nothing was sent";
+  const minute = (back) => new Date(Date.parse(runs.at) - back * 60000).toISOString().slice(11, 16);
   const bars = sent.map((count, at) => {
     const tall = most ? (count / most) * (height - 4) : 0;
-    return make("rect", { class: "bar", x: at * (width / MINUTES), y: height - tall, width: width / MINUTES - 2, height: tall });
+    return make("rect", { class: "bar", x: at * (width / MINUTES), y: height - tall, width: width / MINUTES - 2, height: tall },
+      make("title", {}, `${minute(MINUTES - 1 - at)}: ${bytes(count)}`));
   });
   const line = make("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height });
-  const label = `sent in the last ${MINUTES} minutes: ${words}`;
+  const label = `sent in each minute from ${minute(MINUTES - 1)} to ${minute(0)} UTC: ${words}`;
   return [make("svg", { viewBox: `0 0 ${width} ${height + 1}`, role: "img", "aria-label": label }, bars, line),
     make("p", { class: "soft" }, label)];
 }
@@ -73,7 +88,7 @@ function showTier(tier) {
   const state = silent || alert ? chip(silent ? "does not answer" : "alert", "alert") : chip("answers", "good");
   const waits = tier.waiting_since ? `waiting for an answer since ${tier.waiting_since.slice(11, 19)} UTC` : "";
   const doing = [tier.doing, waits].filter(Boolean).join("; ") || (tier.retry_in_s ? `again in ${Math.round(tier.retry_in_s)} s` : "idle");
-  const facts = [["doing", doing], ["pending", `${tier.pending_parts} parts, ${bytes(tier.pending_bytes)}`],
+  const facts = [["doing", doing], ["pending", tier.pending_parts ? `${tier.pending_parts} part${tier.pending_parts === 1 ? "" : "s"}, ${bytes(tier.pending_bytes)}` : "nothing"],
     ["to prune", tier.append_only ? "append-only" : String(tier.pending_prunes)], ["compression", tier.compression]];
   if (tier.last_error) facts.push(["last error", tier.last_error]);
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, tier.name), state, make("span", { class: "soft" }, tier.url)),
@@ -98,10 +113,12 @@ function showWatches() {
 }
 
 function showEvents() {
-  const list = status.events.slice(-60).reverse().map((one) => {
+  const list = status.events.slice(-EVENTS).reverse().map((one) => {
     const kind = { failing: "alert", "persist failed": "alert", corrupt: "alert", quarantined: "alert", "given up": "alert",
       "two launches": "alert", "rolled back": "alert", "replicas differ": "alert", "fell back": "warning", durable: "good" }[one.what];
-    return make("li", {}, clock(one.at), " ", chip(one.what, kind), `${one.place} `, make("strong", {}, one.subject), one.why ? `: ${one.why}` : "");
+    const rank = one.world_size > 1 && one.rank !== undefined ? ` rank ${one.rank}` : "";
+    const subject = one.step === undefined ? one.subject : `${one.run} step ${one.step}${rank}`;
+    return make("li", { title: one.subject }, clock(one.at), " ", chip(one.what, kind), `${one.place} `, make("strong", {}, subject), one.why ? `: ${one.why}` : "");
   });
   put("events", make("div", { class: "card" }, list.length ? make("ul", {}, list) : "none yet"));
 }
@@ -150,8 +167,14 @@ function describe(launch) {
   return `launch ${launch.attempt}: ${how}, to step ${launch.last_step}${lost}`;
 }
 
+/** Pixels across a run's card, so that the text of drawings keeps its size. */
+function roomForRun() {
+  const place = document.getElementById("runs"), columns = getComputedStyle(place).gridTemplateColumns.split(" ").length;
+  return Math.max(260, place.clientWidth / columns - 30);
+}
+
 function timeline(launches) {
-  const width = Math.max(260, document.getElementById("runs").clientWidth - 30); // so that its text keeps its size
+  const width = roomForRun();
   const lane = 26, left = 12, right = 12;
   const steps = launches.flatMap((one) => [...one.steps.map((it) => it.step), ...(one.from_step === null ? [] : [one.from_step])]);
   const low = Math.min(...steps), high = Math.max(...steps);
@@ -186,16 +209,34 @@ function metricsOf(checkpoint) {
   return make("div", { class: "soft" }, words.join(", "));
 }
 
-function showRun(name, checkpoints) {
+/** Whether tiers have what the policy wants there, by the daemon's own decision. */
+function badge(name) {
+  const lag = runs.lags.find((one) => one.run === name);
+  return lag ? chip(lag.text, { current: "good", sending: "", local: "" }[lag.state] ?? "warning") : "";
+}
+
+function comparison(name) {
+  const box = make("input", { type: "checkbox" });
+  box.checked = chosen.has(name);
+  box.addEventListener("change", () => {
+    if (box.checked && chosen.size > 1) chosen.delete([...chosen][0]);
+    box.checked ? chosen.add(name) : chosen.delete(name);
+    const pair = chosen.size === 2 ? `?runs=${[...chosen].map(encodeURIComponent).join(",")}` : location.pathname;
+    history.replaceState(null, "", pair);
+    showRuns();
+  });
+  return make("label", { class: "soft" }, box, " compare");
+}
+
+function showRun(name, checkpoints, charts, scales, comparable) {
   const launches = launchesOf(name, checkpoints.slice(0, DRAWN));
   const shown = whole.has(name) ? checkpoints : checkpoints.slice(0, SHOWN);
   const rows = shown.map((one) => make("tr", {},
     make("td", {}, make("strong", { class: "number" }, `step ${one.step}`), make("div", { class: "soft" }, age(one.created)),
       launches.length > 1 ? make("div", { class: "soft" }, `of launch ${one.attempt}`) : "", metricsOf(one)),
     make("td", {}, one.copies.map((copy) => copyChip(copy, one.world_size))), make("td", {}, moving(one))));
-  const newest = checkpoints.find((one) => one.copies.some((copy) => copy.state === "verified"));
-  const safe = newest ? chip(`step ${newest.step} is on a tier`, "good") : chip("on no tier", "warning");
-  const card = make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, name), safe),
+  const card = make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, name), badge(name), comparable ? comparison(name) : ""),
+    charts.length ? make("div", { class: "charts" }, charts.map((chart) => drawChart(chart, scales))) : "",
     timeline(launches), make("ul", { class: "soft" }, launches.map((one) => make("li", {}, describe(one)))),
     make("table", {}, make("thead", {}, make("tr", {}, ["checkpoint", "copies, and why they are kept", "now"].map((it) => make("th", {}, it)))),
       make("tbody", {}, rows)));
@@ -211,7 +252,14 @@ function showRun(name, checkpoints) {
 function showRuns() {
   const found = new Map();
   for (const one of runs.checkpoints) found.set(one.run, [...(found.get(one.run) || []), one]);
-  const cards = [...found].map(([name, checkpoints]) => showRun(name, checkpoints));
+  const pair = [...chosen].filter((name) => found.has(name)), compared = pair.length === 2;
+  document.getElementById("runs").className = compared ? "pair" : "";
+  const names = compared ? pair : [...found.keys()];
+  const charts = new Map(names.map((name, at) => [name, compared || at < RUNS
+    ? chartsOf(runs.saves.filter((save) => save.run === name), found.get(name)) : []]));
+  const room = roomForRun(), together = compared && scalesOf([...charts.values()].flat(), room);
+  const cards = names.map((name) => showRun(name, found.get(name), charts.get(name),
+    together || (charts.get(name).length && scalesOf(charts.get(name), room)), found.size > 1));
   if (runs.unreached.length) cards.unshift(make("p", {}, chip(`tiers that do not answer, so their copies are not known: ${runs.unreached.join(", ")}`, "warning")));
   put("runs", cards.length ? cards : make("div", { class: "card" }, "none in the spool"));
 }
@@ -225,6 +273,7 @@ async function fetched(path) {
 }
 
 async function refresh() {
+  if (answered && !getSelection().isCollapsed) return; // somebody marks a text, which drawing anew would take away
   const line = document.getElementById("daemon");
   try {
     [status, runs] = await Promise.all([fetched("/status"), fetched("/runs")]);
