@@ -131,7 +131,7 @@ class Cycle:
         """The keys that each complete checkpoint on the tier needs."""
         keys: dict[Point, set[str]] = defaultdict(set)
         missing: dict[Point, int] = {}
-        for path in self.tier.glob(f"{RUN}/manifests/*/*"):
+        for path in by_hand.files_below(self.tier / RUN / "manifests"):
             for step, attempt, _, world in by_hand.parts_named([path.relative_to(self.tier).as_posix()], RUN):
                 with suppress(FileNotFoundError):  # a prune goes on meanwhile
                     if manifest := by_hand.sealed(path.read_bytes()):
