@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from faults.corruption.places import RUN, Places
 
 from tierd.client.ranks.attempts import RankClock
 from tierd.client.restoring.consensus import RestoreAgreement
+from tierd.client.restoring.part_image import PartImage
 from tierd.client.restoring.part_source import NodeSource
 from tierd.client.restoring.restorer import Restorer, VerifiedPart
 from tierd.core.errors import CheckpointNotFound
@@ -42,7 +43,8 @@ class _Ranks:
 class _Source:
     """As `tierd.client.restoring.part_source.NodeSource`, with the daemon's own code at the other end of no line."""
 
-    arena = link = image = None
+    arena = link = None
+    images: Sequence[PartImage] = ()
     deep = True
     odd: Mapping[CheckpointId, str] = {}
 
@@ -55,7 +57,7 @@ class _Source:
     def run_view(self) -> RunView:
         return run_view_of(self._wait(observe_places(self._places.spool, self._places.stores, RUN)), RUN)
 
-    def obtain(self, part: PartId, *, direct: bool = False) -> Any:
+    def obtain(self, part: PartId, *, direct: bool = False, node_ranks: Collection[int] = ()) -> Any:
         tier = "local"
         files = self._read(part)
         if files is None:
