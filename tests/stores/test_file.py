@@ -231,7 +231,7 @@ def test_the_order_of_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(whole())
 
 
-@pytest.mark.parametrize("number", [0, errno.EPERM, errno.ENOTSUP])
+@pytest.mark.parametrize("number", [0, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV])
 def test_object_that_replaces_none_is_durable_and_without_hard_links_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -41,7 +41,8 @@ _TMP_NAME = re.compile(r"[0-9a-f]{32}")
 _SWEEP = 1000  # leftover temp files that one sweep examines, at most
 _PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
 _SMALL = 1 << 20  # bytes
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without hard links
+# Errors of a file system that has no hard links, or none from one directory to another, or permits none.
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV)
 _UNDELETABLE = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
 
 

@@ -104,9 +104,11 @@ class S3Store(ForeignStore):
             try:
                 return await self._put_checked(check_key(key), view, self._if_absent)
             except botocore.ClientError as error:
-                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412:
+                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                if status == 412:
                     return None
-                if not self._if_absent or error.response.get("Error", {}).get("Code") not in UNKNOWN_HEADER_CODES:
+                is_unknown = status == 501 or error.response.get("Error", {}).get("Code") in UNKNOWN_HEADER_CODES
+                if not self._if_absent or not is_unknown:
                     raise
             checksum = await self._put_checked(key, view, {})
             self._if_absent = {}
