@@ -77,6 +77,8 @@ class _Call:
             size = max(size, 1)
         self.key, self.data = f"{self.run}/k", rng.randbytes(size)
         self.old = rng.choice((None, rng.randbytes(50)))
+        self.is_conditional = seed % 3 == 2  # a put that replaces nothing
+        self.held = self.old if self.is_conditional and self.old is not None else self.data  # after a put
         self.many = [f"{self.run}/m{number:02}" for number in range(rng.choice((2, 3, 7)))]
         self.count = 1 if fault in (*HARMLESS, "endless drip") else rng.choice((1, 1, 2, ATTEMPTS - 2, ATTEMPTS, 9))
         if fault in _SLOW and rng.random() < 0.8:
@@ -107,7 +109,7 @@ class _Call:
         self._right(again)
         if self.operation == "PutObject":
             found = await self.slot.store.get(self.key)
-            if bytes(found) != self.data:
+            if bytes(found) != self.held:
                 raise Lost("what was put is not what is got")
 
     async def _prepare(self) -> None:
@@ -122,7 +124,8 @@ class _Call:
     # -- the calls --------------------------------------------------------------------------------------------------
 
     async def _PutObject(self) -> Any:
-        return await self.slot.store.put(self.key, self.data)
+        put = self.slot.store.put_if_absent if self.is_conditional else self.slot.store.put
+        return await put(self.key, self.data)
 
     async def _GetObject(self) -> Any:
         if self.rng.random() < 0.5:
@@ -227,8 +230,10 @@ class _Call:
     def _right(self, result: Any) -> None:
         match self.operation:
             case "PutObject":
-                if self.slot.mirror.get(PREFIX + self.key) != self.data:
+                if self.slot.mirror.get(PREFIX + self.key) != self.held:
                     raise Lost("a put that succeeded, and the server does not hold it")
+                if result is None and not self.is_conditional:
+                    raise Lost("a put without a condition says that an object was there")
             case "GetObject":
                 if result != self.data:
                     raise Lost(f"a get gave {len(result)} bytes that are not the {len(self.data)} that were put")
