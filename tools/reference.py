@@ -47,6 +47,7 @@ from tierd.daemon.intake.directory_preparation import PrepareResult
 from tierd.daemon.intake.in_place_restore import RestoredUnit
 from tierd.daemon.runs_report import RunsReport
 from tierd.daemon.transfer.restore_to_directory import RestoredDirectory
+from tierd.reading.checkpoint_differences import CheckpointDifferences
 from tierd.reading.command_follower import Delivery
 from tierd.reading.export_from_tiers import StateExport
 from tierd.state.kinds import supported_values as state_reference
@@ -69,6 +70,7 @@ SHAPES: dict[str, Any] = {
     "runs": RunOverviews,
     "ls": Report,
     "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
+    "diff": CheckpointDifferences,
     "verify": {"checks": list[CopyCheck], "unreached": list[str]},
     "restore": RestoredDirectory,
     "restore --into": RestoredUnit,

@@ -32,6 +32,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help
     "commands.config_commands": ("config",),
     "commands.prune_commands": ("prune", "disown"),
     "commands.checkpoint_commands": ("ls", "show", "verify"),
+    "commands.diff_command": ("diff",),
     "commands.run_commands": ("runs", "rm", "du"),
     "commands.status_commands": ("status",),
     "commands.pause_commands": ("pause", "resume"),
@@ -60,7 +61,7 @@ GROUPS: dict[str, tuple[str, ...]] = {  # the help's and the reference's section
         "resume",
     ),
     "Checkpoints in the spool and on tiers": (
-        *("runs", "ls", "show", "verify", "du", "prune", "pin", "unpin", "rm", "disown"),
+        *("runs", "ls", "show", "diff", "verify", "du", "prune", "pin", "unpin", "rm", "disown"),
         *("restore", "copy", "import", "prepare", "export", "follow"),
     ),
     "Tools": ("inspect", "check-resume", "advise", "bench", "config"),

@@ -59,7 +59,7 @@ EXIT_CODES: dict[int, str] = {
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; this proves nothing wrong",
     EXIT_HELD: "another daemon holds the spool",
-    EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
+    EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one; `diff`: two checkpoints differ",
     EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants; "
     "`--until-idle`: a checkpoint in a watched directory was not taken",
     EXIT_WARNING: "`status --check`: a warning, and no alert; `doctor`: it works, at a cost or a risk; "

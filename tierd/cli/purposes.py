@@ -16,6 +16,7 @@ PURPOSES = {
     ),
     "ls": "Every checkpoint, where its copies lie, and what retention makes of them",
     "show": "One checkpoint: its manifest's files, metrics, origin, lineage, and every copy",
+    "diff": "Which tensors and other entries of two checkpoints differ, and how far",
     "verify": "Re-read every byte of every copy and compare digests",
     "runs": (
         "Every run of whole tiers: its newest verified step, how old it is, how far newer ones are ahead, and its size"

@@ -83,6 +83,14 @@ class ChunkReader:
             yield begin, end
             begin = end
 
+    def chunks(self, part: PartId, path: str, offset: int, length: int) -> Iterator[tuple[int, int, str]]:
+        """Yield the first and last byte, relative to `offset`, and the digest of each chunk of a range."""
+        span = self._files.span(part, path, offset, length)
+        at = span.start - offset
+        for chunk in span.file.chunks[span.first : span.end]:
+            yield at, at + chunk.size, chunk.xxh3_128
+            at += chunk.size
+
     def _fill(self, span: Span, memory: memoryview) -> None:
         part, path, offset, length = span.part, span.path, span.offset, span.length
         missing: list[Span] = []
@@ -176,11 +184,12 @@ class StreamedTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def slabs(self, reader: ChunkReader) -> Iterator[Callable[[], memoryview]]:
+    def slabs(self, reader: ChunkReader, *, by_rows: bool = False) -> Iterator[Callable[[], memoryview]]:
         """Yield calls, each of which reads the next slab of the tensor's bytes, row-major, of at most `SLAB_BYTES`.
 
-        Several threads may make the calls. This and each call raise as `PartRanges.fill`; this raises `StateMismatch`
-        if the pieces do not cover the tensor exactly.
+        With `by_rows`, slabs of two tensors of one dtype and shape have the same elements. Several threads may make the
+        calls. This and each call raise as `PartRanges.fill`; this raises `StateMismatch` if the pieces do not cover the
+        tensor exactly.
         """
         if not self.nbytes:
             return
@@ -194,7 +203,7 @@ class StreamedTensor:
             row //= dims[dim]
         rows = max(1, SLAB_BYTES // row)
         places = [(piece, piece.locate(reader)) for piece in self.pieces if math.prod(piece.size)]
-        if len(places) == 1 and (places[0][0].array or (1,)) == dims:
+        if not by_rows and len(places) == 1 and (places[0][0].array or (1,)) == dims:
             part, path, offset = places[0][1]
             for begin, end in reader.ranges(part, path, offset, self.nbytes, self.dtype.itemsize):
                 yield partial(reader.read, part, path, begin, end - begin)

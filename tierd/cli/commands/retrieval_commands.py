@@ -187,7 +187,7 @@ def export_command(
     run = run or only_run(where)
     with (
         naming_known_runs(where, run),
-        open_run(*_reader_arguments(where, run)) as reader,
+        open_run(*reader_arguments(where, run)) as reader,
         show_progress("exporting") as meter,
     ):
         exported = reader.export(
@@ -274,13 +274,13 @@ def follow(
     run = run or only_run(where)
     # A follower may be started before the run's first save, but what ends at once has nothing to wait for.
     (check_run_exists if once else warn_of_unknown_run)(where, run)
-    with open_run(*_reader_arguments(where, run)) as reader:
+    with open_run(*reader_arguments(where, run)) as reader:
         follower = CommandFollower(reader.tiers, to, words, show)
         if not follower.run(latest=latest, period_s=period_s, once=once):
             raise typer.Exit(EXIT_UNDELIVERED)
 
 
-def _reader_arguments(where: Places, run: str) -> tuple[list[str], str, str | None]:
+def reader_arguments(where: Places, run: str) -> tuple[list[str], str, str | None]:
     """Return the arguments of `tierd.open` for the tiers; raises `ConfigError` if these have several keys."""
     assert where.config is not None
     keys = {tier.key_file for tier in where.config.tier}

@@ -79,6 +79,11 @@ class PartTensors:
         self._locations: dict[str, TensorLocation] = {}
         self.replicated = layout.replicated
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors, in the order of the part's file, then those in other ranks' files."""
+        return (*self._entries, *self._elsewhere)
+
     def locate(self, name: str) -> TensorLocation:
         """Return where a tensor lies, as the same object each time.
 
