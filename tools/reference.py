@@ -45,6 +45,7 @@ from tierd.daemon.daemon_status import COUNTERS, Status
 from tierd.daemon.http.openmetrics import FAMILIES, sample_names
 from tierd.daemon.intake.directory_preparation import PrepareResult
 from tierd.daemon.intake.in_place_restore import RestoredUnit
+from tierd.daemon.last_verified import VerifiedCheckpoints
 from tierd.daemon.runs_report import RunsReport
 from tierd.daemon.transfer.restore_to_directory import RestoredDirectory
 from tierd.reading.checkpoint_differences import CheckpointDifferences
@@ -99,6 +100,7 @@ SHAPES: dict[str, Any] = {
     "bench overhead": {"result": OverheadResult, "verdicts": list[TargetVerdict]},
     "bench growth": {"result": GrowthResult, "verdicts": list[GrowthVerdict]},
     "/runs": RunsReport,  # over HTTP alone
+    ".tierd/last-verified.json": VerifiedCheckpoints,  # a file of the spool
     "--version": {"version": str, "protocol": str, "format": int},
 }
 # Members that mean the same in every class.

@@ -99,7 +99,7 @@ def read(spool: Spool, which: PartId) -> dict[str, bytes]:
 def listing(spool: Spool) -> list[str]:
     """Everything below the spool but what a daemon keeps for itself, and the marks of who saves here."""
     own, marks = (
-        ("lock", "control.sock", "daemon.log", "status.json"),
+        ("lock", "control.sock", "daemon.log", "status.json", "last-verified.json"),
         {spool.control / name for name in ("saved", "alive", "local-only")},
     )
     found = (path for path in spool.root.rglob("*") if path.name not in own and marks.isdisjoint(path.parents))

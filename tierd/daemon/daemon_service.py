@@ -29,6 +29,7 @@ from tierd.daemon.handoff_socket import HandoffServer
 from tierd.daemon.host_events import ConfigReloader, feed_watchdog, notify, watch_stages
 from tierd.daemon.intake.active_watch import NothingTaken, RunNotWatched
 from tierd.daemon.intake.intake import Intake
+from tierd.daemon.last_verified import LastVerified
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.status_file import bounded_log
 from tierd.daemon.tiers.tier_identity import check_identities
@@ -160,6 +161,7 @@ async def serve(
         intake = Intake(reconciler, lambda: handoff.room)
         work = asyncio.ensure_future(reconciler.run())
         recording = asyncio.ensure_future(status_file.keep_status(spool.control, control.status))
+        naming = asyncio.ensure_future(LastVerified(spool.control, reconciler.inventory).keep())
         answering = asyncio.ensure_future(_answer(http, reconciler, control))
         taking = asyncio.ensure_future(intake.run())
         life = asyncio.ensure_future(feed_watchdog())
@@ -197,7 +199,7 @@ async def serve(
                 if not (failure or remaining or undone) and (why := intake.untaken):
                     failure = NothingTaken("; ".join(why))
         finally:
-            tasks = (work, taking, life, idle, refusing, comparing, stopped, reloading, recording, answering)
+            tasks = (work, taking, life, idle, refusing, comparing, stopped, reloading, recording, naming, answering)
             for task in tasks:
                 if not task.cancelling():  # a second time would cut off how the watches end on the tier
                     task.cancel()

@@ -154,6 +154,11 @@ class RunCopies:
         return sorted((checkpoint for checkpoint, copy in self.copies.items() if copy.usable), key=checkpoint_order)
 
     @cached_property
+    def latest_usable(self) -> CheckpointId | None:
+        """The usable checkpoint with the highest step of the latest attempt that has one."""
+        return max(self.usable, key=lambda checkpoint: (checkpoint.attempt, checkpoint.step), default=None)
+
+    @cached_property
     def unusable(self) -> list[CheckpointCopy]:
         """The copies that are not usable."""
         return [copy for copy in self.copies.values() if not copy.usable]

@@ -19,7 +19,6 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from tierd.core.event_kinds import Event
-from tierd.core.ids import CheckpointId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.daemon_status import Status
@@ -268,7 +267,7 @@ class Exposition:
         for name, place in inventory.places.items():
             for run in runs:
                 copies = place.run(run)
-                newest = copies.newest if name == SPOOL else max(copies.usable, key=_age_order, default=None)
+                newest = copies.newest if name == SPOOL else copies.latest_usable
                 if newest is None:
                     continue
                 steps[run, name] = newest.step
@@ -309,7 +308,3 @@ def _newest(inventory: Inventory) -> list[str]:
     """The runs in the spool, those with the newest launches first, at most `_MOST_RUNS`."""
     latest = {run: max(copies.attempts, default="") for run, copies in inventory.spool.runs.items()}
     return sorted(latest, key=lambda run: (latest[run], run), reverse=True)[:_MOST_RUNS]
-
-
-def _age_order(checkpoint: CheckpointId) -> tuple[str, int]:
-    return checkpoint.attempt, checkpoint.step
