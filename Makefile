@@ -76,6 +76,7 @@ $(VENV)/apart/.ready: constraints/deepspeed.txt $(READY)
 
 loaders/ready: $(VENV)/apart/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/loaders.txt
+	cd $(VENV)/lib/python3*/site-packages/helm_python/lib && rm -f libhelm_c.so libhelm_c.so.0  # two further copies, of 85 MB each
 
 loaders: loaders/ready
 	TIERD_LOADERS=all $(BIN)/python -m pytest -n 2 --dist worksteal -m loaders tests/loaders tests/formats tests/watching
