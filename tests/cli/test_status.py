@@ -90,6 +90,16 @@ async def test_run_behind_its_tiers_is_a_problem_of_the_tier(spool: Spool) -> No
     assert [entry.command.split()[1] for entry in make_status(daemon, 0, 0).problems] == ["resume", "resume"]
 
 
+async def test_runs_behind_one_tier_are_one_problem(spool: Spool) -> None:
+    for number in range(8):
+        commit(spool, part(number, run=f"run{number}"))
+    daemon = reconciler(spool, {"tier": Double()})
+    await daemon.observe("tier")
+    (problem,) = make_status(daemon, 0, 0).problems
+    assert problem.why.startswith("run run0: 1 checkpoint is on no tier, waiting for ")
+    assert problem.why.endswith("; also behind: run1, run2, run3, run4, run5 and 2 more")
+
+
 async def test_silent_tier_counts_as_last_observed(spool: Spool) -> None:
     """A checkpoint that was sent before the tier fell silent does not wait, and one that was made later does."""
     commit(spool, part(3))

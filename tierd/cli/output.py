@@ -21,7 +21,7 @@ from tierd.core.errors import printable, printable_json
 from tierd.core.units import format_age
 from tierd.logs import format_exit_error
 
-_STYLES = {"alert": "1;31", "warning": "33", "right": "32"}  # codes of ECMA-48
+_STYLES = {"alert": "1;31", "warning": "33", "right": "32", "command": "1"}  # codes of ECMA-48
 
 
 def print_answer(answer: Table | str, *, style: str = "", wrap: bool = True) -> None:

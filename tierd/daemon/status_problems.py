@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from tierd.core.diagnosis.problems import Problem, problem
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tierd.daemon.daemon_status import Status
 
 _SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; local copies are deleted early
+_NAMED_RUNS = 5  # runs behind that a problem names beside the worst
 
 
 def status_problems(status: Status) -> tuple[Problem, ...]:
@@ -60,7 +61,6 @@ def all_problems(
 ) -> tuple[Problem, ...]:
     """Return what is wrong by a status, by the journal, which also remembers what ended, and by what tiers lack."""
     stayed = [_lasting_problem(status, event, count) for event, count in journal.staying_events.values()]
-    behind = [_lag_problem(status, lag) for lag in lags if lag.state == "late"]
     lasting = [_warning(status, *warning) for warning in journal.warnings.items()]
     for place, copies in sorted(journal.quarantined.items()):
         count = "1 copy was" if copies == 1 else f"{copies} copies were"
@@ -69,7 +69,7 @@ def all_problems(
     lasting += [
         problem("warning", entry.tier, str(entry), "other node", url=_url(status, entry.tier)) for entry in unsent
     ]
-    return (*stayed, *status_problems(status), *behind, *lasting)
+    return (*stayed, *status_problems(status), *_lag_problems(status, lags), *lasting)
 
 
 def _url(status: Status, place: str) -> str:
@@ -84,13 +84,22 @@ def _alert(status: Status, alert: AlertStatus) -> Problem:
     return problem("alert", alert.place, why, step, spool=status.spool, url=url)
 
 
-def _lag_problem(status: Status, lag: FlushLag) -> Problem:
-    tier = lag.lacking[0]
-    counted = f"{lag.unsent} checkpoints are" if lag.unsent > 1 else "1 checkpoint is"
-    waits = f"waiting for {format_age(lag.waited_s)}, and {format_age(lag.allowed_s)} are allowed"
-    why = f"run {lag.run}: {counted} on no tier, {waits}"
-    step = "paused" if status.paused else "behind"
-    return problem("warning", tier, why, step, spool=status.spool, url=_url(status, tier))
+def _lag_problems(status: Status, lags: Iterable[FlushLag]) -> Iterator[Problem]:
+    """Yield one problem for each first tier that lacks something, because one cause may hold up every run."""
+    by_tier: dict[str, list[FlushLag]] = {}
+    for lag in sorted(lags, key=lambda lag: lag.waited_s, reverse=True):
+        if lag.state == "late":
+            by_tier.setdefault(lag.lacking[0], []).append(lag)
+    for tier, (worst, *others) in by_tier.items():
+        counted = f"{worst.unsent} checkpoints are" if worst.unsent > 1 else "1 checkpoint is"
+        waits = f"waiting for {format_age(worst.waited_s)}, and {format_age(worst.allowed_s)} are allowed"
+        why = f"run {worst.run}: {counted} on no tier, {waits}"
+        if others:
+            names = ", ".join(lag.run for lag in others[:_NAMED_RUNS])
+            more = f" and {len(others) - _NAMED_RUNS} more" if len(others) > _NAMED_RUNS else ""
+            why += f"; also behind: {names}{more}"
+        step = "paused" if status.paused else "behind"
+        yield problem("warning", tier, why, step, spool=status.spool, url=_url(status, tier))
 
 
 def _warning(status: Status, work: tuple[str, str], why: str) -> Problem:

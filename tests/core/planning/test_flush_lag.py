@@ -43,7 +43,7 @@ def test_run_is_late_once_its_oldest_unsent_checkpoint_waits_for_two_intervals()
     assert (sending.state, sending.unsent, sending.oldest_step, sending.lacking) == ("sending", 2, 20, ("a",))
     assert (sending.waited_s, sending.allowed_s) == (20 * 60, 20 * 60)
     assert sending.text == "step 10 is on a tier; 2 wait for 20 min"
-    assert (late.state, late.text) == ("late", f"{sending.text} of 20 min allowed")
+    assert (late.state, late.text) == ("late", f"{sending.text} (allowed: 20 min)")
 
 
 def test_checkpoint_that_another_tier_has_is_not_unsent() -> None:

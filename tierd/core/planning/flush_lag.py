@@ -107,7 +107,7 @@ def _judge(
     lacking = tuple(name for name in inventory.tiers if any(name in names for names in certain.values()))
     is_late = waited_s > allowed_s
     waiting = f"step {oldest.step} waits" if len(certain) == 1 else f"{len(certain)} wait"
-    text = f"{safe}; {waiting} for {format_age(waited_s)}" + f" of {format_age(allowed_s)} allowed" * is_late
+    text = f"{safe}; {waiting} for {format_age(waited_s)}" + f" (allowed: {format_age(allowed_s)})" * is_late
     state: Literal["late", "sending"] = "late" if is_late else "sending"
     return FlushLag(run, state, text, tier_step, len(certain), oldest.step, round(waited_s, 3), allowed_s, lacking)
 
