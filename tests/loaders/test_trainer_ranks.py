@@ -12,11 +12,11 @@ from tierd.spool.spool import Spool
 
 SCRIPT = """
 import os, sys
-rank, port, home, again, world, width = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "again", *sys.argv[5:7]
+rank, port, home, again, world, width, form = *sys.argv[1:4], sys.argv[4] == "again", *sys.argv[5:8]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 import tierd
 from tierd.adapters.transformers import TierdCallback
 
@@ -25,9 +25,9 @@ class Rows(torch.utils.data.Dataset):
         return 48
     def __getitem__(self, index):
         return {"x": torch.full((4,), index / 48)}
-class Net(torch.nn.Module):
+class Net(PreTrainedModel if form == "pretrained" else torch.nn.Module):
     def __init__(self):
-        super().__init__()
+        super().__init__(*([PreTrainedConfig()] if form == "pretrained" else []))
         wide = int(width)
         self.net = torch.nn.Sequential(torch.nn.Linear(4, wide), torch.nn.Dropout(0.5), torch.nn.Linear(wide, 1))
     def forward(self, x):
@@ -56,12 +56,14 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
-def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["module", "pretrained"])
+def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path, form: str) -> None:
     pytest.importorskip("transformers")
     outputs = []
     for word in ("first", "again"):
         here = str(free_port())
-        said = processes(SCRIPT, [[rank, here, str(tmp_path), word, "2", "32"] for rank in ("0", "1")], timeout=400)
+        arguments = [[rank, here, str(tmp_path), word, "2", "32", form] for rank in ("0", "1")]
+        said = processes(SCRIPT, arguments, timeout=400)
         outputs.append([[line for line in one.splitlines() if line[0].isdigit()] for one in said])
         spool = Spool(tmp_path / "spool")
         parts = list(spool.parts("run"))
@@ -78,8 +80,8 @@ def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) 
 def test_four_ranks_of_trainer_store_one_copy_that_two_resume_from(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     for word, world in (("first", 4), ("again", 2)):
-        here = str(free_port())
-        arguments = [[str(rank), here, str(tmp_path), word, str(world), "100000"] for rank in range(world)]
+        launch = [str(free_port()), str(tmp_path), word, str(world), "100000", "pretrained"]
+        arguments = [[str(rank), *launch] for rank in range(world)]
         processes(SCRIPT, arguments, timeout=400)
         sizes = [path.stat().st_size for path in tmp_path.glob(f"spool/run/*/*-of-{world:05}/tensors.safetensors")]
         steps = {part.checkpoint for part in Spool(tmp_path / "spool").parts("run") if part.world == world}

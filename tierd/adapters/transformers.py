@@ -6,7 +6,7 @@
 
 The callback snapshots model, optimizer, scheduler, scaler, generators and `TrainerState` where `Trainer` would save:
 after it has logged and evaluated at a step, and at an epoch's last step when the epoch has ended. The metrics are what
-was logged at that step. Each rank saves its own.
+was logged at that step. Ranks of data parallelism store one copy, and each its own generators.
 
 `Trainer` resumes from a directory, so `resume` writes one from the bytes that it has just verified. The callback
 removes it at the first training step. `Trainer` itself then skips to the very next sample (leave `ignore_data_skip`
@@ -260,18 +260,15 @@ def _export_states(callbacks: list[Any]) -> dict[str, Any]:
     return {name: class_states[0] if len(class_states) == 1 else class_states for name, class_states in states.items()}
 
 
-def _save_model(directory: Path, model: Any) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(directory)
-    else:
-        torch.save(model.state_dict(), directory / "pytorch_model.bin")
-
-
 def _write(directory: Path, trainer: Any, state: dict[str, Any]) -> None:
+    model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.args.should_save:
         trainer._save(str(directory))
-    else:  # `Trainer._save` writes nothing on other ranks, and each rank loads its own directory
-        _save_model(directory, trainer.accelerator.unwrap_model(trainer.model))
+    elif hasattr(model, "save_pretrained"):
+        model.save_pretrained(directory)  # of PEFT, the adapter alone
+    # Each rank loads its own directory, but `save_pretrained` of transformers 5 writes on rank 0 alone.
+    if trainer.args.process_index and not any(directory.rglob("*model*")):
+        torch.save(model.state_dict(), directory / "pytorch_model.bin")
     torch.save(state["optimizer"], directory / "optimizer.pt")
     torch.save(state["scheduler"], directory / "scheduler.pt")
     if state["scaler"] is not None:
