@@ -90,9 +90,14 @@ class RequestHandler:
                     self._reconciler.repairs.hold(part)
                     held_parts.add(part)
                 try:
-                    return {"tiers": await self._reconciler.repairs.fetch(part, chunk_runs=wanted)}
+                    fetched = await self._reconciler.repairs.fetch(part, chunk_runs=wanted)
                 except (StoreUnavailable, StoreRefused) as error:
                     raise type(error)(f"node {socket.gethostname()}: {error}") from error
+                for tier in fetched.defects if wanted is not None else ():
+                    if tier in self._reconciler.stores:  # the configuration may have changed meanwhile
+                        self._reconciler.scrubber.suspect(tier, part)
+                defects = {"defects": list(fetched.defects.values())} if fetched.defects else {}
+                return {"tiers": fetched.tiers, **defects}
             case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
                 with self._reconciler.requests.awaiting_flush(part, needed=needed):
                     return await self._wait(part, tier, timeout)

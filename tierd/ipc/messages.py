@@ -111,9 +111,9 @@ class CandidatesRequest(Request, frozen=True, kw_only=True, tag="candidates"):
 class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     """Make the spool's copy of a part whole from the tiers, and hold it until the connection ends.
 
-    Answer: `tiers`, the names of the tiers that provided chunks. Errors: `CorruptChunk` if every copy is proven bad,
-    `StoreUnavailable` if a copy that might be good cannot be reached. Each `working` line before the answer has `done`
-    and `total`, in raw bytes, and `tiers` once known.
+    Answer: `tiers`, the names of the tiers that provided chunks, and `defects`, if any: what is corrupt on others.
+    Errors: `CorruptChunk` if every copy is proven bad, `StoreUnavailable` if a copy that might be good cannot be
+    reached. Each `working` line before the answer has `done` and `total`, in raw bytes, and `tiers` once known.
 
     With `wanted`, only these chunks are fetched. This does not commit a part that the spool lacks. Its chunks are kept
     in `Spool.fetch_directory`, next to its manifest as `DRAFT_NAME`, until the connection ends. An empty `wanted`

@@ -9,6 +9,7 @@ import pytest
 from support import dcp_ranks
 from support.divided import comparable, divided, divided_state, put_divided, restore_divided, write_divided
 from support.doubles import Double, damage, is_chunk
+from support.waiting import wait_until
 from support.world import Daemon
 
 from tierd.spool.spool import Spool
@@ -21,18 +22,21 @@ NODES = {"pairs": [(0, 1), (2, 3)], "alone": [(0,), (1,), (2,), (3,)], "uneven":
 class Cluster:
     """Nodes with a spool and a daemon each, and one tier that has a checkpoint of four ranks."""
 
-    def __init__(self, path, saved_nodes, nodes, stack) -> None:
-        self.tier = path / "tier"
+    def __init__(self, path, saved_nodes, nodes, stack, second_tier=False) -> None:
+        self.tier, self.second = path / "tier", path / "second"
         self.tier.mkdir()
+        self.second.mkdir()
         self.meeting = path / "meeting"
         self.saved = Spool(path / "saved")
         self.contents = divided(STATES, nodes=saved_nodes)
-        self.parts = asyncio.run(put_divided(self.saved, 1, self.contents, FileStore(self.tier)))
+        tiers = [FileStore(self.tier), *([FileStore(self.second)] if second_tier else ())]
+        self.parts = asyncio.run(put_divided(self.saved, 1, self.contents, *tiers))
         self.spools = [Spool(path / f"node{number}") for number in range(len(nodes))]
         self.stores = [Double(FileStore(self.tier)) for _ in nodes]
         self.node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
         for spool, store in zip(self.spools, self.stores, strict=True):
-            stack.enter_context(Daemon(spool.root, {"tier": store}))
+            stores = {"tier": store} | ({"second": FileStore(self.second)} if second_tier else {})
+            stack.enter_context(Daemon(spool.root, stores))
 
     def restore(self, harm="") -> list:
         spools = [str(self.spools[self.node_of[rank]].root) for rank in range(4)]
@@ -121,6 +125,21 @@ def test_rank_that_is_gone_in_the_exchange_ends_the_restore_of_all(cluster, harm
     world = cluster("pairs", "pairs")
     results = world.restore(harm)
     assert all("StoreUnavailable" in str(results[rank]) and "rank 2" in str(results[rank]) for rank in (0, 1, 3))
+
+
+def test_chunk_that_is_wrong_on_one_tier_is_read_from_the_other_reported_and_repaired(tmp_path, quick):
+    with ExitStack() as stack:
+        world = Cluster(tmp_path, NODES["alone"], NODES["alone"], stack, second_tier=True)
+        digests = {chunk.xxh3_128: chunk.size for chunk in homed(world.saved, world.parts[0])}
+        chunks = [path for path in (world.tier / "run" / "chunks").rglob("*") if path.name.partition(".")[0] in digests]
+        victim = max(chunks, key=lambda path: path.stat().st_size)
+        right = victim.read_bytes()
+        damage(victim, "flip")
+        results = world.restore()
+        check_states(results)
+        assert any("exchanged" in messages for _, _, messages, _ in results)
+        assert any("a copy is corrupt" in message for _, _, messages, _ in results for message in messages)
+        wait_until(lambda: victim.read_bytes() == right)
 
 
 def test_chunk_that_is_wrong_on_every_tier_makes_all_ranks_take_the_older_checkpoint(cluster):

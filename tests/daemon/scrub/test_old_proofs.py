@@ -158,7 +158,7 @@ async def test_a_tiers_copy_that_was_replaced_during_a_fetch_is_not_quarantined(
     stores["second"].before = replace
     corrupt(spool.path(PART) / "weights.bin")
     daemon = reconciler(spool, stores)
-    assert await daemon.repairs.fetch(PART) == ("second",)
+    assert (await daemon.repairs.fetch(PART)).tiers == ("second",)
     assert await is_usable(first, replaced(good)) and read(spool, PART)
 
 
@@ -174,7 +174,7 @@ async def test_a_copy_that_is_pruned_during_a_fetch_is_not_called_corrupt(spool)
 
     first.before = prune
     repairer, journal = of_another_node(spool, stores)
-    assert "second" in await repairer.repair_spool(PART)
+    assert "second" in (await repairer.repair_spool(PART)).tiers
     assert not first.inner.objects and not journal.counters["corruptions"]
     assert not [event for event in journal.events if event.what in ("corrupt", "quarantined")]
 

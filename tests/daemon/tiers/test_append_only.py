@@ -243,7 +243,7 @@ async def test_restore_continues_where_a_corrupt_copy_cannot_be_quarantined(spoo
         await flip(bad.inner, key)
     spool.remove([part(1)])
     daemon = reconciler(spool, {"bad": bad, "good": good})
-    assert "good" in await daemon.repairs.fetch(part(1))
+    assert "good" in (await daemon.repairs.fetch(part(1))).tiers
     assert spool.has(part(1))
     spool.remove([part(1)])
     for key in filter(is_chunk, await contents(good)):

@@ -61,7 +61,7 @@ class _Source:
         tier = "local"
         files = self._read(part)
         if files is None:
-            tier = (*self._wait(self._repairer.repair_spool(part)), tier)[0]
+            tier = (*self._wait(self._repairer.repair_spool(part)).tiers, tier)[0]
             files = self._read(part)
             assert files is not None, f"{part} was healed and does not read"
         return self._places.spool.manifest(part), files, tier

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from tierd.client.client_timings import ClientTimings
-from tierd.client.restoring.part_fetch import FetchProgress
+from tierd.client.restoring.part_fetch import FetchProgress, fetched_tiers
 from tierd.client.restoring.slot_ring import SlotMemory, SlotRing, SlotsUnavailable
 from tierd.client.restoring.verified_chunks import SpoolChunks, VerifiedChunks
 from tierd.core.errors import CorruptChunk, DaemonUnavailable, ManifestError, ObjectNotFound, StoreUnavailable
@@ -112,7 +112,7 @@ class PartAccess:
             log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
         try:
             with FetchProgress(part, self._timings.stalled_s) as fetching:
-                tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
+                tiers = fetched_tiers(part, link.ask(Fetch(part=part), on_progress=fetching))
         except CorruptChunk as error:
             covers_spool = local is None or SPOOL in str(error)
             raise CorruptChunk(str(error) if covers_spool else f"local: {local}; {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,6 +69,13 @@ class FetchProgress:
 
     def __exit__(self, *error: object) -> None:
         self._line.__exit__(*error)
+
+
+def fetched_tiers(part: PartId, answer: Mapping[str, Any]) -> list[str]:
+    """Return the tiers that provided chunks, by a daemon's answer to `Fetch`; log what is corrupt on others."""
+    for defect in answer.get("defects", ()):  # an older daemon does not say
+        log.warning("%s: a copy is corrupt, and another one was read; the daemon repairs it: %s", part, defect)
+    return list(answer["tiers"])
 
 
 def read_draft(directory: Path, part: PartId) -> Manifest:

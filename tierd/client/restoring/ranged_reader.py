@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from tierd.client.restoring.part_fetch import FetchProgress, read_draft
+from tierd.client.restoring.part_fetch import FetchProgress, fetched_tiers, read_draft
 from tierd.core.errors import CorruptChunk, DaemonUnavailable, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import File, Manifest
@@ -236,7 +236,8 @@ class PartFiles(PartRanges):
             return
         for portion in (None,) if chunk_runs is None else _portions(chunk_runs):
             with self._asking, FetchProgress(part) as fetching:
-                tier_names = self._link.ask(Fetch(part=part, wanted=portion), on_progress=fetching)["tiers"]
+                answer = self._link.ask(Fetch(part=part, wanted=portion), on_progress=fetching)
+            tier_names = fetched_tiers(part, answer)
             self.tiers += [name for name in tier_names if name not in self.tiers]
 
 

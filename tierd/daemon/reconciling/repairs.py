@@ -21,6 +21,7 @@ from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.tiers.tier_operations import TierOperations
 from tierd.daemon.tiers.tier_probes import QuarantinedCopy
 from tierd.daemon.transfer.download import ChunkRuns, Progress
+from tierd.daemon.transfer.tier_fetch import FetchResult
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.stores.base import Store
@@ -81,9 +82,7 @@ class Repairs:
         self.live.invalidate(part.checkpoint)
         return True
 
-    async def fetch(
-        self, part: PartId, *, counted: bool = False, chunk_runs: ChunkRuns | None = None
-    ) -> tuple[str, ...]:
+    async def fetch(self, part: PartId, *, counted: bool = False, chunk_runs: ChunkRuns | None = None) -> FetchResult:
         """Repair the spool's copy of `part`, or fetch some of it, by `Repairer`; then observe the spool."""
         self.save_events.expect_fetch(part)
         try:

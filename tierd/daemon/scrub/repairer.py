@@ -60,15 +60,12 @@ class Repairer:
 
     async def repair_spool(
         self, part: PartId, *, counted: bool = False, chunk_runs: ChunkRuns | None = None
-    ) -> tuple[str, ...]:
+    ) -> FetchResult:
         """Make the spool's copy of `part` whole, or fetch the chunks in `chunk_runs`.
 
         Args:
             counted: the caller has counted the corruption already.
             chunk_runs: as for `fetch`.
-
-        Returns:
-            The tiers that provided chunks.
 
         Raises:
             CorruptChunk: every copy is proven bad; those that no node has replaced since are quarantined.
@@ -92,8 +89,8 @@ class Repairer:
                     if await _quarantine_as_read(store, part, progress.manifests.get(name)):
                         self._report_quarantined(name, part, str(error))
             raise
-        # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
-        # copy.
+        # Only a copy that was verified whole proves another one bad. After a fetch of some chunks the caller has the
+        # bad copies scrubbed.
         for name, reason in fetched.defects.items() if chunk_runs is None else ():
             try:
                 with suppress(DeleteRefused):
@@ -106,7 +103,7 @@ class Repairer:
             self.journal.counters["healed_chunks"] += fetched.chunks
             why = f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}"
             self.journal.record("repaired", SPOOL, part, why, chunks=fetched.chunks)
-        return fetched.tiers
+        return fetched
 
     async def _is_pruned(self, part: PartId) -> bool:
         """Whether no place has a manifest of the part, right or wrong.
