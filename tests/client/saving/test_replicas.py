@@ -400,12 +400,14 @@ def test_log_names_equal_entries_that_each_rank_stores(tmp_path, monkeypatch, ca
             "model": {"a": torch.ones(1 << 19), "b": torch.ones(5)},
             "ema": torch.zeros(1 << 19),
             "own": torch.full((1 << 19,), rank),
+            "few": torch.ones(9000),
+            "declared": {str(number): torch.ones(1000) for number in range(300)},
         }
 
     together = threading.Barrier(3, timeout=60)
 
     def work(rank: int) -> None:
-        with tierd.Checkpointer(tmp_path, "run", to=[]) as checkpointer:
+        with tierd.Checkpointer(tmp_path, "run", to=[], replicated=("declared",)) as checkpointer:
             for step in (1, 2):
                 checkpointer.save(step, state(rank)).wait()
                 together.wait()

@@ -7,6 +7,7 @@ so of each checkpoint the last one sees all parts. The others see them when they
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from tierd.core.chunk_boundaries import GRAIN
@@ -75,17 +76,19 @@ class NodeParts:
             return {}
 
     def _advise(self, own: Manifest, others: Sequence[Manifest], layout: TensorFileLayout) -> None:
-        """Name, once, the entries that every rank stores and that are equal on all."""
+        """Name, once, the undeclared entries of which every rank stores much, and that are equal on all."""
         self._is_advised = True
         file = next((file for file in own.files if file.path == TENSORS), None)
         ranges = stored_by_all(file, others) if file is not None else []
-        entries: dict[str, bool] = {}
+        equal_bytes = Counter[str]()
+        differing = set(layout.replicated)  # their large tensors are stored once already
         for name, entry in layout.entries.items():
+            state_entry = name.partition("/")[0]
             if any(begin <= entry.offset and entry.offset + entry.nbytes <= end for begin, end in ranges):
-                entries.setdefault(name.partition("/")[0], True)
+                equal_bytes[state_entry] += entry.nbytes
             elif entry.nbytes >= GRAIN:  # smaller ones share their chunks with others, so nothing is known of them
-                entries[name.partition("/")[0]] = False
-        if names := [name for name, is_equal in entries.items() if is_equal]:
+                differing.add(state_entry)
+        if names := [name for name, size in equal_bytes.items() if size >= GRAIN and name not in differing]:
             log.warning(
                 "run %s: %s of the state were the same on all %d ranks of this node, and each rank stored them: if "
                 "they always are, Checkpointer(replicated=%r) stores them once",
