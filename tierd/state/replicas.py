@@ -96,7 +96,7 @@ class ReplicaGroup:
             elsewhere=elsewhere,
             entries=tuple(entries),
             forms={name: forms[name] for name in elsewhere},
-            rounds=_rounds({name: form.nbytes for name, form in forms.items() if len(holders[name]) == self.world}),
+            rounds=_rounds({name: tensors[name].nbytes for name, ranks in holders.items() if len(ranks) == self.world}),
             digest=xxhash.xxh3_128_hexdigest("\n".join(facts).encode()) if facts and len(node) > 1 else "",
             senders=self._senders(groups),
         )
@@ -181,8 +181,13 @@ def _beginnings(name: str, ends: str) -> list[str]:
 
 
 def _rounds(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """Divide the tensors by bytes; small ones by a hash of their names, because each costs the same time."""
     numbers = divide(sizes, range(ROUNDS))
-    return tuple(tuple(name for name in sizes if numbers[name] == number) for number in range(ROUNDS))
+    rounds: list[list[str]] = [[] for _ in range(ROUNDS)]
+    for name in filter(sizes.get, sorted(sizes)):  # without empty ones
+        number = numbers.get(name)
+        rounds[xxhash.xxh3_64_intdigest(name.encode()) % ROUNDS if number is None else number].append(name)
+    return tuple(map(tuple, rounds))
 
 
 def _data_parallel(value: object) -> DistributedDataParallel | None:

@@ -40,6 +40,21 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return fingerprints.result()["a"]
 
 
+def test_small_tensors_of_a_device_have_the_fingerprint_of_their_bytes(monkeypatch):
+    monkeypatch.setattr("tierd.state.cuda.api.device_of", lambda tensor: tensor.device)
+    tensors = {
+        "bias": torch.arange(48.0),
+        "step": torch.tensor(3.0),
+        "view": torch.arange(60.0).view(6, 10).t(),
+        "half": torch.ones(7, dtype=torch.bfloat16),
+        "large": torch.zeros(4096),
+    }
+    fingerprints = ReplicaFingerprints(tensors).result()
+    monkeypatch.undo()
+    assert fingerprints.pop("large").startswith("sum:") and len(fingerprints) == 4
+    assert fingerprints == {name: fingerprint(tensors[name]) for name in fingerprints}
+
+
 def test_layout_in_memory_does_not_matter():
     tensor = torch.arange(6000.0).view(60, 100)
     assert fingerprint(tensor) == fingerprint(tensor.t().contiguous().t())

@@ -371,17 +371,18 @@ def test_ranks_compare_every_replicated_tensor_in_turn(tmp_path, launch):
         first, second = (spool.manifest(part).replicas for part in spool.parts("run") if part.checkpoint.step == step)
         assert first == second
         taken += first
-    assert sorted(taken) == sorted(f"model/{name}" for name in _SIZES if name != "tiny")
+    assert sorted(taken) == sorted(f"model/{name}" for name in _SIZES)
 
 
-def test_flipped_bit_of_a_replica_shows_in_the_fingerprints_of_its_rank(tmp_path, launch):
+@pytest.mark.parametrize("tensor", ["c", "tiny"])
+def test_flipped_bit_of_a_replica_shows_in_the_fingerprints_of_its_rank(tmp_path, launch, tensor):
     """The daemon compares them: tests/daemon has that half."""
 
     def work(checkpointer, rank):
         for step in range(32):
             state = state_of(rank, 7)
             if rank == 2:
-                state["model"]["c"].view(torch.int32)[1234] ^= 1 << 30
+                state["model"][tensor].view(torch.int32)[_SIZES[tensor] // 2] ^= 1 << 30
             checkpointer.save(step, state).wait()
 
     launch(3, [tmp_path], work)
@@ -390,8 +391,9 @@ def test_flipped_bit_of_a_replica_shows_in_the_fingerprints_of_its_rank(tmp_path
     for part in spool.parts("run"):
         for name, fingerprint in spool.manifest(part).replicas.items():
             seen.setdefault(name, [set(), set(), set()])[part.rank].add(fingerprint)
-    assert [name for name, ranks in seen.items() if not ranks[0] == ranks[1] == ranks[2]] == ["model/c"]
-    assert seen["model/c"][0] == seen["model/c"][1] != seen["model/c"][2]
+    assert [name for name, ranks in seen.items() if not ranks[0] == ranks[1] == ranks[2]] == [f"model/{tensor}"]
+    first, second, flipped = seen[f"model/{tensor}"]
+    assert first == second != flipped
 
 
 def test_log_names_equal_entries_that_each_rank_stores(tmp_path, monkeypatch, caplog):

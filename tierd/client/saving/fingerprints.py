@@ -1,8 +1,9 @@
 """Fingerprints of replicated tensors, by which the daemon notices that replicas have become different.
 
 Invariant: two ranks that hold the same bytes in memory of the same kind get the same fingerprint, and one flipped bit
-changes it. A tensor in host memory is digested with XXH3-128. A tensor on a device is not copied for this: the device
-adds its elements, as integers, in `_ROWS` rows, and the sums are digested. So it is not compared with one on a host.
+changes it. A tensor in host memory is digested with XXH3-128. A large tensor on a device is not copied for this: the
+device adds its elements, as integers, in `_ROWS` rows, and the sums are digested. So it is not compared with one on a
+host. A device's small tensors are copied, all of them at once, and digested on the host.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from tierd.client.saving.write_sampling import BITS
+from tierd.core.replicas.shares import LEAST_DIVIDED
 from tierd.spool.file_io import digest
 from tierd.state import cuda
 
@@ -27,7 +29,15 @@ class ReplicaFingerprints:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         on_devices = {name: tensor for name, tensor in tensors.items() if cuda.api.device_of(tensor) is not None}
-        self._sums = {name: sums_of(tensor) for name, tensor in on_devices.items()}
+        small: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, tensor in on_devices.items():
+            if tensor.nbytes < LEAST_DIVIDED:
+                small.setdefault(tensor.device, {})[name] = tensor.detach().reshape(-1).view(torch.uint8)
+        self._small = [
+            ({name: len(piece) for name, piece in pieces.items()}, torch.cat([*pieces.values()]))
+            for pieces in small.values()
+        ]
+        self._sums = {name: sums_of(tensor) for name, tensor in on_devices.items() if tensor.nbytes >= LEAST_DIVIDED}
         self._waiting = {name: tensor for name, tensor in tensors.items() if name not in on_devices}
         self._taken: dict[str, str] = {}
 
@@ -43,6 +53,9 @@ class ReplicaFingerprints:
     def result(self) -> dict[str, str]:
         """Return the fingerprints; waits for devices. Tensors that were not read are left out."""
         sums = {name: f"sum:{_host_digest(sums.cpu())}" for name, sums in self._sums.items()}
+        for sizes, joined in self._small:
+            pieces = joined.cpu().split([*sizes.values()])
+            sums |= {name: f"xxh3:{_host_digest(piece)}" for name, piece in zip(sizes, pieces, strict=True)}
         return dict(sorted((self._taken | sums).items()))
 
 
