@@ -25,7 +25,10 @@ from tierd.daemon.scrub.tier_repair import TierRepairer
 from tierd.daemon.tiers.tier_objects import verify_part
 from tierd.daemon.tiers.tier_prune import prune, quarantine
 from tierd.daemon.transfer.chunk_source import TierUploadContext
+from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import FlushResult, flush
+from tierd.daemon.transfer.restore_to_directory import restore_to_directory
+from tierd.daemon.transfer.run_copy import copy_run
 from tierd.daemon.transfer.tier_fetch import fetch, relay
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
@@ -342,6 +345,67 @@ async def test_relay_keeps_the_homes_and_puts_each_chunk_once(nodes, tmp_path):
     puts = Counter(far.puts(is_chunk))
     assert len(puts) == puts.total() == SHARED + WORLD * 5
     assert await contents(far) == await contents(near)
+
+
+def chunk_gets(store: Double) -> Counter[str]:
+    return Counter(key for operation, key in store.calls if operation == "get" and is_chunk(key))
+
+
+async def tier_of(nodes: list[Spool]) -> Double:
+    """A tier with one checkpoint of all nodes, of which no request is counted yet."""
+    store = Double()
+    await send(nodes, save(nodes, 1), store)
+    store.calls.clear()
+    return store
+
+
+async def test_copy_reads_and_sends_each_chunk_once(nodes, tmp_path):
+    store, target = await tier_of(nodes), Double()
+    copied = await copy_run(store, target, "run", "run", None, None, Progress())
+    puts = Counter(target.puts(is_chunk))
+    assert len(puts) == puts.total() == SHARED + WORLD * 5
+    assert chunk_gets(store) == puts
+    assert [checkpoint.sent for checkpoint in copied.checkpoints] == [puts.total() * CHUNK]
+    await check(nodes, [part(1, rank=rank, world=WORLD) for rank in range(WORLD)], target, tmp_path)
+
+
+async def test_copy_that_failed_at_a_shared_chunk_sends_the_rest_once(nodes, tmp_path):
+    store, target = await tier_of(nodes), Double()
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put" and len(target.puts(is_chunk)) > SHARED // 2:
+            raise StoreUnavailable("the link went down")
+
+    target.before = before
+    with pytest.raises(StoreUnavailable):
+        await copy_run(store, target, "run", "run", None, None, Progress())
+    target.before = None
+    await copy_run(store, target, "run", "run", None, None, Progress())
+    await check(nodes, [part(1, rank=rank, world=WORLD) for rank in range(WORLD)], target, tmp_path)
+
+
+async def test_verifying_all_parts_of_a_checkpoint_reads_each_chunk_once(nodes):
+    store = await tier_of(nodes)
+    shared = next(c for c in (await manifest_on(store, part(1, world=WORLD))).chunks() if c.home == 0)
+    await flip(store.inner, f"run/{shared.stored.key}")
+    defects = {}
+    for rank in range(WORLD):
+        _, wrong = await verify_part(store, part(1, rank=rank, world=WORLD), lambda size: None, defects)
+        assert len(wrong) == 1 and shared.stored.key in wrong[0], "each part that names the chunk is wrong"
+    gets = chunk_gets(store)
+    assert len(gets) == SHARED + WORLD * 5
+    assert {key for key, count in gets.items() if count > 1} == {f"run/{shared.stored.key}"}, "read again as a proof"
+
+
+async def test_restore_of_all_ranks_to_a_directory_reads_each_chunk_once(nodes, tmp_path):
+    store = await tier_of(nodes)
+    out = tmp_path / "out"
+    await restore_to_directory({"tier": store}, "run", out, None, None, Progress())
+    gets = chunk_gets(store)
+    assert len(gets) == gets.total() == SHARED + WORLD * 5
+    for rank in range(WORLD):
+        home = out / part(1, rank=rank, world=WORLD).name
+        assert {path.name: path.read_bytes() for path in home.iterdir() if path.suffix != ".json"} == files(1, rank)
 
 
 async def test_content_at_two_homes_and_at_none_is_stored_under_the_lowest(nodes):

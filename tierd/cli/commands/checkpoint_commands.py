@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ from tierd.core.run_report import Checkpoint, Report, make_report
 from tierd.core.storage_faults import UnstableRead
 from tierd.core.timeline.restore_order import not_found_error, restore_candidates
 from tierd.core.units import format_ranges, format_size
-from tierd.daemon.tiers.tier_objects import manifest_bytes, read_manifest
+from tierd.daemon.tiers.tier_objects import ObjectDefects, manifest_bytes, read_manifest
 from tierd.daemon.tiers.tier_objects import verify_part as verify_on_tier
 from tierd.daemon.tiers.tier_observer import observe_places
 from tierd.ipc import message_codec, messages
@@ -397,14 +398,23 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
         ]
         with show_progress("verifying") as meter:
             meter.update(0, sum(todo for *_, todo in work))
-            for name, part, _ in work:
-                checks.append(await _check(where.spool, stores, name, part, meter.advance))
+            for _, copy in itertools.groupby(work, key=lambda item: (item[0], item[1].checkpoint)):
+                defects: ObjectDefects = {}
+                for name, part, _ in copy:
+                    checks.append(await _check(where.spool, stores, name, part, meter.advance, defects))
     all_checkpoints = {checkpoint for place in inventory.places.values() for checkpoint in place.checkpoints}
     steps = {checkpoint.step for checkpoint in all_checkpoints if run in (None, checkpoint.run)}
     return checks, [name for name, place in inventory.tiers.items() if place is None], steps
 
 
-async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId, read: Any) -> CopyCheck:
+async def _check(
+    spool: Spool | None,
+    stores: dict[str, Store],
+    name: str,
+    part: PartId,
+    read: Any,
+    defects: ObjectDefects,
+) -> CopyCheck:
     manifest: Manifest | None = None
     unchecked, pruned = "", False
     try:
@@ -418,7 +428,7 @@ async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part:
             unchecked = next((str(error) for error in failures if isinstance(error, UnstableRead)), "")
             read(manifest.size)
         else:
-            manifest, wrong = await verify_on_tier(stores[name], part, read)
+            manifest, wrong = await verify_on_tier(stores[name], part, read, defects)
     except (ManifestError, ObjectNotFound) as error:
         wrong = [str(error)]
     except (FormatTooNew, UnstableRead) as error:  # a newer tierd, or one with the key or another disk, can check it

@@ -7,9 +7,9 @@ nothing about its objects.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from tierd.codec.chunk_codec import identify_object, verify_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
@@ -25,6 +25,8 @@ from tierd.stores.base import Buffer, Store, octets
 
 log = logging.getLogger("tierd.daemon")
 T = TypeVar("T")
+# An object's key and form, as a manifest describes it -> what is wrong with it; None if it is right.
+ObjectDefects: TypeAlias = MutableMapping[tuple[str, str, int, str] | None, str | None]
 
 
 async def read_until_certain(read: Callable[[], Awaitable[T]]) -> T:
@@ -276,11 +278,18 @@ async def first_manifest(part: PartId, spool: Spool | None, stores: Mapping[str,
     return None
 
 
-async def verify_part(store: Store, part: PartId, read: Callable[[int], None]) -> tuple[Manifest, list[str]]:
+async def verify_part(
+    store: Store,
+    part: PartId,
+    read: Callable[[int], None],
+    defects: ObjectDefects | None = None,
+) -> tuple[Manifest, list[str]]:
     """Re-read every stored byte of a part on a tier and compare it with the digests.
 
     Args:
         read: callback that gets the stored size of each chunk, in bytes, after the chunk was compared.
+        defects: results of earlier calls for ranks of this checkpoint, to which this call adds its own. A chunk that
+            several ranks hold is read once.
 
     Returns:
         The manifest, and a description of each defect.
@@ -294,8 +303,12 @@ async def verify_part(store: Store, part: PartId, read: Callable[[int], None]) -
         if chunk.stored is None:
             wrong.append(f"chunk {chunk.xxh3_128}: the manifest does not say where it is")
             continue
+        results: ObjectDefects = {} if defects is None or chunk.home is None else defects
         for link in chunk.chain():
-            if defect := await find_chunk_defect(store, part.checkpoint.run, link):
+            name = (link.stored.key, *link.stored.form) if link.stored else None
+            if name not in results:
+                results[name] = await find_chunk_defect(store, part.checkpoint.run, link)
+            if defect := results[name]:
                 wrong.append(defect)
                 break
         read(chunk.stored.size)

@@ -31,6 +31,7 @@ from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, St
 from tierd.daemon.concurrency import FLUSH_BYTES, MemoryBudget, thread_uncancelled
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
 from tierd.daemon.tiers.tier_pauses import Pause, no_pause
+from tierd.daemon.transfer.confirmed_chunks import ConfirmedChunks
 from tierd.daemon.transfer.shared_encoding import EncodedChunkConsumer, SharedEncoder, Throughput
 from tierd.spool.direct_io import memory_for
 from tierd.spool.file_io import open_plain
@@ -64,6 +65,7 @@ class TierUploadContext:
     # By run, how long other nodes may send nothing: less once they were waited for in vain.
     silences: dict[str, float] = field(default_factory=dict)
     progress_by_part: dict[PartId, FlushProgress] = field(default_factory=dict)
+    confirmed: ConfirmedChunks | None = None  # given if one process sends all ranks' parts of a checkpoint
     timings: DaemonTimings = USUAL
 
     @property

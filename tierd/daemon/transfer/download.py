@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
-from tierd.core.manifest import DRAFT_NAME, File, Manifest
+from tierd.core.manifest import DRAFT_NAME, ContentId, File, Manifest
 from tierd.core.manifest_codec import encode
 from tierd.daemon.concurrency import MemoryBudget, gather_limited, thread_uncancelled
 from tierd.daemon.transfer.local_files import (
@@ -38,6 +39,8 @@ from tierd.spool.verified_reads import read_chunk
 _HANDS = 8  # chunks in transfer at once, as far as the budget permits
 
 ChunkRuns: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]  # a file's path -> (first, end) of ranges of its chunks
+# Content that other ranks hold, too -> a written file, its entry in the manifest, and the index of the chunk.
+Twins: TypeAlias = dict[ContentId, tuple[Path, File, int]]
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ async def download(
     committed: bool = False,
     chunk_runs: ChunkRuns | None = None,
     public: bool = False,
+    twins: Twins | None = None,
 ) -> None:
     """Make every file of `manifest` under `home` right and durable.
 
@@ -78,6 +82,8 @@ async def download(
         chunk_runs: only these chunks. Unless `committed`, nothing is synced then, files have holes, and the manifest is
             kept in `home`.
         public: give files and directories the modes of the umask. If False, only this user can access them.
+        twins: given if several ranks' parts are downloaded, one after the other: the chunks that they share, which are
+            read from a tier once. This call adds its own.
 
     Raises:
         ConfigError: `chunk_runs` names a chunk that the part does not have.
@@ -85,7 +91,7 @@ async def download(
             chunk.
         StoreUnavailable: a tier could not be asked, so the result is unknown.
     """
-    work = _Download(home, copies, budget, progress, committed, chunk_runs, public)
+    work = _Download(home, copies, budget, progress, committed, chunk_runs, public, twins)
     targets = await thread_uncancelled(work.lay_out, manifest)
     work.queue.extend(chunks_to_write(targets))
 
@@ -138,6 +144,7 @@ class _Download:
     committed: bool
     chunk_runs: ChunkRuns | None
     public: bool
+    twins: Twins | None
     queue: deque[tuple[TargetFile, int, int]] = field(default_factory=deque)
 
     def lay_out(self, manifest: Manifest) -> list[TargetFile]:
@@ -194,8 +201,10 @@ class _Download:
 
     async def bring(self, target: TargetFile, index: int, offset: int) -> None:
         """Make one chunk right in place, and sync the file after its last chunk."""
-        size = target.file.chunks[index].size
-        async with self.budget.take(self.copies.weight(target.number, index)) as hold:
+        chunk = target.file.chunks[index]
+        size, twins = chunk.size, self.twins if chunk.home is not None else None
+        twin_weight = 2 * size if twins and chunk.content in twins else 0
+        async with self.budget.take(max(self.copies.weight(target.number, index), twin_weight)) as hold:
             defect = await self._find_defect(target, index, offset)
             if defect is None:
                 self.progress.kept_bytes += size
@@ -209,6 +218,8 @@ class _Download:
                     target.open()
                     await thread_uncancelled(self._write, target, raw, offset)
                 self.progress.written_chunks += 1
+        if twins is not None:
+            twins.setdefault(chunk.content, (target.path, target.file, index))
         target.todo.discard(index)
         if not target.todo and (self.committed or self.chunk_runs is None):
             # Also if nothing was written, because an interrupted download may have left bytes in the page cache only.
@@ -266,6 +277,9 @@ class _Download:
     async def _fetch_chunk(
         self, target: TargetFile, index: int, into: memoryview, defect: CorruptChunk | OSError
     ) -> Buffer:
+        if self.twins and (twin := self.twins.get(target.file.chunks[index].content)):
+            with suppress(CorruptChunk, OSError):
+                return await thread_uncancelled(read_chunk, *twin)
         try:
             return await self.copies.chunk(target.number, index, target.file.path, into, self.budget.buffers)
         except CorruptChunk as error:

@@ -94,6 +94,20 @@ class ChunkUpload:
         Returns:
             The number of bytes put; None if an object came after the listing, which the next call verifies.
         """
+        confirmed = self._route.confirmed
+        if confirmed is None:
+            return await self._send(hold)
+        async with confirmed.exclusive(self.encoded):
+            if entry := confirmed.entry(self.encoded):
+                self.encoded = entry
+                self._source.skip(entry.content)
+                return 0
+            sent = await self._send(hold)
+            if sent is not None:
+                confirmed.add(self.encoded)
+            return sent
+
+    async def _send(self, hold: BudgetHold) -> int | None:
         hold.shrink_to(self.weight)
         await self._listing.refresh(self.encoded)  # again, because the caller may have waited for the budget
         if await self._is_already_stored():

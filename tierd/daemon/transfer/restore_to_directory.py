@@ -33,7 +33,7 @@ from tierd.core.timeline.restore_order import (
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
 from tierd.daemon.tiers.tier_objects import has_all_manifests
 from tierd.daemon.tiers.tier_observer import observe_places
-from tierd.daemon.transfer.download import Progress, download, missing_bytes
+from tierd.daemon.transfer.download import Progress, Twins, download, missing_bytes
 from tierd.daemon.transfer.local_files import (
     check_restore_target,
     locked_partial,
@@ -233,25 +233,28 @@ class _Export:
             )
         used: set[str] = set()
         parts: list[Manifest] = []
+        twins: Twins = {}
         for copies, manifest in replicas:
             home = directory / manifest.part.name
             if home.is_symlink() or not home.is_dir():
                 home.unlink(missing_ok=True)
                 home.mkdir()
-            parts.append(await _download_part(home, copies, self.budget, self.progress))
+            parts.append(await _download_part(home, copies, self.budget, self.progress, twins))
             check_origin(parts[-1], origins)  # another tier's content may be of another history
             await thread_uncancelled(_describe, home, parts[-1])
             used |= copies.used_tiers
         return parts, tuple(name for name in self.stores if name in used)
 
 
-async def _download_part(home: Path, copies: Replicas, budget: MemoryBudget, progress: Progress) -> Manifest:
+async def _download_part(
+    home: Path, copies: Replicas, budget: MemoryBudget, progress: Progress, twins: Twins
+) -> Manifest:
     """Download a part, and return the manifest that it matches; the tiers' manifests may contradict each other."""
     contents = copies.contents()
     for manifest in contents:
         copies.trust(manifest)
         try:
-            await download(home, manifest, copies, budget, progress, public=True)
+            await download(home, manifest, copies, budget, progress, public=True, twins=twins)
             break
         except CorruptChunk:
             if manifest is contents[-1]:

@@ -40,6 +40,7 @@ from tierd.daemon.tiers.tier_objects import has_all_manifests, read_manifest
 from tierd.daemon.tiers.tier_observer import TierObserver, find_base
 from tierd.daemon.tiers.tier_run_records import next_head, put_head
 from tierd.daemon.transfer.chunk_source import TierUploadContext
+from tierd.daemon.transfer.confirmed_chunks import ConfirmedChunks
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.tier_fetch import relay
 from tierd.stores.base import Store
@@ -260,8 +261,9 @@ class _Copy:
             return _failure(checkpoint, error) if is_present else None
 
     async def _checkpoint(self, checkpoint: CheckpointId) -> CopiedCheckpoint:
+        route = replace(self.route, confirmed=ConfirmedChunks())
         parts = await gather_limited(
-            _PARTS, [self._part(part) for part in _complete_parts(self.source_place, checkpoint)]
+            _PARTS, [self._part(part, route) for part in _complete_parts(self.source_place, checkpoint)]
         )
         if not parts:
             raise ManifestError(f"{checkpoint}: no complete set of its manifests can be used")
@@ -269,7 +271,7 @@ class _Copy:
         was_present = all(sent is None for _, sent in parts)
         return CopiedCheckpoint(checkpoint.step, checkpoint.attempt, sum(size for size, _ in parts), sent, was_present)
 
-    async def _part(self, part: PartId) -> tuple[int, int | None]:
+    async def _part(self, part: PartId, route: TierUploadContext) -> tuple[int, int | None]:
         """Copy one part; return its size in bytes, and the bytes that were sent, None if the target had the part."""
         target_part = PartId(self.renamed(part.checkpoint), part.rank, part.world)
         if self.target_place.has(target_part) and (manifest := await self._same(part, target_part)) is not None:
@@ -284,7 +286,7 @@ class _Copy:
 
         base, worn_out = await find_base(self.target, self.target_place, target_part)
         sources = {"the source": self.source}
-        relayed = await relay(sources, part, self.route, base=base, worn_out=worn_out, run=self.to_run, read=read)
+        relayed = await relay(sources, part, route, base=base, worn_out=worn_out, run=self.to_run, read=read)
         self._report_progress(unread_bytes)  # the chunks that the target had
         self.target_place = self.target_place.adding(target_part, relayed.facts)
         return relayed.raw, relayed.sent
