@@ -216,11 +216,36 @@ def test_shards_become_whole_tensors(tmp_path, monkeypatch, slab):
     found = load_file(exported(tmp_path / "tier", "safetensors", only="model") / "model.safetensors")
     for number in range(len(RULES)):
         assert equal(found[f"w{number}"], torch.arange(270, dtype=torch.float32).view(9, 10, 3)), RULES[number]
-    with pytest.raises(StateMismatch, match="'own': it differs between the 4 ranks"):
+    with pytest.raises(StateMismatch, match=r"'own': it differs between the 4 ranks.*--rank 0"):
         exported(tmp_path / "tier", "safetensors")
     with pytest.raises(StateMismatch, match=r"'data.rank'"):
         exported(tmp_path / "tier", "torch")
     assert torch.load(exported(tmp_path / "tier", "torch", only="model") / "state.pt").keys() == found.keys()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_export_writes_value_of_named_rank_where_ranks_differ(tmp_path, format, capsys):
+    (tmp_path / "tier").mkdir()
+    weight = torch.arange(12.0)
+    save(tmp_path, 1, *({"model": {"weight": weight, "mean": torch.full((3,), float(rank))}} for rank in range(3)))
+    with pytest.raises(StateMismatch, match=r"'model.mean': .*--rank 0.*`tierd restore` copies"):
+        exported(tmp_path / "tier", format, only="model")
+    with pytest.raises(ConfigError, match=r"rank=3: .* has ranks 0\.\.2"):
+        exported(tmp_path / "tier", format, rank=3)
+    for rank in range(3):
+        out = tmp_path / f"of-{rank}"
+        command = ["export", f"file://{tmp_path}/tier", "--to", str(out), "--format", format, "--only", "model"]
+        assert run([*command, "--rank", str(rank)]) == 0, capsys.readouterr()
+        tensors = torch.load(out / "state.pt") if format == "torch" else load_file(out / "model.safetensors")
+        assert equal(tensors["weight"], weight) and equal(tensors["mean"], torch.full((3,), float(rank)))
+
+
+def test_export_of_a_rank_takes_its_values_that_are_no_tensors(tmp_path):
+    (tmp_path / "tier").mkdir()
+    save_sharded(tmp_path, RULES)
+    state = torch.load(exported(tmp_path / "tier", "torch", rank=2) / "state.pt")
+    assert state["data"] == {"rank": 2} and state["own"] == torch.tensor(2)
+    assert equal(state["model"]["w0"], torch.arange(270, dtype=torch.float32).view(9, 10, 3))
 
 
 # -- of DCP -----------------------------------------------------------------------------------------------------------

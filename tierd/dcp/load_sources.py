@@ -154,16 +154,19 @@ class SavedState:
     Attributes:
         metadata: as DCP describes a state.
         claims: what the ranks saved under each name.
-        tree: rank 0's nested state, and the objects in it by name, as in `PartLeaves`.
+        tree: the chosen rank's nested state, or rank 0's, and the objects in it by name, as in `PartLeaves`.
+
+    Args:
+        chosen, remedy: as for `RankClaims`.
 
     Raises:
         StateMismatch: a part does not hold a state that `save` wrote.
         Also as `PartFiles.read`.
     """
 
-    def __init__(self, files: PartFiles, rank: int, world: int) -> None:
+    def __init__(self, files: PartFiles, rank: int, world: int, chosen: int | None = None, *, remedy: str = "") -> None:
         self._files = files
-        self.claims = RankClaims(files, rank, world)
+        self.claims = RankClaims(files, rank, world, chosen, remedy=remedy)
         self._blocks: dict[MetadataIndex, _Block] = {}
         self._by_name: dict[str, list[_Block]] = defaultdict(list)
         paths: dict[str, Any] = {}
@@ -171,7 +174,7 @@ class SavedState:
         for saved_rank in range(files.world):
             leaves = read_leaves(locator, files.part(saved_rank))
             paths |= leaves.paths
-            if not saved_rank:
+            if saved_rank == (chosen or 0):
                 self.tree = leaves.tree, leaves.stand_ins
             for name, value in leaves.values.items():
                 self.claims.add(saved_rank, name, value)

@@ -185,10 +185,17 @@ RankClaim = tuple[int, Any]
 
 
 class RankClaims:
-    """The values of all ranks that saved, by name."""
+    """The values of all ranks that saved, by name.
 
-    def __init__(self, files: PartFiles, rank: int, world: int) -> None:
+    Args:
+        chosen: the rank whose value counts where ranks saved different ones; None: such a name is a contradiction.
+        remedy: what a caller can do about values that differ; empty: what a load can do.
+    """
+
+    def __init__(self, files: PartFiles, rank: int, world: int, chosen: int | None = None, *, remedy: str = "") -> None:
         self._files, self._rank, self._world = files, rank, world
+        self._remedy = remedy or f"{world} load: leave it out of the state that is loaded, or launch as many ranks"
+        self._own = chosen if chosen is not None else rank if self._is_as_before else None
         self._claims: dict[str, list[RankClaim]] = defaultdict(list)
         self._comparison = TensorComparison(files)
 
@@ -201,9 +208,9 @@ class RankClaims:
         return self._claims.keys()
 
     def own_claim(self, name: str) -> RankClaim:
-        """Return this rank's value if as many ranks load as saved, else that of the first rank that has one."""
+        """Return the value of the chosen rank, or of this one if as many load as saved; else the first rank's."""
         claims = self._claims[name]
-        return next((claim for claim in claims if self._is_as_before and claim[0] == self._rank), claims[0])
+        return next((claim for claim in claims if claim[0] == self._own), claims[0])
 
     def value(self, name: str) -> Any:
         """Return what `own_claim` does, without the rank; None if no rank saved this name."""
@@ -244,12 +251,12 @@ class RankClaims:
             if len(placements) < len(claims):
                 return "a DTensor on some of the ranks that saved it, and none on others"
             return _misplaced([leaf for _, leaf in claims]) or self._collision(claims)
-        _, own_value = self.own_claim(name)
+        owner, own_value = self.own_claim(name)
         if generator := next((saved for _, saved in instances(own_value, SavedRng)), None):
             return f"{generator.label}, which DCP does not load; leave it out of the state that is loaded"
         if any(tensor.sharded for _, tensor in instances(own_value, SavedTensor)):
             return "a DTensor in a tuple or deque, which DCP does not enter; save it in a dict or a list"
-        if self._is_as_before:
+        if self._is_as_before or owner == self._own:
             return None
         other_claims = claims[1:]
         if not isinstance(own_value, NativeLeaf) and any(
@@ -282,10 +289,7 @@ class RankClaims:
         return None
 
     def _differs(self) -> str:
-        return (
-            f"it differs between the {self._files.world} ranks that saved it, and {self._world} load: leave it out of "
-            "the state that is loaded, or launch as many ranks"
-        )
+        return f"it differs between the {self._files.world} ranks that saved it, and {self._remedy}"
 
     def _is_same(self, first_claim: RankClaim, second_claim: RankClaim) -> bool:
         """Whether two ranks' tensors are the same, or the arrays in two values that are otherwise equal."""

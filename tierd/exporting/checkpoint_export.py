@@ -34,6 +34,7 @@ class ExportOptions:
         only: one entry of the state; None for all.
         dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors; None keeps each one's own.
         strip: a prefix that is removed from each name that begins with it.
+        rank: the rank whose value is exported where ranks saved different ones under one name; None refuses these.
         on_progress: called with the bytes of tensors that were read, and with those in all.
 
     Raises:
@@ -44,6 +45,7 @@ class ExportOptions:
     only: str | None = None
     dtype: str | None = None
     strip: str = ""
+    rank: int | None = None
     on_progress: Callable[[int, int], None] = lambda done_bytes, total: None
 
     def __post_init__(self) -> None:
@@ -71,10 +73,12 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     Raises `StateMismatch` and `StateRefused`, which name the place, if the checkpoint or the entry does not fit the
     format; `SpoolFull`; `ConfigError` if `target` is not usable; and as `PartRanges.fill`. Nothing is at `target` then.
     """
+    if options.rank is not None and not 0 <= options.rank < first.world:
+        raise ConfigError(f"rank={options.rank}: {first.checkpoint} has ranks 0..{first.world - 1}")
     if is_watched(files, first):
         contents = read_watched(files, first, options.only)
     else:
-        contents = read_contents(files, first, options.only, values=options.format in WITH_VALUES)
+        contents = read_contents(files, first, options.only, options.rank, values=options.format in WITH_VALUES)
     stripped = 0
     if options.strip:
         stripped = sum(name.startswith(options.strip) for name in (*contents.tensors, *contents.values))

@@ -97,8 +97,13 @@ class Contents:
     unreadable: tuple[str, ...] = ()  # the names of values that are in no format, because only a restore makes them
 
 
-def read_contents(files: PartRanges, first: PartId, only: str | None, *, values: bool) -> Contents:
+def read_contents(
+    files: PartRanges, first: PartId, only: str | None, rank: int | None = None, *, values: bool
+) -> Contents:
     """Read the names, shapes and places of a checkpoint's contents, of one entry (`only`) or of all.
+
+    Args:
+        rank: the rank whose value is read where ranks saved different ones under one name.
 
     Raises `StateMismatch` if there is no such entry, if ranks saved different values under one name, or if neither
     `save` nor DCP wrote the checkpoint; and as `PartRanges.fill`.
@@ -112,7 +117,7 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
             f"{first}: saved through DCP with use_collectives=False, each rank for itself; `tierd restore` copies it"
         )
     check_written_by_save(first, paths)
-    return _of_save(files, manifest, only, values)
+    return _of_save(files, manifest, only, rank, values)
 
 
 def chosen_names(paths: Mapping[str, EntryPath], only: str | None, where: str) -> dict[str, str]:
@@ -148,9 +153,9 @@ def nested_state(
 # -- Checkpointer.save ------------------------------------------------------------------------------------------------
 
 
-def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bool) -> Contents:
+def _of_save(files: PartRanges, manifest: Manifest, only: str | None, rank: int | None, values: bool) -> Contents:
     # `SavedState` calls `manifest`, `span`, `fill` and `part`, which every reader of a checkpoint has.
-    saved = SavedState(cast(PartFiles, files), 0, 1)
+    saved = SavedState(cast(PartFiles, files), 0, 1, rank, remedy="one can be written: say whose (rank=0, --rank 0)")
     paths = dict(saved.metadata.planner_data)
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, other_values = {}, {}

@@ -241,6 +241,7 @@ class Reader:
         only: str | None = None,
         dtype: str | None = None,
         strip: str = "",
+        rank: int | None = None,
         on_progress: Callable[[int, int], None] = lambda done_bytes, total: None,
     ) -> StateExport:
         """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
@@ -256,6 +257,8 @@ class Reader:
             only: one entry of the state, whose name is then left out of all names.
             dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors.
             strip: a prefix that is removed from each name that begins with it, such as `module.`.
+            rank: whose value is written where ranks saved different ones under one name, as of the buffers of a
+                BatchNorm under DDP. Without it, such a name is refused.
             on_progress: called with the bytes of tensors that were read, and with those in all, after each piece.
 
         Raises:
@@ -269,7 +272,7 @@ class Reader:
         target = check_restore_target(Path(_path(directory, "export(directory): a path")))
         goal = None if best is None else MetricGoal(best, mode)
         return export_state(
-            self.tiers, target, ExportOptions(format, only, dtype, strip, on_progress), step, attempt, goal
+            self.tiers, target, ExportOptions(format, only, dtype, strip, rank, on_progress), step, attempt, goal
         )
 
     # -- closing ----------------------------------------------------------------------------------------------------

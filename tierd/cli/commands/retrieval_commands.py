@@ -165,6 +165,9 @@ def export_command(
     strip: Annotated[
         str, typer.Option("--strip", metavar="PREFIX", help="Remove this from names, say module.", show_default=False)
     ] = "",
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, metavar="R", help="Whose value, where those of ranks differ.")
+    ] = None,
     step: StepOption = None,
     attempt: AttemptOption = None,
     best: BestOption = None,
@@ -200,6 +203,7 @@ def export_command(
             only=only,
             dtype=dtype,
             strip=strip,
+            rank=rank,
             on_progress=meter.update,
         )
     if json:
