@@ -18,7 +18,14 @@ import tierd
 from tierd.client.restoring import part_access
 from tierd.client.restoring.part_fetch import FetchProgress
 from tierd.client.restoring.slot_ring import SlotMemory, SlotRing, SlotsUnavailable
-from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, StoreUnavailable, TierdError
+from tierd.core.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    RequestUnknown,
+    StateMismatch,
+    StoreUnavailable,
+    TierdError,
+)
 from tierd.core.ids import PartId
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.transfer.slot_fills import SlotFills
@@ -458,3 +465,15 @@ def test_part_of_another_rank_that_is_wrong_on_one_tier_is_repaired(spool, monke
         assert restore_replicated(spool, group, states) == [(1, []), (1, [])]
         wait_until(lambda: daemon.call(contents(stores["a"].inner)).get(key) == right)
     assert all(is_replicated_state(state, 1) for state in states)
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_files_that_save_did_not_write_are_refused_for_a_state(spool, is_fresh):
+    with Daemon(spool.root, {"tier": Double()}, keep=100) as daemon:
+        with tierd.Checkpointer(spool.root, "run") as checkpointer, checkpointer.stage(1) as directory:
+            (directory / "own.bin").write_bytes(b"own")
+        daemon.settle()
+        if is_fresh:
+            spool.remove(list(spool.parts()))
+        with pytest.raises(StateMismatch, match="written through stage"):
+            restore(spool, blank())

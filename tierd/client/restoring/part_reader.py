@@ -20,7 +20,7 @@ from tierd.client.restoring.verified_chunks import VerifiedChunks
 from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.core.errors import StateMismatch, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import TENSORS, ChunkPlace, Manifest
+from tierd.core.manifest import TENSORS, TREE, ChunkPlace, Manifest
 from tierd.core.planning.place import SPOOL
 from tierd.core.timeline.launch_chain import check_origin
 from tierd.spool.arena import Arena
@@ -217,7 +217,7 @@ class PartReader(PartAccess):
         own = _PartInHand(manifest.part, image, chunks)
         self._in_hand = sorted([own, *siblings], key=lambda in_hand: in_hand.part.rank)
         files = self._with_siblings(image.files)
-        if direct and self._targets and not uploads:
+        if direct and self._targets and not uploads and files.keys() >= {TREE, TENSORS}:
             with suppress(StateMismatch, RecursionError):  # reported when the whole part is there
                 targets = self._targets(files)
                 for in_hand in self._in_hand:
