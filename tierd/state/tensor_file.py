@@ -86,6 +86,14 @@ class TensorFileLayout:
     elsewhere: Mapping[str, int] = field(default_factory=dict)
     replicated: tuple[str, ...] = ()
 
+    def elsewhere_by_rank(self, names: Collection[str] | None = None) -> dict[int, list[str]]:
+        """Return, in the order of ranks, which tensors lie in which rank's file: of these, or of all."""
+        by_rank: dict[int, list[str]] = {}
+        for name, rank in self.elsewhere.items():
+            if names is None or name in names:
+                by_rank.setdefault(rank, []).append(name)
+        return dict(sorted(by_rank.items()))
+
 
 @dataclass(frozen=True)
 class ReplicaShare:

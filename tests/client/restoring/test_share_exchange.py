@@ -66,6 +66,8 @@ def test_nodes_read_each_chunk_of_the_tier_once(cluster, saved, nodes):
     gets = world.chunk_gets()
     if saved != "uneven":  # there two nodes cut the same bytes into other chunks
         assert len(gets) == len(set(gets))
+    for spool in world.spools:
+        assert not any(spool.has(part) or spool.fetch_directory(part).exists() for part in world.parts)
 
 
 def test_ranks_of_one_node_read_each_replicated_chunk_once_and_write_no_file(tmp_path, quick):

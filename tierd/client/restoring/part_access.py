@@ -7,15 +7,17 @@ an error, not corruption.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from tierd.client.client_timings import ClientTimings
 from tierd.client.restoring.part_fetch import FetchProgress, fetched_tiers
+from tierd.client.restoring.part_image import PartImage
 from tierd.client.restoring.slot_ring import SlotMemory, SlotRing, SlotsUnavailable
 from tierd.client.restoring.verified_chunks import SpoolChunks, VerifiedChunks
 from tierd.core.errors import CorruptChunk, DaemonUnavailable, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import ChunkPlace
 from tierd.core.planning.place import SPOOL
 from tierd.ipc.daemon_connection import DaemonConnection
 from tierd.ipc.messages import Fetch
@@ -97,6 +99,20 @@ class PartAccess:
         except READ_ERRORS as error:
             local = error.with_traceback(None)  # without its traceback, whose frames hold the bytes that were read
         return self.put_right(part, local, lambda place: use(self.spool_chunks(part, place)))
+
+    def bring(
+        self, image: PartImage, places: Collection[ChunkPlace], chunks: VerifiedChunks | None = None, readers: int = 1
+    ) -> str:
+        """Bring chunks into the image of a part, and return where they came from. `chunks` and errors as for `read`."""
+
+        def use(chunks: VerifiedChunks) -> str:
+            if not chunks.manifest.same_content(image.manifest):
+                part = image.manifest.part
+                raise StoreUnavailable(f"{part}: its content is another one than when this restore began to read it")
+            image.bring(chunks, places)
+            return chunks.place or SPOOL
+
+        return self.read(image.manifest.part, use, chunks, readers)
 
     def put_right(self, part: PartId, local: Exception | None, read: Callable[[str], T]) -> T:
         """Make the spool's copy of a part whole, and return what `read` reads from it, given the place of the bytes.

@@ -87,6 +87,21 @@ class PartImage:
 
         bring(chunks, [where for where in places if where in self.missing], put, brought)
 
+    def shared_places(self) -> list[ChunkPlace]:
+        """Return the chunks of the tensor file that several ranks hold by declaration."""
+        return [
+            (n, index) for (n, index), chunk in self.manifest.places() if n == self._tensors and chunk.home is not None
+        ]
+
+    def chunk_memory(self, where: ChunkPlace) -> memoryview:
+        """Return the memory of a chunk. Whoever puts right bytes there calls `note_brought`."""
+        start = self._start(where)
+        return self._memory[where[0]][start : start + self.manifest.chunk(where).size]
+
+    def note_brought(self, where: ChunkPlace) -> None:
+        """Take a chunk for brought."""
+        self.missing.pop(where, None)
+
     def brought_bytes(self, number: int) -> int:
         """Return how many bytes of a file were brought, from its first one on without a gap."""
         return min(
@@ -100,22 +115,30 @@ class PartImage:
 
     def bring_header(self, chunks: VerifiedChunks) -> None:
         """Bring the header of the tensor file. Raises as `VerifiedChunks.each`."""
-        if self._tensors >= 0:
-            self.bring(chunks, self._tensor_chunks(0, 8))  # alone first, because it says how long the header is
+        while places := self.missing_of_header():
+            self.bring(chunks, places)
+
+    def missing_of_header(self) -> list[ChunkPlace]:
+        """Return the missing chunks that are known to hold some of the tensor file's header; none if it is there."""
+        if self._tensors < 0:
+            return []
+        # Its first bytes alone first, because they say how long it is.
+        if not (missing := self.missing.keys() & self.tensor_places(0, 8)):
             with suppress(StateMismatch):  # reported when the whole part is there
                 self._head = header_length(self.files[TENSORS][:8], len(self.files[TENSORS]))
-            self.bring(chunks, self._tensor_chunks(0, self._head))
+            missing = self.missing.keys() & self.tensor_places(0, self._head)
+        return sorted(missing)
 
     def keep_only(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Forget what is missing, but for the chunks that have these bytes of the tensor file: from begin to end."""
-        wanted = {where for begin, end in ranges for where in self._tensor_chunks(begin, end)}
+        wanted = {where for begin, end in ranges for where in self.tensor_places(begin, end)}
         self.missing = {where: None for where in self.missing if where in wanted}
 
     def _start(self, where: ChunkPlace) -> int:
         number, index = where
         return self._starts[number][index]
 
-    def _tensor_chunks(self, begin: int, end: int) -> list[ChunkPlace]:
+    def tensor_places(self, begin: int, end: int) -> list[ChunkPlace]:
         """Return the chunks that have the bytes from `begin` to before `end` of the tensor file."""
         starts = self._starts[self._tensors]
         return [(self._tensors, n) for n in range(bisect_right(starts, begin) - 1, bisect_left(starts, end))]
@@ -143,7 +166,7 @@ class PartImage:
             direct = [
                 tensor
                 for tensor in direct
-                if all(where in late for where in self._tensor_chunks(tensor.begin, tensor.end))
+                if all(where in late for where in self.tensor_places(tensor.begin, tensor.end))
             ]
 
     def _late(self) -> set[ChunkPlace]:

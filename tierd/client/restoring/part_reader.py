@@ -18,7 +18,7 @@ from tierd.client.restoring.slot_ring import SlotRing, SlotsUnavailable
 from tierd.client.restoring.tensor_locations import check_division, check_held, sibling_of
 from tierd.client.restoring.verified_chunks import VerifiedChunks
 from tierd.client.saving.snapshot_handoff import HandoffClient
-from tierd.core.errors import StateMismatch, StoreUnavailable, TierdError
+from tierd.core.errors import StateMismatch, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import TENSORS, TREE, ChunkPlace, Manifest
 from tierd.core.planning.place import SPOOL
@@ -38,9 +38,12 @@ LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
 class _PartInHand(NamedTuple):
     """A part of which chunks are brought into an image."""
 
-    part: PartId
     image: PartImage
     chunks: VerifiedChunks | None  # of the own part; None of another rank's, for which a place is searched each time
+
+    @property
+    def rank(self) -> int:
+        return self.image.manifest.rank
 
 
 class _SiblingFailed(Exception):
@@ -49,6 +52,18 @@ class _SiblingFailed(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def keep_tensors(image: PartImage, part: PartId, names: Collection[str]) -> None:
+    """Forget what an image of another rank's file lacks, but for these tensors of the state of `part`.
+
+    Its header is there. Raises `ManifestError` if it does not have such a tensor, `StateMismatch` if it is none.
+    """
+    rank = image.manifest.rank
+    layout = parse_layout(image.files.get(TENSORS, b""), sibling_path(rank))
+    check_held(part, rank, layout, *names)
+    entries = (layout.entries[name] for name in names)
+    image.keep_only((entry.offset, entry.offset + entry.nbytes) for entry in entries if entry.nbytes)
 
 
 class PartReader(PartAccess):
@@ -153,16 +168,9 @@ class PartReader(PartAccess):
         return self._place
 
     def _bring(self, in_hand: _PartInHand, places: Collection[ChunkPlace]) -> None:
-        part, image, at_hand = in_hand
-
-        def bring(chunks: VerifiedChunks) -> None:
-            if not chunks.manifest.same_content(image.manifest):
-                raise StoreUnavailable(f"{part}: its content is another one than when this restore began to read it")
-            image.bring(chunks, places)
-            if at_hand is not None:
-                self._place = chunks.place
-
-        self.read(part, bring, at_hand, self._readers)
+        place = self.bring(in_hand.image, places, in_hand.chunks, self._readers)
+        if in_hand.chunks is not None:
+            self._place = place
 
     def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
         """Read the part from a predecessor's memory, with every byte compared with its manifest in the spool."""
@@ -214,8 +222,8 @@ class PartReader(PartAccess):
         siblings = self._siblings(manifest, image.files, node_ranks)
         if isinstance(chunks, SlotRing):
             chunks.readers = self._readers
-        own = _PartInHand(manifest.part, image, chunks)
-        self._in_hand = sorted([own, *siblings], key=lambda in_hand: in_hand.part.rank)
+        own = _PartInHand(image, chunks)
+        self._in_hand = sorted([own, *siblings], key=lambda in_hand: in_hand.rank)
         files = self._with_siblings(image.files)
         if direct and self._targets and not uploads and files.keys() >= {TREE, TENSORS}:
             with suppress(StateMismatch, RecursionError):  # reported when the whole part is there
@@ -245,15 +253,12 @@ class PartReader(PartAccess):
         Of `files`, the part's own, the header is read.
         """
         self._readers = 1
-        if manifest.part.world == 1 or TENSORS not in files:
+        if manifest.world_size == 1 or TENSORS not in files:
             return []
         try:
-            elsewhere = parse_layout(files[TENSORS]).elsewhere
+            by_rank = parse_layout(files[TENSORS]).elsewhere_by_rank()
         except StateMismatch:  # reported when the whole part is there
             return []
-        by_rank: dict[int, list[str]] = {}
-        for name, rank in elsewhere.items():
-            by_rank.setdefault(rank, []).append(name)
         self._readers = max(len({manifest.part.rank, *by_rank}.intersection(node_ranks)), 1)
         try:
             origins: dict[str, CheckpointId | None] = {}
@@ -276,11 +281,8 @@ class PartReader(PartAccess):
         image = self.read(part, bring_header)
         check_origin(image.manifest, origins)
         check_division(manifest, image.manifest)
-        layout = parse_layout(image.files.get(TENSORS, b""), sibling_path(rank))
-        check_held(manifest.part, rank, layout, *names)
-        entries = (layout.entries[name] for name in names)
-        image.keep_only((entry.offset, entry.offset + entry.nbytes) for entry in entries if entry.nbytes)
-        return _PartInHand(part, image, None)
+        keep_tensors(image, manifest.part, names)
+        return _PartInHand(image, None)
 
     def _bring_early(self, in_hand: _PartInHand) -> None:
         if places := in_hand.image.early():
@@ -293,4 +295,4 @@ class PartReader(PartAccess):
     def _with_siblings(self, files: Mapping[str, memoryview]) -> dict[str, memoryview]:
         """Return the own part's files, with those of the siblings in hand."""
         siblings = (in_hand for in_hand in self._in_hand if in_hand.chunks is None)
-        return {**files, **{sibling_path(sibling.part.rank): sibling.image.files[TENSORS] for sibling in siblings}}
+        return {**files, **{sibling_path(sibling.rank): sibling.image.files[TENSORS] for sibling in siblings}}

@@ -122,9 +122,6 @@ class PartFiles(PartRanges):
         self._filling = Lock()  # `read` has one memory, and other threads may read headers meanwhile
         self._asking = Lock()  # a connection carries one request at a time, and threads may find manifests meanwhile
 
-    def is_in_spool(self, part: PartId) -> bool:
-        return self._spool.has(part)
-
     def part(self, rank: int) -> PartId:
         return PartId(self.checkpoint, rank, self.world)
 

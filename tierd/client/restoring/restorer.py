@@ -213,7 +213,7 @@ class Restorer(CandidateTrials):
                     self._replicated,
                     names,
                 )
-            exchanged = self._exchange(candidate, part, stack)
+            exchanged = self._exchange(candidate, part)
             if exchanged is not None:
                 manifest, contents, tier = exchanged
             elif names is None:
@@ -241,15 +241,14 @@ class Restorer(CandidateTrials):
             kept=kept,
         )
 
-    def _exchange(self, candidate: Candidate, part: PartId, stack: ExitStack) -> LoadedPart | None:
+    def _exchange(self, candidate: Candidate, part: PartId) -> LoadedPart | None:
         """Read the part as `NodeSource.obtain`, together with the other ranks. None: it is to be read alone."""
         if not self.agreement.can_exchange or candidate.world != self._ranks.world:
             return None
-        files = self._part_files(candidate, stack)
-        if (contents := ShareExchange(self._ranks, files, part, min(self._node_ranks)).read()) is None:
-            return None
         self.source.forget()
-        return files.manifest(part), contents, next(iter(files.tiers), SPOOL)
+        exchange = ShareExchange(self._ranks, self.source, part, min(self._node_ranks))
+        contents = exchange.read()
+        return None if contents is None else (exchange.manifest, contents, exchange.place)
 
     def _part_files(self, candidate: Candidate, stack: ExitStack) -> PartFiles:
         source = self.source

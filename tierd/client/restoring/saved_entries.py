@@ -55,13 +55,8 @@ def read_elsewhere(
         ManifestError: a file does not have such a tensor, or its rank divided another state.
         CorruptChunk, …: as `PartRanges.fill`.
     """
-    by_rank: dict[int, list[str]] = {}
-    for name, rank in layout.elsewhere.items():
-        if names is None or name in names:
-            by_rank.setdefault(rank, []).append(name)
-
     contents = {}
-    for rank, its_names in sorted(by_rank.items()):
+    for rank, its_names in layout.elsewhere_by_rank(names).items():
         sibling = sibling_of(part, rank)
         check_division(files.manifest(part), files.manifest(sibling))
         image, theirs = read_header(files, sibling)
