@@ -9,14 +9,21 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
 from tierd.cli.output import age_of, attempt_names, format_metrics, print_answer, terminal_width
 from tierd.cli.tables import Table
+from tierd.core.errors import TierdError
+from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
 from tierd.core.run_report import Checkpoint, Copy
 from tierd.core.units import format_ranges, format_size
+from tierd.daemon.tiers.intents import read_pin
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store
 from tierd.watching.checkpoint_names import is_order_of_time
 
 _COLUMNS = (
@@ -39,6 +46,24 @@ def print_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
         columns = ("STEP", "ATTEMPT", "AGE", *_COPY_COLUMNS, "METRICS")
         lines = [line for checkpoint in of_run for line in _lines(checkpoint, names[checkpoint.attempt])]
         print_answer(Table(columns, lines, title=run, cut=True))
+
+
+async def with_notes(
+    spool: Spool | None, stores: Iterable[Store], checkpoints: Iterable[Checkpoint]
+) -> list[Checkpoint]:
+    """Return the checkpoints, each pinned one with the text of its pin in the first place that has one."""
+    noted = []
+    for checkpoint in checkpoints:
+        note = b""
+        if checkpoint.pinned:
+            identity = CheckpointId(checkpoint.run, checkpoint.attempt, checkpoint.step)
+            note = spool.pin_text(identity) if spool else b""
+            for store in stores if not note else ():
+                with suppress(TierdError):  # the tier was listed, and its pins are all that is missing
+                    note = note or await read_pin(store, identity) or b""
+        text = note.decode(errors="backslashreplace").strip()
+        noted.append(replace(checkpoint, note=text) if text else checkpoint)
+    return noted
 
 
 def copy_table(checkpoint: Checkpoint) -> Table:
@@ -100,11 +125,12 @@ def _marked_step(checkpoint: Checkpoint) -> str:
 def _copy_cells(checkpoint: Checkpoint, copy: Copy) -> tuple[str, ...]:
     is_whole = len(copy.ranks) == checkpoint.world_size
     state = copy.state if is_whole else f"{copy.state} {len(copy.ranks)}/{checkpoint.world_size}"
-    return copy.place, state, _size_text(copy, copy.stored_size or copy.size), _verdict(copy)
+    return copy.place, state, _size_text(copy, copy.stored_size or copy.size), _verdict(copy, checkpoint.note)
 
 
-def _verdict(copy: Copy) -> str:
-    return "; ".join(copy.reasons) if copy.keep else f"to be pruned: {'; '.join(copy.reasons)}"
+def _verdict(copy: Copy, note: str) -> str:
+    reasons = "; ".join((*filter(None, (note,)), *copy.reasons))
+    return reasons if copy.keep else f"to be pruned: {reasons}"
 
 
 def _size_text(copy: Copy, size: int) -> str:
@@ -124,5 +150,5 @@ def _row(checkpoint: Checkpoint, copy: Copy, names: Mapping[str, str]) -> list[s
         f"{len(copy.ranks)}/{checkpoint.world_size}",
         _size_text(copy, copy.size),
         _size_text(copy, copy.stored_size) if copy.stored_size else "",
-        _verdict(copy),
+        _verdict(copy, checkpoint.note),
     ]

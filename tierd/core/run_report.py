@@ -64,6 +64,7 @@ class Checkpoint:
         pinned: whether it is pinned anywhere.
         resumes: whether a restore tries this checkpoint first.
         copies: its copies, by place.
+        note: the text of its pin; empty: none.
     """
 
     run: str
@@ -77,6 +78,7 @@ class Checkpoint:
     pinned: bool
     resumes: bool
     copies: tuple[Copy, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

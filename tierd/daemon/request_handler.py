@@ -109,8 +109,8 @@ class RequestHandler:
                     self._reconciler.retry_now()
                     await self._observe(run)
                 return {"backlog": self._reconciler.backlog.summary()}
-            case messages.Pin(checkpoint=checkpoint, pinned=pinned):
-                return await self._pin(checkpoint, pinned)
+            case messages.Pin(checkpoint=checkpoint, pinned=pinned, note=note):
+                return await self._pin(checkpoint, pinned, note)
             case messages.SaveGivenUp(part=part, why=why):
                 self._reconciler.save_events.record_given_up(part, why)
                 return {}
@@ -299,10 +299,10 @@ class RequestHandler:
         log.info("paused: %s", until) if until else log.info("resumed")
         return {"paused": until}
 
-    async def _pin(self, checkpoint: CheckpointId, pinned: bool) -> dict[str, Any]:
+    async def _pin(self, checkpoint: CheckpointId, pinned: bool, note: str) -> dict[str, Any]:
         spool, stores = self._reconciler.spool, self._reconciler.stores.values()
         if pinned:
-            await pin(spool, stores, checkpoint, self._reconciler.timings)
+            await pin(spool, stores, checkpoint, self._reconciler.timings, note=note)
         else:
             await unpin(spool, stores, checkpoint)
         self._reconciler.wake()

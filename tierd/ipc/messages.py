@@ -40,6 +40,7 @@ MAX_PAUSE = 366 * 86400.0  # seconds
 Index = Annotated[int, Meta(ge=0, le=1 << 32)]  # of a chunk in its file
 MAX_REASON = 1000  # characters of a reason
 MOST_REASONS = 16  # reasons in a request
+MAX_NOTE = 1000  # characters of a pin's note
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Measured = Annotated[float, Meta(ge=0, le=1e9)]  # seconds
 Ranges = tuple[tuple[Index, Index], ...]  # (first, end) of ranges of chunks; `end` is exclusive
@@ -150,10 +151,11 @@ class BacklogRequest(Request, frozen=True, kw_only=True, tag="backlog", omit_def
 
 
 class Pin(Request, frozen=True, kw_only=True, tag="pin"):
-    """Pin a checkpoint in the spool and on every tier, or remove the pin. Answer: `ok` only."""
+    """Pin a checkpoint in the spool and on every tier, with a person's note, or remove the pin. Answer: `ok` only."""
 
     checkpoint: CheckpointId
     pinned: bool
+    note: Annotated[str, Meta(max_length=MAX_NOTE)] = ""
 
 
 class TrainerNotice(Request, frozen=True, kw_only=True):

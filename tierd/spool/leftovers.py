@@ -16,7 +16,7 @@ from pathlib import Path
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId, check_run
 from tierd.core.manifest import MANIFEST_NAME
-from tierd.spool.file_io import exists, make_private, names_in, remove, sync_directory
+from tierd.spool.file_io import exists, make_private, names_in, private_opener, remove, sync_directory
 from tierd.spool.leases import forget_dead_trainers as forget_trainers
 from tierd.spool.local_parts import LocalParts
 from tierd.spool.run_records import SAVED, forget_launch, forget_run, newest_launches
@@ -71,6 +71,7 @@ def sync_removal(directory: Path) -> None:
 _LOCKED = ("stage", "fetch")  # subdirectories of `.tierd/` where a directory's lock shows that its writer lives
 # The prefix that `leftovers` gives an empty directory of a checkpoint or run; no directory has this name.
 _EMPTY = "empty"
+_LONGEST_PIN = 8192  # bytes of a pin that are read
 _PINS = "pins"  # the directory of pins inside a run's directory
 _VACANT_LINKS = 3  # links to a directory that holds one directory at most; some file systems count none
 
@@ -184,20 +185,32 @@ class Leftovers(LocalParts):
             except OSError:
                 pass
 
+    def _pin_path(self, checkpoint: CheckpointId) -> Path:
+        return self.root / checkpoint.run / _PINS / checkpoint.name
+
     def pins(self) -> set[CheckpointId]:
         """List the pinned checkpoints. Raises OSError, because a checkpoint whose pin is not seen is pruned."""
         pairs = ((run, name) for run in self.runs() for name in names_in(self.root / run / _PINS))
         return {pin for names in pairs if (pin := CheckpointId.parse(*names))}
 
-    def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
-        """Pin a checkpoint, so that retention keeps it, or remove the pin."""
+    def pin_text(self, checkpoint: CheckpointId) -> bytes:
+        """Return the text of a pin; empty if it has none, or there is no pin."""
+        try:
+            with open(self._pin_path(checkpoint), "rb", opener=private_opener) as file:
+                return file.read(_LONGEST_PIN)
+        except OSError:
+            return b""
+
+    def pin(self, checkpoint: CheckpointId, *, pinned: bool, text: bytes = b"") -> None:
+        """Pin a checkpoint, so that retention keeps it, or remove the pin. `text` replaces an earlier one, if given."""
         check_owner(self.root)
         self.check_run_directory(checkpoint.run)
-        path = self.root / checkpoint.run / _PINS / checkpoint.name
+        path = self._pin_path(checkpoint)
         while pinned:
             make_private(path.parent)
             with suppress(FileNotFoundError):  # `discard` removed the empty directory meanwhile
-                path.touch(mode=0o600)
+                with open(path, "wb" if text else "ab", opener=private_opener) as file:
+                    file.write(text)
                 break
         else:
             path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tierd.cli.checkpoint_table import copy_table, file_table, print_checkpoints, runs_in, shown_attempts
+from tierd.cli.checkpoint_table import copy_table, file_table, print_checkpoints, runs_in, shown_attempts, with_notes
 from tierd.cli.command_runtime import collector_paused
 from tierd.cli.missing_runs import checkpoint_not_found, full_attempt, naming_known_runs
 from tierd.cli.options import (
@@ -93,7 +93,8 @@ def ls(
     since_s = None if since is None else parse_time("--since", since)
     listing, unanswered = _report(where, run)
     missing = run is not None and not listing.checkpoints and not listing.unreached and not unanswered
-    listing = Report(tuple(_select(listing.checkpoints, newest, since_s)), listing.unreached)
+    selected = list(_select(listing.checkpoints, newest, since_s))
+    listing = Report(asyncio.run(_with_notes(where, selected)), listing.unreached)
     if json:
         print_json(listing)
     elif not missing:
@@ -127,12 +128,14 @@ def show(
         for c in make_report(inventory, where.config, run, defaults=where.has_policy).checkpoints
         if (c.step, c.attempt) == (checkpoint.step, checkpoint.attempt)
     )
+    (summary,) = asyncio.run(_with_notes(where, [summary]))
     if json:
         print_json({"checkpoint": summary, "manifests": manifests})
         return
     _complain_of_encryption((summary,))
+    pinned = f", pinned{f': {summary.note}' if summary.note else ''}" if summary.pinned else ""
     created = (summary.created or "unknown")[:19].replace("T", " ")
-    print_answer(f"run {run}, step {checkpoint.step}{', pinned' if summary.pinned else ''}", wrap=False)
+    print_answer(f"run {run}, step {checkpoint.step}{pinned}", wrap=False)
     print_answer(f"attempt {checkpoint.attempt}, {created} UTC, {'complete' if summary.complete else 'incomplete'}")
     print_answer(f"resumed from: {_origin(run, summary.resumed_from) or 'nothing'}")
     values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in summary.metrics.items())
@@ -343,6 +346,13 @@ def observe_inventory(where: Places, run: str | None) -> Inventory:
 
     asyncio.run(observe())  # the task has no result, because `asyncio.run` makes the text of all of it as it ends
     return inventories[0]
+
+
+async def _with_notes(where: Places, checkpoints: list[Checkpoint]) -> tuple[Checkpoint, ...]:
+    if not any(checkpoint.pinned for checkpoint in checkpoints):
+        return tuple(checkpoints)
+    async with AsyncExitStack() as stack:
+        return tuple(await with_notes(where.spool, (await _stores(where, stack)).values(), checkpoints))
 
 
 async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:

@@ -142,10 +142,15 @@ def pin(
     spool: SpoolOption = None,
     config: ConfigOption = None,
     attempt: AttemptOption = None,
+    note: Annotated[
+        str, typer.Option("--note", metavar="TEXT", help="A line that ls and show print; replaces an earlier one.")
+    ] = "",
     json: JsonOption = False,
 ) -> None:
     """Make retention leave a checkpoint alone, in the spool and on every tier."""
-    _set_pin(resolve_places(spool, url, config), run, step, attempt, pinned=True, json=json)
+    if len(note) > messages.MAX_NOTE or not note.isprintable():
+        raise ConfigError(f"--note: one line of at most {messages.MAX_NOTE} characters")
+    _set_pin(resolve_places(spool, url, config), run, step, attempt, pinned=True, note=note, json=json)
 
 
 def unpin(
@@ -161,19 +166,23 @@ def unpin(
     _set_pin(resolve_places(spool, url, config), run, step, attempt, pinned=False, json=json)
 
 
-def _set_pin(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool, json: bool) -> None:
+def _set_pin(
+    where: Places, run: str, step: int, attempt: str | None, *, pinned: bool, json: bool, note: str = ""
+) -> None:
     with naming_known_runs(where, run):
         attempt = full_attempt(where, run, attempt)
-        checkpoint = _pin_by_daemon(where, run, step, attempt, pinned=pinned)
+        checkpoint = _pin_by_daemon(where, run, step, attempt, note, pinned=pinned)
         if checkpoint is None:
-            checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, pinned=pinned))
+            checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, note, pinned=pinned))
     if json:
         print_json({"run": run, "step": step, "attempt": checkpoint.attempt, "pinned": pinned})
     else:
         print_answer(f"{'pinned' if pinned else 'unpinned'} {checkpoint}")
 
 
-def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool) -> CheckpointId | None:
+def _pin_by_daemon(
+    where: Places, run: str, step: int, attempt: str | None, note: str, *, pinned: bool
+) -> CheckpointId | None:
     if where.spool is None or where.config is not None:
         return None
     try:
@@ -189,14 +198,19 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
         if not candidates:
             raise checkpoint_not_found(run, step, [candidate.step for candidate in order.complete], attempt)
         checkpoint = candidates[0].checkpoint
-        link.ask(messages.Pin(checkpoint=checkpoint, pinned=pinned))
+        link.ask(messages.Pin(checkpoint=checkpoint, pinned=pinned, note=note))
         return checkpoint
 
 
-async def _pin_directly(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool) -> CheckpointId:
+async def _pin_directly(
+    where: Places, run: str, step: int, attempt: str | None, note: str, *, pinned: bool
+) -> CheckpointId:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack) if where.config else {}
         inventory = await observe_places(where.spool, stores, run)
         checkpoint = choose_checkpoint(inventory, run, step, attempt)
-        await (intents.pin if pinned else intents.unpin)(where.spool, stores.values(), checkpoint)
+        if pinned:
+            await intents.pin(where.spool, stores.values(), checkpoint, note=note)
+        else:
+            await intents.unpin(where.spool, stores.values(), checkpoint)
         return checkpoint

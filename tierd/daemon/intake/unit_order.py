@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Set
 from datetime import datetime
 
-from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, pin_key
 from tierd.daemon.intake.taken_units import TakenUnits
+from tierd.daemon.tiers.intents import read_pin
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, delete_if_permitted
 from tierd.watching.checkpoint_names import KnownCheckpoints, ListedUnits, UnitName, modified_at, second_of, series_of
@@ -150,10 +151,10 @@ class SeriesPins:
         for name, store in stores.items():
             try:
                 for checkpoint in texts.keys() - self._shared.get(name, frozenset()):
-                    if await _read_pin_text(store, checkpoint) is None:
+                    if await read_pin(store, checkpoint) is None:
                         await store.put(pin_key(checkpoint), texts[checkpoint])
                 for checkpoint in (released | settled) - texts.keys():
-                    if await _read_pin_text(store, checkpoint) in (NEWEST_PIN_TEXT, DOUBT_PIN_TEXT):
+                    if await read_pin(store, checkpoint) in (NEWEST_PIN_TEXT, DOUBT_PIN_TEXT):
                         await delete_if_permitted(store, [pin_key(checkpoint)])
                 self._shared[name] = texts.keys()
             except (StoreUnavailable, StoreRefused) as error:
@@ -166,11 +167,3 @@ class SeriesPins:
             self._taken_units.record_shared_pins(released, to_unpin)
             self._taken_units.end_doubts(settled)
         return to_pin | released | held_pins | doubted.keys()
-
-
-async def _read_pin_text(store: Store, checkpoint: CheckpointId) -> bytes | None:
-    """Return the text of a pin; None if there is none."""
-    try:
-        return bytes(await store.get(pin_key(checkpoint)))
-    except ObjectNotFound:
-        return None

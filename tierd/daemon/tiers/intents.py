@@ -263,9 +263,15 @@ async def _limit_duration(doing: str) -> AsyncIterator[None]:
 
 
 async def pin(
-    spool: Spool | None, stores: Collection[Store], checkpoint: CheckpointId, timings: DaemonTimings = USUAL
+    spool: Spool | None,
+    stores: Collection[Store],
+    checkpoint: CheckpointId,
+    timings: DaemonTimings = USUAL,
+    *,
+    note: str = "",
 ) -> None:
-    """Pin a checkpoint in the spool and on every tier, also where it is not yet.
+    """Pin a checkpoint in the spool and on every tier, also where it is not yet. `note`: a person's text
+    in the pin; without it, an earlier one is kept.
 
     A prune puts its marks first and lists the pins afterwards. So it sees this pin, or its mark is seen here and its
     end awaited.
@@ -275,10 +281,11 @@ async def pin(
         StoreUnavailable: the mark of such a prune stays: the prune is slow, or was cut off. Or a tier does not answer.
             The pin is kept.
     """
+    text = f"{note}\n".encode() if note else b""  # a line, so that it is no text of a watch's own pins
     if spool:
-        await asyncio.to_thread(spool.pin, checkpoint, pinned=True)
+        await asyncio.to_thread(spool.pin, checkpoint, pinned=True, text=text)
     # First on every tier: one that fails, or whose prune is awaited, keeps no other tier from getting the pin.
-    puts = [store.put(pin_key(checkpoint), b"") for store in stores]
+    puts = [_put_pin(store, checkpoint, text) for store in stores]
     for answer in await asyncio.gather(*puts, return_exceptions=True):
         if isinstance(answer, BaseException):
             raise answer
@@ -298,6 +305,18 @@ async def pin(
     if not outlasts and not (spool and spool.parts_of(checkpoint)):
         await unpin(spool, stores, checkpoint)
         raise ObjectNotFound(f"{checkpoint} was being deleted when it was pinned, and is gone")
+
+
+async def _put_pin(store: Store, checkpoint: CheckpointId, text: bytes) -> None:
+    await store.put(pin_key(checkpoint), text or await read_pin(store, checkpoint) or b"")
+
+
+async def read_pin(store: Store, checkpoint: CheckpointId) -> bytes | None:
+    """Return the text of a pin, which may be empty; None if there is none."""
+    try:
+        return bytes(await store.get(pin_key(checkpoint)))
+    except ObjectNotFound:
+        return None
 
 
 async def unpin(spool: Spool | None, stores: Collection[Store], checkpoint: CheckpointId) -> None:

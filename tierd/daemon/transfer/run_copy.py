@@ -35,6 +35,7 @@ from tierd.core.planning.place import Place
 from tierd.core.retention.policy import encode_policy
 from tierd.core.timeline.restore_order import not_found_error, restore_candidates
 from tierd.daemon.concurrency import gather_limited
+from tierd.daemon.tiers.intents import read_pin
 from tierd.daemon.tiers.run_overview import check_encryption_key
 from tierd.daemon.tiers.tier_objects import has_all_manifests, read_manifest
 from tierd.daemon.tiers.tier_observer import TierObserver, find_base
@@ -247,7 +248,8 @@ class _Copy:
         results = {}
         for checkpoint in checkpoints:
             if checkpoint in pins:
-                await self.target.put(pin_key(self.renamed(checkpoint)), b"")
+                text = await read_pin(self.source, checkpoint)
+                await self.target.put(pin_key(self.renamed(checkpoint)), text or b"")
             results[checkpoint] = await self.outcome(checkpoint)
         return results
 
