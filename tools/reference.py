@@ -47,6 +47,7 @@ from tierd.daemon.intake.directory_preparation import PrepareResult
 from tierd.daemon.intake.in_place_restore import RestoredUnit
 from tierd.daemon.last_verified import VerifiedCheckpoints
 from tierd.daemon.runs_report import RunsReport
+from tierd.daemon.transfer.restore_forecast import RestoreForecast
 from tierd.daemon.transfer.restore_to_directory import RestoredDirectory
 from tierd.reading.checkpoint_differences import CheckpointDifferences
 from tierd.reading.command_follower import Delivery
@@ -74,6 +75,7 @@ SHAPES: dict[str, Any] = {
     "diff": CheckpointDifferences,
     "verify": {"checks": list[CopyCheck], "unreached": list[str]},
     "restore": RestoredDirectory,
+    "restore --dry-run": RestoreForecast,
     "restore --into": RestoredUnit,
     "copy": CopyResult,
     "import": ImportResult,

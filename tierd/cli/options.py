@@ -126,6 +126,7 @@ KeyFileOption = Annotated[
         show_default=False,
     ),
 ]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, with totals, and do nothing.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -22,7 +22,7 @@ import typer
 
 from tierd.cli.commands.checkpoint_commands import observe_inventory
 from tierd.cli.missing_runs import full_attempt, naming_known_runs, only_run
-from tierd.cli.options import AttemptOption, JsonOption, KeyFileOption, OnlyRunOption, ToOption
+from tierd.cli.options import AttemptOption, DryRunOption, JsonOption, KeyFileOption, OnlyRunOption, ToOption
 from tierd.cli.output import complain, print_answer, print_json, print_table
 from tierd.cli.places import Places, make_config
 from tierd.cli.progress import show_progress
@@ -112,24 +112,28 @@ class CopyResult(msgspec.Struct, frozen=True):
     """What `copy` did, and what retention will make of it.
 
     Attributes:
-        copy: what is on the target now.
+        copy: what is on the target now; of a dry run what would be.
         unkept: the copied steps that the target's policies would prune once a daemon saves the run there.
+        dry_run: whether nothing was done.
     """
 
     copy: CopiedRun
     unkept: tuple[int, ...]
+    dry_run: bool = False
 
 
 class ImportResult(msgspec.Struct, frozen=True):
     """What `import` did, and what retention will make of it.
 
     Attributes:
-        imported: what is on every tier now.
+        imported: what is on every tier now; of a dry run what would be, if its content is sound.
         unkept: the imported steps that a tier's policies would prune once a daemon saves the run.
+        dry_run: whether nothing was done.
     """
 
     imported: ImportedRun
     unkept: tuple[int, ...]
+    dry_run: bool = False
 
 
 def copy(
@@ -149,6 +153,7 @@ def copy(
     to_key_file: Annotated[
         Path | None, typer.Option("--to-key-file", metavar="FILE", help="The key that TO gets.", show_default=False)
     ] = None,
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Copy a run from one tier to another, verified, and only what TO lacks. Killed, the same command continues.
@@ -162,31 +167,34 @@ def copy(
         raise ConfigError(f"{target}: FROM and TO are one place; --as gives the copy another name there")
     with naming_known_runs(source_places, run):
         attempt = full_attempt(source_places, run, attempt)
-        copied = asyncio.run(_copy(source_config, target_config, run, to_run, step, attempt))
-    answer = CopyResult(
-        copied,
-        _steps_to_prune(
-            target_config, to_run, {(checkpoint.step, checkpoint.attempt) for checkpoint in copied.checkpoints}
-        ),
-    )
+        copied = asyncio.run(_copy(source_config, target_config, run, to_run, step, attempt, dry_run=dry_run))
+    ids = {(checkpoint.step, checkpoint.attempt) for checkpoint in copied.checkpoints}
+    answer = CopyResult(copied, () if dry_run else _steps_to_prune(target_config, to_run, ids), dry_run)
     print_json(answer) if json else _show(answer)
     if copied.failed:
         raise typer.Exit(_EXIT_CORRUPT)
 
 
 async def _copy(
-    source_config: Config, target_config: Config, run: str, to_run: str, step: int | None, attempt: str | None
+    source_config: Config,
+    target_config: Config,
+    run: str,
+    to_run: str,
+    step: int | None,
+    attempt: str | None,
+    *,
+    dry_run: bool,
 ) -> CopiedRun:
     async with AsyncExitStack() as stack:
         (source,) = (await open_tiers(source_config, stack)).values()
         (target,) = (await open_tiers(target_config, stack)).values()
-        if run == to_run and await is_one_place(source, target):
+        if run == to_run and not dry_run and await is_one_place(source, target):
             raise ConfigError("FROM and TO are one place under two names; --as gives the copy another name there")
         mark_foreground()  # a person waits
         moved = Progress()
         with show_progress("copying") as bar:
             moved.on_progress = lambda at: bar.update(at.done, at.total)
-            return await copy_run(source, target, run, to_run, step, attempt, moved)
+            return await copy_run(source, target, run, to_run, step, attempt, moved, dry_run=dry_run)
 
 
 def _show(answer: CopyResult) -> None:
@@ -197,6 +205,12 @@ def _show(answer: CopyResult) -> None:
     run_text = copied.to_run if copied.to_run == copied.run else f"{copied.run} as {copied.to_run}"
     sent = sum(checkpoint.sent for checkpoint in fresh)
     total = sum(checkpoint.size for checkpoint in copied.checkpoints)
+    if answer.dry_run:
+        lacking = f"{len(fresh)} of them are not there, with at most {format_size(sent)} to send"
+        print_answer(f"would copy {run_text}: {len(copied.checkpoints)} checkpoints, {format_size(total)}; {lacking}")
+        for checkpoint in fresh:
+            print_answer(f"  step {checkpoint.step}, {format_size(checkpoint.size)}")
+        return
     print_answer(
         f"copied {run_text}: {len(copied.checkpoints)} checkpoints, {format_size(total)}, verified; "
         f"{len(copied.checkpoints) - len(fresh)} were there, and {format_size(sent)} were sent"
@@ -223,6 +237,7 @@ def import_(
         typer.Option("--step", metavar="N", help="Only this step; or of one file, its step.", show_default=False),
     ] = None,
     key_file: KeyFileOption = None,
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Turn existing checkpoints of other programs into verified ones of a run: each is checked and taken as its files,
@@ -230,10 +245,9 @@ def import_(
     time. Needs no daemon."""
     run, where = check_run(name), _parse_place(path)
     config = make_config("/", to or [], None, key_file)
-    imported = asyncio.run(_import(config, path, where, run, step))
-    answer = ImportResult(
-        imported, _steps_to_prune(config, run, {(unit.step, unit.attempt) for unit in imported.units})
-    )
+    imported = asyncio.run(_import(config, path, where, run, step, dry_run=dry_run))
+    ids = {(unit.step, unit.attempt) for unit in imported.units}
+    answer = ImportResult(imported, () if dry_run else _steps_to_prune(config, run, ids), dry_run)
     print_json(answer) if json else _show_imported(answer)
     if imported.refused:
         corrupt = any(refusal.status == "damaged" for refusal in imported.refused)
@@ -255,15 +269,17 @@ def _parse_place(text: str) -> Path | StoreUrl:
     return path
 
 
-async def _import(config: Config, path_text: str, place: Path | StoreUrl, run: str, step: int | None) -> ImportedRun:
+async def _import(
+    config: Config, path_text: str, place: Path | StoreUrl, run: str, step: int | None, *, dry_run: bool
+) -> ImportedRun:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
         moved = Progress()
         origin: ImportSource
         if isinstance(place, Path):
-            real = place.resolve()
+            real = None if dry_run else place.resolve()
             # Not in a repository of the Hub's cache, because its own tools read each directory there.
-            spool = stack.enter_context(import_spool(Path(hub_repository(str(real)) or real)))
+            spool = stack.enter_context(import_spool(Path(hub_repository(str(real)) or real) if real else None))
             origin = stack.enter_context(open_directory_source(place))
         else:
             spool = stack.enter_context(import_spool(None))
@@ -273,19 +289,24 @@ async def _import(config: Config, path_text: str, place: Path | StoreUrl, run: s
             origin = await BucketImportSource.at(path_text, store, name, spool.root.with_name("objects"))
         with show_progress("importing") as bar:
             moved.on_progress = lambda at: bar.update(at.done, at.total)
-            return await import_units(origin, stores, spool, run, step, moved)
+            return await import_units(origin, stores, spool, run, step, moved, dry_run=dry_run)
 
 
 def _show_imported(answer: ImportResult) -> None:
-    imported = answer.imported
+    imported, done = answer.imported, "would be imported" if answer.dry_run else "imported"
     rows = [
-        (unit.path, unit.program, str(unit.step), format_size(unit.size), "was there" if unit.was_there else "imported")
+        (unit.path, unit.program, str(unit.step), format_size(unit.size), "was there" if unit.was_there else done)
         for unit in imported.units
     ]
     rows += [
         (refusal.path, "", "", "", f"not imported, {refusal.status}: {refusal.reason}") for refusal in imported.refused
     ]
     print_table(Table(("PATH", "PROGRAM", "STEP", "BYTES", f"AS RUN {imported.run}"), rows))
+    if answer.dry_run:
+        fresh = [unit.size for unit in imported.units if not unit.was_there]
+        print_answer(
+            f"would import {len(fresh)} checkpoints, {format_size(sum(fresh))}, whose content is not checked yet"
+        )
     _warn(answer.unkept)
 
 

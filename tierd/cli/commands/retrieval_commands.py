@@ -20,6 +20,7 @@ from tierd.cli.options import (
     AttemptOption,
     BestOption,
     ConfigOption,
+    DryRunOption,
     JsonOption,
     KeyFileOption,
     ModeOption,
@@ -36,10 +37,12 @@ from tierd.core.errors import ConfigError, printable_json
 from tierd.core.ids import check_run
 from tierd.core.installation import install_command
 from tierd.core.retention.policy import parse_duration
+from tierd.core.save_rules import MetricGoal
 from tierd.core.units import format_size
 from tierd.daemon.intake.in_place_restore import RestoredUnit
 from tierd.daemon.intake.series_restore import restore_in_place
 from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.restore_forecast import RestoreForecast, forecast_restore
 from tierd.daemon.transfer.restore_to_directory import RestoredDirectory, restore_to_directory
 from tierd.stores.base import Store
 from tierd.stores.open import open_tiers
@@ -69,6 +72,7 @@ def restore(
     best: BestOption = None,
     mode: ModeOption = "min",
     key_file: KeyFileOption = None,
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Copy the newest verified checkpoint, or the best, out of the tiers: one directory a rank, or back in place. Needs
@@ -81,6 +85,11 @@ def restore(
     moved, run = Progress(), check_run(run or only_run(where))
     with naming_known_runs(where, run):
         attempt = full_attempt(where, run, attempt)
+    if dry_run:
+        with naming_known_runs(where, run):
+            forecast = asyncio.run(_forecast(where.config, run, step, attempt, goal, into or to or Path()))
+        print_json(forecast) if json else _show_forecast(forecast)
+        return
     if into is not None:
         directory = into.absolute()
         with naming_known_runs(where, run):
@@ -104,6 +113,21 @@ def restore(
             )
         )
     print_json(exported) if json else _show(exported, moved)
+
+
+async def _forecast(
+    config: Config, run: str, step: int | None, attempt: str | None, best: MetricGoal | None, target: Path
+) -> RestoreForecast:
+    async with AsyncExitStack() as stack:
+        return await forecast_restore(await open_tiers(config, stack), run, target, step, attempt, best)
+
+
+def _show_forecast(forecast: RestoreForecast) -> None:
+    print_answer(
+        f"would restore {forecast.run} step {forecast.step} (attempt {forecast.attempt}), {forecast.files} files, "
+        f"{format_size(forecast.size)}, by {forecast.objects} chunks from {' or '.join(forecast.tiers)}, in:"
+    )
+    print_answer(f"  {forecast.target}")
 
 
 async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[str, Store]], Awaitable[T]]) -> T:

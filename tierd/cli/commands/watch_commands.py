@@ -14,7 +14,7 @@ import typer
 from tierd.cli.commands.daemon_commands import print_event, run_daemon
 from tierd.cli.commands.retrieval_commands import with_tiers
 from tierd.cli.missing_runs import warn_of_unknown_run
-from tierd.cli.options import JsonOption, KeyFileOption, ToOption
+from tierd.cli.options import DryRunOption, JsonOption, KeyFileOption, ToOption
 from tierd.cli.output import complain, print_answer, print_json
 from tierd.cli.places import Places, check_account_access, make_config
 from tierd.cli.tables import Table
@@ -196,6 +196,7 @@ def prepare(
     step: StepOption = None,
     complete_when: CompleteOption = None,
     key_file: KeyFileOption = None,
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Before a launch: verify every checkpoint below DIR, move damaged and unfinished ones to DIR/.tierd-quarantine,
@@ -209,13 +210,17 @@ def prepare(
     own_spool = Spool(home, write=False) if (home / ".tierd").is_dir() else None
     config = make_config(str(home), to or [], None, key_file)
     prepared = asyncio.run(
-        with_tiers(config, moved, lambda stores: prepare_directory(where, run, own_spool, stores, moved, rules))
+        with_tiers(
+            config,
+            moved,
+            lambda stores: prepare_directory(where, run, own_spool, stores, moved, rules, dry_run=dry_run),
+        )
     )
     if not any(prepared_unit.verdict in ("verified", "missing") for prepared_unit in prepared.units):
         warn_of_unknown_run(Places(own_spool, config, has_policy=False), run)
     if not prepared.units and (text := _no_checkpoint_text(directory, rules)):
         complain(text)
-    print_json(prepared) if json else _show_prepared(prepared)
+    print_json(prepared) if json else _show_prepared(prepared, "WOULD BE" if dry_run else "DONE")
 
 
 def _no_checkpoint_text(directory: Path, rules: UserLayout | None) -> str:
@@ -232,7 +237,7 @@ def _no_checkpoint_text(directory: Path, rules: UserLayout | None) -> str:
     )
 
 
-def _show_prepared(prepared: PrepareResult) -> None:
+def _show_prepared(prepared: PrepareResult, done: str) -> None:
     if not prepared.units:
         print_answer("no checkpoint is there, and no place has one of this run: nothing was done")
         return
@@ -240,7 +245,7 @@ def _show_prepared(prepared: PrepareResult) -> None:
         (prepared_unit.path, str(prepared_unit.step), prepared_unit.verdict, _describe_actions(prepared_unit))
         for prepared_unit in prepared.units
     ]
-    print_answer(Table(("PATH", "STEP", "FOUND", "DONE"), rows))
+    print_answer(Table(("PATH", "STEP", "FOUND", done), rows))
     for unit in prepared.units:
         if unit.why:
             print_answer(f"{unit.path}: {unit.why}", wrap=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from posixpath import dirname
@@ -106,8 +106,13 @@ async def prepare(
     stores: Mapping[str, Store],
     progress: Progress,
     layout: UserLayout | None = None,
+    *,
+    dry_run: bool = False,
 ) -> PrepareResult:
     """Verify every unit below a directory, move damaged and unfinished ones away, and fetch replacements.
+
+    With `dry_run` nothing is moved, fetched or locked: `moved` then names what would be, `replaced` says whether a tier
+    has a checkpoint of its step, and of what is missing only the newest checkpoint of all series is named.
 
     Args:
         run: the run as which it is watched.
@@ -120,8 +125,11 @@ async def prepare(
         StoreUnavailable: a tier did not answer. Nothing was moved.
         StoreRefused: a file cannot be read, which proves nothing. Nothing was moved.
     """
+    preparation = _Preparation(directory, run, spool, stores, progress, layout)
+    if dry_run:
+        return await preparation.forecast()
     async with locked_directory(directory):
-        return await _Preparation(directory, run, spool, stores, progress, layout).prepare()
+        return await preparation.prepare()
 
 
 @dataclass(slots=True)
@@ -138,7 +146,25 @@ class _Preparation:
     judged: list[JudgedUnit] = field(default_factory=list)
     fetched: list[RestoredUnit] = field(default_factory=list)
 
-    async def prepare(self) -> PrepareResult:
+    async def forecast(self) -> PrepareResult:
+        inventory, _ = await self._judge()
+        steps = {
+            checkpoint.step
+            for place in inventory.tiers.values()
+            for checkpoint in (place.run(self.run).usable if place else ())
+        }
+        prepared = [_judged_as_prepared(judged_unit) for judged_unit in self.judged]
+        for judged_unit in units_to_replace(self.judged):
+            moved, replaced = tuple(sorted(judged_unit.entries)), judged_unit.step in steps
+            at = self.judged.index(judged_unit)
+            prepared[at] = replace(prepared[at], moved=moved, replaced=replaced)
+            judged_unit.replaced = replaced
+        newest = await self._newest_to_fetch(inventory)
+        missing = [] if newest is None else [PreparedUnit("", newest.step, "missing", replaced=True)]
+        return PrepareResult((*prepared, *missing), ())
+
+    async def _judge(self) -> tuple[Inventory, KnownCheckpoints]:
+        """Judge all units, and return the run's inventory and the history of units without a step."""
         unmoved, stepless = "; nothing was moved", stepless_run(self.run)
         inventory = await _observed(self.spool, self.stores, self.run, unmoved)
         stepless_history = known_checkpoints(await _observed(self.spool, self.stores, stepless, unmoved), stepless)
@@ -146,6 +172,10 @@ class _Preparation:
         if self.layout is None:
             await check_own_rules(self.run, self.history, self.spool, self.stores)
         await self._judge_units(stepless if stepless_history.created else self.run)
+        return inventory, stepless_history
+
+    async def prepare(self) -> PrepareResult:
+        inventory, stepless_history = await self._judge()
         for judged_unit in units_to_replace(self.judged):
             whole = (sibling.unit for sibling in self.judged if sibling is not judged_unit and sibling.is_intact)
             good_paths = {path for unit in whole for path in unit.files}
@@ -201,6 +231,20 @@ class _Preparation:
         It is added to `tried`. If the newest was tried before, nothing is done. Raises `CheckpointNotFound` if it could
         not be verified, or was pruned meanwhile.
         """
+        newest = await self._newest_to_fetch(inventory)
+        if newest is None or newest in tried:
+            return []
+        tried.add(newest)
+        keeps = any(self._keeps_pointer(judged_unit, newest) for judged_unit in self.judged)
+        pointing: PointerPolicy = "never" if keeps else "always"
+        step, attempt, kept = newest.step, newest.attempt, KeptPaths(keeps_newer=True)
+        return [
+            await restore_unit(
+                self.stores, self.run, self.directory, step, attempt, self.progress, pointing=pointing, kept_paths=kept
+            )
+        ]
+
+    async def _newest_to_fetch(self, inventory: Inventory) -> CheckpointId | None:
         rollback = await thread_uncancelled(read_rollback, self.directory, self.run)
         in_place = [unit for unit in self.judged if unit.holds_its_place and unit.run == self.run]
         candidates = (candidate.checkpoint for candidate in restore_candidates(inventory, self.run).candidates)
@@ -212,20 +256,8 @@ class _Preparation:
             and any(place and checkpoint in place.checkpoints for place in inventory.tiers.values())
         )
         newest = next(newer, None)
-        if newest is None or newest in tried:
-            return []
         replaced = (unit.step for unit in self.judged if unit.replaced or unit.verdict == "unknown")
-        if newest.step in replaced:
-            return []
-        tried.add(newest)
-        keeps = any(self._keeps_pointer(judged_unit, newest) for judged_unit in self.judged)
-        pointing: PointerPolicy = "never" if keeps else "always"
-        step, attempt, kept = newest.step, newest.attempt, KeptPaths(keeps_newer=True)
-        return [
-            await restore_unit(
-                self.stores, self.run, self.directory, step, attempt, self.progress, pointing=pointing, kept_paths=kept
-            )
-        ]
+        return None if newest is None or newest.step in replaced else newest
 
     async def _fetch_other_series(self) -> list[RestoredUnit]:
         """Fetch the newest checkpoint of each other series, if the directory was behind, and what it has is older.

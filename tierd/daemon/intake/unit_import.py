@@ -115,12 +115,20 @@ class _Candidate:
 
 
 async def import_units(
-    origin: ImportSource, stores: Mapping[str, Store], spool: Spool, run: str, step: int | None, progress: Progress
+    origin: ImportSource,
+    stores: Mapping[str, Store],
+    spool: Spool,
+    run: str,
+    step: int | None,
+    progress: Progress,
+    *,
+    dry_run: bool = False,
 ) -> ImportedRun:
     """Import the checkpoint at a place, or every one below it, in the order of their steps.
 
     Args:
         spool: where one unit at a time is staged; best on the same file system, where it is linked.
+        dry_run: stage and put nothing, and return what an import would put if every unit is sound.
         step: the only step to import, or the step of the one checkpoint there if its files do not say it.
 
     Raises:
@@ -137,7 +145,7 @@ async def import_units(
     if not by_step and not refused:
         raise CheckpointNotFound(f"{origin.display_name}: no checkpoint of a program that is known lies there")
     attempt = _attempt(run, places, [candidates[0] for candidates in by_step])
-    work = _Import(origin, listing, stores, spool, run, attempt, places)
+    work = _Import(origin, listing, stores, spool, run, attempt, places, dry_run)
     progress.begin(sum(candidate.size for candidates in by_step for candidate in candidates))
     imported_units: list[ImportedUnit] = []
     for candidates in by_step:
@@ -214,6 +222,7 @@ class _Import:
     run: str
     attempt: str
     places: dict[str, Place]
+    dry_run: bool
 
     async def first_sound(self, candidate: _Candidate) -> tuple[ImportedUnit | None, list[RefusedUnit]]:
         """Import a unit or, if it is not sound, the unit without one of its twins; and say what was not imported."""
@@ -241,7 +250,9 @@ class _Import:
                     why = f"{name} has other files of step {candidate.step}; import these under another run's name"
                     return RefusedUnit(candidate.unit.path, "taken", why)
         sent = 0
-        if lacking:
+        if self.dry_run and candidate.unit.missing_reason:
+            return RefusedUnit(candidate.unit.path, "incomplete", candidate.unit.missing_reason)
+        if lacking and not self.dry_run:
             try:
                 await self._stage(part, candidate)
             except (UnitBusy, ChangedFile, CorruptChunk) as error:

@@ -94,7 +94,15 @@ class CopiedRun:
 
 
 async def copy_run(
-    source: Store, target: Store, run: str, to_run: str, step: int | None, attempt: str | None, progress: Progress
+    source: Store,
+    target: Store,
+    run: str,
+    to_run: str,
+    step: int | None,
+    attempt: str | None,
+    progress: Progress,
+    *,
+    dry_run: bool = False,
 ) -> CopiedRun:
     """Copy the complete checkpoints of a run, oldest first, so that each shares chunks with the one before.
 
@@ -104,6 +112,8 @@ async def copy_run(
     Args:
         target: the tier to write; the same store if only the name differs.
         step: the checkpoint of this step only, as a restore would choose it; None: all.
+        dry_run: put nothing, and return what a copy would put; `sent` then is what is stored at the source of parts
+            that the target lacks, of which it may have chunks.
 
     Raises:
         CheckpointNotFound: the source has no such complete checkpoint, or it was pruned there meanwhile.
@@ -120,6 +130,9 @@ async def copy_run(
     await work.check_target()
     if not target_place.checkpoints:
         await check_encryption_key(target, to_run)
+    if dry_run:
+        forecast = tuple(work.forecast(checkpoint) for checkpoint in selected)
+        return CopiedRun(run, to_run, forecast, (), 0, (), (), 0)
     policies = 0 if step is not None else await work.put_policies()
     results: dict[CheckpointId, CopiedCheckpoint | str | None] = {}
     pins: set[CheckpointId] = set()
@@ -215,6 +228,18 @@ class _Copy:
             except (ObjectNotFound, ManifestError):
                 continue  # it tells nothing; another part may
         return ()
+
+    def forecast(self, checkpoint: CheckpointId) -> CopiedCheckpoint:
+        """Return what a copy of a checkpoint would do, by the listings of both places."""
+        parts = list(_complete_parts(self.source_place, checkpoint))
+        renamed = self.renamed(checkpoint)
+        missing = [part for part in parts if not self.target_place.has(PartId(renamed, part.rank, part.world))]
+        facts = [(part, self.source_place.facts(part)) for part in parts]
+        size = sum(part_facts.size for _, part_facts in facts if part_facts)
+        sent = sum(
+            part_facts.stored_size or part_facts.size for part, part_facts in facts if part_facts and part in missing
+        )
+        return CopiedCheckpoint(checkpoint.step, checkpoint.attempt, size, sent, not missing)
 
     async def put_policies(self) -> int:
         """Put the source's policies of the run on the target, unless other nodes gave it a policy there.
