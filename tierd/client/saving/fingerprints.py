@@ -54,7 +54,7 @@ class ReplicaFingerprints:
         """Return the fingerprints; waits for devices. Tensors that were not read are left out."""
         sums = {name: f"sum:{_host_digest(sums.cpu())}" for name, sums in self._sums.items()}
         for sizes, joined in self._small:
-            pieces = joined.cpu().split([*sizes.values()])
+            pieces = torch.split(joined.cpu(), [*sizes.values()])
             sums |= {name: f"xxh3:{_host_digest(piece)}" for name, piece in zip(sizes, pieces, strict=True)}
         return dict(sorted((self._taken | sums).items()))
 
