@@ -12,10 +12,12 @@ from support.world import commit, part
 
 from tierd.cli import places, run
 from tierd.core.config import from_urls
+from tierd.core.units import format_size
 from tierd.daemon.daemon_service import open_tiers
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.flush import flush
 from tierd.spool.spool import Spool
+from tierd.stores.file_store import FileStore
 
 KEY = "00" * 32
 
@@ -148,4 +150,28 @@ def test_ls_shows_the_newest_and_prune_its_total(
     assert steps("--since", "1h") == [] and sorted(steps("--since", "30000d")) == [5, 10, 20]
     assert run(["ls", "--spool", str(spool.root), "--since", "soon"]) == 3
     assert run(["prune", str(tmp_path / "tier"), "--key-file", str(tmp_path / "key"), "--keep-last", "1"]) == 0
-    assert "pruned 0 of 1 checkpoints, which frees 0 B at most" in capsys.readouterr().out
+    assert "pruned 0 of 1 checkpoints, which freed 0 B" in capsys.readouterr().out
+
+
+def test_prune_names_bytes_that_it_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spool, tier = Spool(tmp_path / "spool"), tmp_path / "tier"
+    tier.mkdir()
+
+    async def save() -> None:
+        store = FileStore(tier)
+        for step in (1, 2, 3):
+            commit(spool, part(step))
+            await flush(spool, part(step), TierUploadContext(store))
+        await store.aclose()
+
+    def chunk_bytes() -> int:
+        return sum(path.stat().st_size for path in (tier / "run" / "chunks").rglob("*") if path.is_file())
+
+    asyncio.run(save())
+    before = chunk_bytes()
+    assert run(["prune", f"file://{tier}", "--keep-last", "1", "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert run(["prune", f"file://{tier}", "--keep-last", "1"]) == 0
+    freed = format_size(before - chunk_bytes())
+    assert f"file: pruned 2 of 3 checkpoints, which freed {freed}" in capsys.readouterr().out
+    assert f"file: would prune 2 of 3 checkpoints, which would free at most {freed}" in dry

@@ -6,7 +6,7 @@ Untrusted bytes become a `Manifest` only through `core/manifest_codec.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Annotated, TypeAlias
 
@@ -213,17 +213,37 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def stored_size(self) -> int:
-        """Bytes on a tier, without the bases of patches; 0 for a manifest of the spool."""
-        return sum(chunk.stored.size for chunk in self.chunks() if chunk.stored)
+        """Bytes of objects on a tier, each counted once, without bases of patches; 0 for a manifest of the spool."""
+        return sum({chunk.stored.key: chunk.stored.size for chunk in self.chunks() if chunk.stored}.values())
 
     @property
     def homed_sizes(self) -> dict[int, int]:
-        """The part of `stored_size` in chunks that other ranks may name, too, by an 8-byte digest of these chunks."""
-        homed = {
-            chunk.stored.key: chunk.stored.size for chunk in self.chunks() if chunk.stored and chunk.home is not None
+        """The part of `stored_size` in chunks that other ranks may name, too, as `_group_sizes`."""
+        return self._group_sizes(chunk.stored for chunk in self.chunks() if chunk.stored and chunk.home is not None)
+
+    @property
+    def borrowed_sizes(self) -> dict[int, int]:
+        """The part of `stored_size` under other checkpoints' names, as `_group_sizes`. Chunks with a home have the
+        digests that they have in `homed_sizes`."""
+        own = {directory for directory in self.directories if chunk_owner(self.run, directory) == self.part.checkpoint}
+        borrowed = [chunk for chunk in self.chunks() if chunk.stored and chunk.stored.directory not in own]
+        homed = {chunk.stored.key for chunk in borrowed if chunk.stored and chunk.home is not None}
+        return {
+            **self._group_sizes(chunk.stored for chunk in borrowed if chunk.stored and chunk.stored.key in homed),
+            **self._group_sizes(chunk.stored for chunk in borrowed if chunk.stored and chunk.stored.key not in homed),
         }
-        name = xxhash.xxh3_64_intdigest("\n".join(sorted(homed)).encode())
-        return {name: sum(homed.values())} if homed else {}
+
+    @staticmethod
+    def _group_sizes(objects: Iterable[StoredChunk]) -> dict[int, int]:
+        """Return the bytes of these objects in each directory, by an 8-byte digest of their keys there."""
+        sizes = {stored.key: stored.size for stored in objects}
+        keys: dict[str, list[str]] = {}
+        for key in sorted(sizes):
+            keys.setdefault(key[: key.rindex("/")], []).append(key)
+        return {
+            xxhash.xxh3_64_intdigest("\n".join(group).encode()): sum(sizes[key] for key in group)
+            for group in keys.values()
+        }
 
     @property
     def owners(self) -> frozenset[CheckpointId]:

@@ -34,8 +34,8 @@ class Copy:
             other copy could repair it).
         ranks: the ranks whose parts are there.
         read: the number of ranks whose manifests were read; `size` and `stored_size` are sums over these.
-        size: bytes before compression.
-        stored_size: bytes as stored.
+        size: bytes of the files of all ranks, before compression; what ranks hold alike counts for each that stored it.
+        stored_size: bytes as stored, each object once: what several ranks name, and what other checkpoints share.
         keep: whether retention keeps the copy.
         reasons: the rules that keep it, or why no rule does.
         defects: the errors of its manifests.

@@ -19,10 +19,12 @@ from tierd.codec.chunk_codec import BLOCK
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import PartId, chunk_directory
 from tierd.core.planning import flush_order
+from tierd.core.planning.copies import most_freed_size, total_stored_size
 from tierd.daemon.concurrency import MemoryBudget
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.daemon.scrub.tier_repair import TierRepairer
 from tierd.daemon.tiers.tier_objects import verify_part
+from tierd.daemon.tiers.tier_observer import TierObserver
 from tierd.daemon.tiers.tier_prune import prune, quarantine
 from tierd.daemon.transfer.chunk_source import TierUploadContext
 from tierd.daemon.transfer.download import Progress
@@ -279,12 +281,29 @@ async def test_equal_chunks_of_an_older_checkpoint_are_named_by_all_ranks(nodes,
     parts = save(nodes, 2, frozen)
     await send(nodes, parts, store, base=1)
     assert len(store.puts(is_chunk)) == WORLD * 5
-    await prune(store, [part(1).checkpoint])
+    assert (await prune(store, [part(1).checkpoint])).freed_bytes == WORLD * 5 * CHUNK
     owners = Counter(owner_name(key) for key in await contents(store) if is_chunk(key))
     assert owners == {part(1).checkpoint.name: SHARED, part(2).checkpoint.name: WORLD * 5}
     await check(nodes, parts, store, tmp_path, frozen)
-    await prune(store, [part(2).checkpoint])
+    assert (await prune(store, [part(2).checkpoint])).freed_bytes == (SHARED + WORLD * 5) * CHUNK
     assert not [key for key in await contents(store) if is_chunk(key)]
+
+
+async def test_sizes_count_each_object_once(nodes, monkeypatch):
+    """Half of the ranks name the shared chunks of an older checkpoint, and the others put them again."""
+    monkeypatch.setattr(flush_order, "SMALLEST_SHARED_BYTES", 1)
+    store, frozen, own = Double(), files(1, 0)["shared"], WORLD * 5 * CHUNK
+    await send(nodes, save(nodes, 1), store)
+    for rank, which in enumerate(save(nodes, 2, frozen)):
+        base = await manifest_on(store, part(1, rank=rank, world=WORLD)) if rank % 2 else None
+        await flush(nodes[rank], which, TierUploadContext(store, timings=SOON), base=base)
+    place = await TierObserver(store).observe({"run"}, spare_reads=1000)
+    copies = [place.checkpoints[part(step).checkpoint] for step in (1, 2)]
+    assert [total_stored_size(copy.facts) for copy in copies] == [SHARED * CHUNK + own, 2 * SHARED * CHUNK + own]
+    stored = sum(len(data) for key, data in (await contents(store)).items() if is_chunk(key))
+    assert most_freed_size(copies, place.checkpoints) == stored == 2 * (SHARED * CHUNK + own)
+    assert most_freed_size(copies[1:], place.checkpoints) == SHARED * CHUNK + own
+    assert most_freed_size(copies[1:], {part(2).checkpoint}) == 2 * SHARED * CHUNK + own, "what a pruned one left"
 
 
 async def test_quarantine_of_a_part_leaves_the_chunks_that_other_ranks_name(nodes, tmp_path):
@@ -414,4 +433,5 @@ async def test_content_at_two_homes_and_at_none_is_stored_under_the_lowest(nodes
     commit(nodes[0], which, {"a": zeros, "b": zeros, "c": zeros}, homes={"b": 2, "c": 1})
     await flush(nodes[0], which, TierUploadContext(store, timings=SOON))
     assert (await manifest_on(store, which)).directories == {chunk_directory(which.checkpoint, 1)}
-    assert len(store.puts(is_chunk)) == 1
+    (key,) = store.puts(is_chunk)
+    assert (await manifest_on(store, which)).stored_size == len((await contents(store))[key])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -29,7 +30,7 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, pruning_prefix
-from tierd.core.planning.copies import total_stored_size
+from tierd.core.planning.copies import most_freed_size, total_stored_size
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, known_policy, observed_runs, unknown_policy_reason
 from tierd.core.planning.place import Place
@@ -66,7 +67,8 @@ class PruneVerdict:
         reasons: the rules that keep it, or why nothing does.
         pruned: whether it was deleted.
         held: why it is not deleted although no rule keeps it, and until when; empty: nothing holds it.
-        stored_bytes: its stored size there, by the manifests that were read, also of chunks that others share.
+        stored_bytes: its stored size there, by the manifests that were read, also of chunks that other checkpoints
+            share, so that a sum over checkpoints may count these several times.
     """
 
     tier: str
@@ -101,7 +103,7 @@ def prune(
     """Apply retention to the tiers now: each run's own policy, or the one given. A spool is pruned by its daemon alone,
     which does both by itself."""
     where = resolve_places(None, url, config, keep_last, key_file, tiers=True)
-    judged = asyncio.run(_prune(where, run, dry_run=dry_run))
+    judged, freed_bytes = asyncio.run(_prune(where, run, dry_run=dry_run))
     if json:
         print_json({"verdicts": judged})
     if run and not judged:
@@ -121,22 +123,19 @@ def prune(
         for verdict in judged
     ]
     print_answer(Table(("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
-    for line in _totals(judged, "would prune" if dry_run else "pruned"):
-        print_answer(line)
-
-
-def _totals(judged: Sequence[PruneVerdict], verb: str) -> Iterator[str]:
-    """Yield for each tier how much goes; at most, because chunks that kept checkpoints share stay."""
-    for tier in dict.fromkeys(verdict.tier for verdict in judged):
+    for tier, size in freed_bytes.items():
         verdicts = [verdict for verdict in judged if verdict.tier == tier]
-        going = [verdict for verdict in verdicts if verdict.outcome in ("pruned", "would prune")]
-        size = format_size(sum(verdict.stored_bytes for verdict in going))
-        yield f"{tier}: {verb} {len(going)} of {len(verdicts)} checkpoints, which frees {size} at most"
+        count = sum(verdict.outcome in ("pruned", "would prune") for verdict in verdicts)
+        # At most, because chunks that kept checkpoints share stay; which these are, only a prune reads.
+        verb, effect = ("would prune", "would free at most") if dry_run else ("pruned", "freed")
+        print_answer(f"{tier}: {verb} {count} of {len(verdicts)} checkpoints, which {effect} {format_size(size)}")
 
 
-async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[PruneVerdict]:
+async def _prune(where: Places, run: str | None, *, dry_run: bool) -> tuple[list[PruneVerdict], dict[str, int]]:
+    """Prune, or only judge; also return the bytes that this frees on each tier, for a dry run at most."""
     assert where.config is not None
     judged: list[PruneVerdict] = []
+    freed_bytes: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
         await _check_identities(where, stores, keep=not dry_run)
@@ -173,10 +172,19 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Prune
                         stores[name], batch, manifest_index=manifests, decided_on=replace(place, checkpoints=counted)
                     )
                     deleted |= outcome.deleted
+                    freed_bytes[name] += outcome.freed_bytes
                     hold_reasons |= dict.fromkeys(
                         set(batch) - outcome.deleted, "nothing of it is left but what others name"
                     )
                     hold_reasons |= outcome.kept_reasons
+                freed_bytes[name] += most_freed_size(
+                    [
+                        place.checkpoints[verdict.id]
+                        for verdict in verdicts
+                        if dry_run and not verdict.keep and verdict.id in place.checkpoints.keys() - hold_reasons.keys()
+                    ],
+                    place.checkpoints,
+                )
                 for verdict in verdicts:
                     checkpoint, copy = verdict.id, place.checkpoints.get(verdict.id)
                     defects = [str(copy.defects[part]) for part in sorted(copy.defects)[:1]] if copy else []
@@ -193,7 +201,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Prune
                             total_stored_size(copy.facts) if copy else 0,
                         )
                     )
-    return judged
+    return judged, freed_bytes
 
 
 async def _check_identities(where: Places, stores: Mapping[str, Store], tier: str = "", *, keep: bool = True) -> None:

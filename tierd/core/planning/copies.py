@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -34,6 +34,8 @@ class ManifestFacts:
     # Digest of a set of chunks that other ranks may name, too -> their stored size.
     homed_sizes: Mapping[int, int] = field(default_factory=dict)
     replicas: bytes = NO_REPLICAS  # the digest of its fingerprints, because the fingerprints themselves are too many
+    # The same of chunks under the names of `bases`, with a home or without; empty if a summary gave these facts.
+    borrowed_sizes: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(manifest: Manifest) -> ManifestFacts:
@@ -47,6 +49,7 @@ class ManifestFacts:
             manifest.is_watched,
             manifest.homed_sizes,
             replicas_digest(manifest.replicas),
+            manifest.borrowed_sizes,
         )
 
 
@@ -54,12 +57,36 @@ def total_stored_size(facts: Mapping[PartId, ManifestFacts]) -> int:
     """The stored size of these parts of one checkpoint, in bytes. Equal sets of chunks that
     several of them name are counted once, as nodes name them that divide a state alike.
     """
+    borrowed: dict[int, int] = {}
+    for part_facts in facts.values():
+        borrowed |= part_facts.borrowed_sizes
+    return _own_stored_size(facts.values()) + sum(borrowed.values())
+
+
+def _own_stored_size(facts: Iterable[ManifestFacts]) -> int:
+    """The part of `total_stored_size` under the checkpoint's own name."""
     shared: dict[int, int] = {}
     total = 0
-    for part_facts in facts.values():
-        total += part_facts.stored_size - sum(part_facts.homed_sizes.values())
-        shared |= part_facts.homed_sizes
+    for part_facts in facts:
+        groups = {**part_facts.homed_sizes, **part_facts.borrowed_sizes}
+        total += part_facts.stored_size - sum(groups.values())
+        shared |= {name: size for name, size in groups.items() if name not in part_facts.borrowed_sizes}
     return total + sum(shared.values())
+
+
+def most_freed_size(copies: Iterable[CheckpointCopy], present: Collection[CheckpointId]) -> int:
+    """Return the most bytes that the deletion of these copies frees, each object counted for one of them.
+
+    What they borrow from a checkpoint that is `present` is counted with that one. Chunks that other checkpoints name
+    stay, so less may be freed.
+    """
+    total, orphans = 0, dict[int, int]()
+    for copy in copies:
+        total += _own_stored_size(copy.facts.values())
+        for facts in copy.facts.values():
+            if not facts.bases.issubset(present):
+                orphans |= facts.borrowed_sizes
+    return total + sum(orphans.values())
 
 
 @dataclass(frozen=True)

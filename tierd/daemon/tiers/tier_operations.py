@@ -199,7 +199,7 @@ class TierOperations:
         for run in {checkpoint.run for checkpoint in checkpoints}:
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
-            pruned, bare, _, is_stale = await prune(
+            pruned, bare, _, is_stale, _ = await prune(
                 self.stores[tier],
                 checkpoints,
                 self.who,

@@ -36,7 +36,7 @@ from tierd.daemon.tiers.manifest_listing import MAX_MANIFEST_READS
 from tierd.daemon.tiers.prune_pass import Confirm, Deletions, PrunePass
 from tierd.daemon.tiers.shared_chunks import key_digest
 from tierd.daemon.tiers.tier_objects import manifest_bytes, put_manifest, read_manifest
-from tierd.stores.base import Store
+from tierd.stores.base import ObjectInfo, Store
 
 _FEW = 16  # manifests that may be read while the marks block flushes
 _QUARANTINE_S = 60.0  # seconds
@@ -50,6 +50,7 @@ class PruneResult(NamedTuple):
     bare: set[CheckpointId]  # other checkpoints, pruned before, whose last shared chunks were deleted now
     kept_reasons: Mapping[CheckpointId, str] = {}  # the checkpoints that are kept for now, each with the reason
     is_stale: bool = False  # whether the tier has lost a checkpoint that the decision counted on
+    freed_bytes: int = 0  # of the chunks that were deleted
 
 
 async def prune(
@@ -112,20 +113,21 @@ async def prune(
             marks.has_begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         deleted(manifest_keys)
-        chunk_keys = [key async for key in _chunk_keys(store, run, going)]
+        chunks = {info.key: info.size async for info in _chunks(store, run, going)}
         moved = [
             info.key
             async for info in store.scan(quarantine_prefix(run))
             if CheckpointId.parse(run, info.key.split("/")[2]) in going.to_delete
         ]
-        await store.delete(chunk_keys + moved)
+        await store.delete([*chunks, *moved])
         await store.delete([mark for checkpoint in sorted(going.to_delete) for mark in going.cut.get(checkpoint, [])])
     manifest_index.cut[run] -= going.to_delete
     bare = {owner for owner in going.orphans if not going.listed.named_chunks.of_owner(owner)}
     return PruneResult(
-        going.to_delete & ({*manifest_keys} | {_owner_of(run, key) for key in chunk_keys + moved}),
+        going.to_delete & ({*manifest_keys} | {_owner_of(run, key) for key in (*chunks, *moved)}),
         bare,
         going.kept_reasons,
+        freed_bytes=sum(chunks.values()),
     )
 
 
@@ -143,8 +145,8 @@ async def _add_unlisted(store: Store, manifest_keys: dict[CheckpointId, list[str
     await for_each_limited(MAX_MANIFEST_READS, add, [part for part in parts if part.checkpoint not in manifest_keys])
 
 
-async def _chunk_keys(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:
-    """Yield the keys of the chunks to delete, by one listing from the first of their prefixes to the last.
+async def _chunks(store: Store, run: str, going: Deletions) -> AsyncGenerator[ObjectInfo]:
+    """Yield the chunks to delete, by one listing from the first of their prefixes to the last.
 
     Where more than `_PAGE` chunks of other checkpoints lie in between, a new listing skips them.
     """
@@ -164,7 +166,7 @@ async def _chunk_keys(store: Store, run: str, going: Deletions) -> AsyncGenerato
                     break
                 owner = None if passed else group_owner(run, group)
                 if owner and going.is_deleted(owner, key_digest(info.key[len(run) + 1 :])):
-                    yield info.key
+                    yield info
             else:
                 return
 
