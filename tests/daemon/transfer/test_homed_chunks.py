@@ -384,6 +384,8 @@ async def test_copy_reads_and_sends_each_chunk_once(nodes, tmp_path):
     puts = Counter(target.puts(is_chunk))
     assert len(puts) == puts.total() == SHARED + WORLD * 5
     assert chunk_gets(store) == puts
+    forecast = await copy_run(store, Double(), "run", "run", None, None, Progress(), dry_run=True)
+    assert [checkpoint.sent for checkpoint in forecast.checkpoints] == [puts.total() * CHUNK]
     assert [checkpoint.sent for checkpoint in copied.checkpoints] == [puts.total() * CHUNK]
     await check(nodes, [part(1, rank=rank, world=WORLD) for rank in range(WORLD)], target, tmp_path)
 

@@ -29,7 +29,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId, pin_key, retention_key
 from tierd.core.manifest import Manifest
-from tierd.core.planning.copies import complete_world_sizes
+from tierd.core.planning.copies import complete_world_sizes, total_stored_size
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import encode_policy
@@ -234,11 +234,8 @@ class _Copy:
         parts = list(_complete_parts(self.source_place, checkpoint))
         renamed = self.renamed(checkpoint)
         missing = [part for part in parts if not self.target_place.has(PartId(renamed, part.rank, part.world))]
-        facts = [(part, self.source_place.facts(part)) for part in parts]
-        size = sum(part_facts.size for _, part_facts in facts if part_facts)
-        sent = sum(
-            part_facts.stored_size or part_facts.size for part, part_facts in facts if part_facts and part in missing
-        )
+        size = sum(_size(self.source_place, part) for part in parts)
+        sent = total_stored_size({part: facts for part in missing if (facts := self.source_place.facts(part))})
         return CopiedCheckpoint(checkpoint.step, checkpoint.attempt, size, sent, not missing)
 
     async def put_policies(self) -> int:
