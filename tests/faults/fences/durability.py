@@ -120,7 +120,7 @@ FENCES = (
         "ARCHITECTURE.md#invariants-1",
         "order",
         "daemon.tiers.tier_prune:prune",
-        Replace("delete manifests", "await store.delete([key async for key in _chunk_keys(store, run, going)])\n..."),
+        Replace("delete manifests", "await store.delete([info.key async for info in _chunks(store, run, going)])\n..."),
         "simulation --seed 1 --trials 8000",
         "which is not right there",
     ),

@@ -14,7 +14,7 @@ FENCES = (
         "a chunk that was put is not read back",
         _FLUSH,
         "verification",
-        "ChunkUpload.send",
+        "ChunkUpload._send",
         LeaveOut("_read_back"),
         "pytest tests/daemon/transfer/test_flush.py -k read_back_as_it_was_put",
     ),
