@@ -263,7 +263,8 @@ class Shutdown:
         if not parts.closed:
             parts.gate.detach()
             self._drain(end_s)
-            nowhere = describe_lost_saves(parts.spool, parts.records.lost_parts)
+            parts.records.compare_parts()
+            nowhere = describe_lost_saves(parts.spool, parts.records.lost_parts) or parts.records.mismatched
         if end_s is not None:
             left_s = max(0.0, end_s - time.monotonic())
             timeout = left_s if timeout is None else min(timeout, left_s)

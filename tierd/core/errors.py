@@ -117,6 +117,11 @@ class ManifestError(TierdError):
     read_digest = ""
 
 
+class DivisionMismatch(TierdError):
+    """Two ranks of a node divided different states, so some tensors may be in no part. Not corruption: every byte is
+    the one that was saved."""
+
+
 class FormatTooNew(TierdError):
     """An intact manifest has a format version that this tierd does not know. Not corruption: a newer tierd reads it."""
 

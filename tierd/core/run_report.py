@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tierd.core.config import Config
-from tierd.core.errors import FormatTooNew
+from tierd.core.errors import DivisionMismatch, FormatTooNew
 from tierd.core.ids import CheckpointId, PartId, checkpoint_order
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete, total_stored_size, union_ranks
 from tierd.core.planning.demand import Demand
@@ -21,6 +21,7 @@ from tierd.core.timeline.launch_chain import LaunchRecord
 from tierd.core.timeline.restore_order import restore_candidates
 
 _LOCAL_ONLY = "the last launch names no tier"
+_MISMATCHED = "incomplete: its ranks divided different states"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Copy:
 
     Attributes:
         state: `verified` (a tier: every byte was verified there before its manifest was put), `committed` (the
-            spool: durable, with digests taken from memory), `incomplete` (parts are missing), `corrupt` (a manifest
+            spool: durable, with digests taken from memory), `incomplete` (parts are missing, or do not belong
+            together), `corrupt` (a manifest
             cannot be used), `unreadable` (by this version, or without the key), `quarantined` (proven corrupt, and no
             other copy could repair it).
         ranks: the ranks whose parts are there.
@@ -151,7 +153,7 @@ def _checkpoint(
     *,
     resumes: bool,
 ) -> Checkpoint:
-    ranks = union_ranks(*(copy.ranks for copy in copies.values()))
+    ranks = union_ranks(*(copy.matching_ranks for copy in copies.values()))
     facts = next(
         (
             part_facts
@@ -201,21 +203,26 @@ def _copy(name: str, copy: CheckpointCopy | None, quarantined: list[PartId], ver
         size=sum(part_facts.size for part_facts in facts),
         stored_size=total_stored_size(copy.facts) if copy else 0,
         keep=verdict.keep if verdict else True,
-        reasons=reasons_of(copy, verdict) if verdict else (),
+        reasons=reasons_of(copy, verdict),
         defects=tuple(str(copy.defects[part]) for part in sorted(copy.defects)) if copy else (),
     )
 
 
-def reasons_of(copy: CheckpointCopy | None, verdict: Verdict) -> tuple[str, ...]:
+def reasons_of(copy: CheckpointCopy | None, verdict: Verdict | None) -> tuple[str, ...]:
     """The verdict's reasons, one of which says so if unusable manifests, and no missing part, make it incomplete."""
+    reasons = verdict.reasons if verdict else ()
+    if copy is not None and copy.is_mismatched:
+        return (_MISMATCHED, *(reason for reason in reasons if reason != AWAITS_PARTS))
     if copy is None or not copy.defects or not is_complete(copy.ranks):
-        return verdict.reasons
+        return reasons
     count = sum(map(len, copy.ranks.values()))
     unusable = f"incomplete: {len(copy.defects)} of its {count} manifests cannot be used"
-    return tuple(unusable if reason == AWAITS_PARTS else reason for reason in verdict.reasons)
+    return tuple(unusable if reason == AWAITS_PARTS else reason for reason in reasons)
 
 
 def _state(name: str, copy: CheckpointCopy) -> str:
+    if all(isinstance(defect, DivisionMismatch) for defect in copy.defects.values()) and copy.is_mismatched:
+        return "incomplete"
     if copy.defects:
         strange = all(isinstance(defect, FormatTooNew) for defect in copy.defects.values())
         return "unreadable" if strange else "corrupt"

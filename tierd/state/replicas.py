@@ -97,9 +97,15 @@ class ReplicaGroup:
             entries=tuple(entries),
             forms={name: forms[name] for name in elsewhere},
             rounds=_rounds({name: tensors[name].nbytes for name, ranks in holders.items() if len(ranks) == self.world}),
-            digest=xxhash.xxh3_128_hexdigest("\n".join(facts).encode()) if facts and len(node) > 1 else "",
+            digest=self._division(facts) if facts or entries else "",
             senders=self._senders(groups),
         )
+
+    def _division(self, facts: Sequence[str]) -> str:
+        """Return 16 hex digits that are the same on all ranks of the node, and 16 that are if these divide alike."""
+        node = self.nodes[self._number]
+        texts = repr(node), "\n".join(facts) if self.is_divided else ""
+        return "".join(xxhash.xxh3_64_hexdigest(text.encode()) for text in texts) if len(node) > 1 else ""
 
     def _senders(self, groups: Sequence[_Ranks]) -> dict[int, tuple[int, int, bool]]:
         """Return, by the lowest rank of each group, the number of this node among those with ranks of the group, how

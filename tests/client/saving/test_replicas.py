@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.state_digests import state_digest
 
 import tierd
 from tierd.client.checkpointer import internals
-from tierd.core.errors import ConfigError, StateMismatch, StateRefused
+from tierd.core.errors import ConfigError, SaveFailed, StateMismatch, StateRefused
 from tierd.spool.spool import Spool
 
 _SIZES = {"a": 9000, "b": 8000, "c": 5000, "d": 4000, "tiny": 3}  # elements
@@ -158,26 +159,54 @@ def test_launch_continues_on_another_number_of_ranks_and_back(tmp_path, launch):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_divide_different_states_notice_it_and_store_everything(tmp_path, launch, caplog, first):
-    """The first checkpoints lack nothing only by chance; from the third one on each rank stores all that it has. A rank
-    that always commits before the other one did not notice it.
+def test_ranks_that_divide_different_states_fail_and_store_everything_next(tmp_path, launch, first):
+    """Nobody can restore the first checkpoints; from the third one on each rank stores all that it has. A rank that
+    always commits before the other one notices it at its next save.
     """
     together, first_saved = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    errors: dict[int, list[str]] = {0: [], 1: []}
 
     def work(checkpointer, rank):
         for step in (1, 2, 3):
             if rank != first:
                 first_saved.wait()
-            checkpointer.save(step, state_of(rank, step, more=rank)).wait()
+            try:
+                checkpointer.save(step, state_of(rank, step, more=rank)).wait()
+            except SaveFailed as error:
+                errors[rank].append(str(error))
             if rank == first:
                 first_saved.wait()
             together.wait()
 
-    with caplog.at_level(logging.ERROR, "tierd"):
-        assert launch(2, [tmp_path], work) == [None] * 2
-    assert any("divide different states" in record.message for record in caplog.records)
+    assert launch(2, [tmp_path], work) == [None] * 2
+    assert errors[1 - first] and "step 1 " in errors[1 - first][0] and "model/more0 is declared" in errors[1 - first][0]
     whole = 4 * sum(_SIZES.values())
     assert all(size >= whole for size in tensor_bytes(tmp_path, 3))
+    assert launch(2, [tmp_path], lambda checkpointer, rank: checkpointer.restore(state_of(rank, 0, rank)).step) == [
+        3,
+        3,
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_launch_that_saves_one_checkpoint_of_different_states_fails(tmp_path, launch, first):
+    """A later launch restores the checkpoint before."""
+    first_saved = threading.Barrier(2, timeout=60)
+
+    def work(checkpointer, rank):
+        checkpointer.restore(state_of(rank, 0))
+        if rank != first:
+            first_saved.wait()
+        save = checkpointer.save(2, state_of(rank, 2, more=rank))
+        with contextlib.suppress(SaveFailed):
+            save.wait()
+        if rank == first:
+            first_saved.wait()
+
+    assert launch(2, [tmp_path], saving(1)) == [None] * 2
+    results = launch(2, [tmp_path], work)
+    assert isinstance(results[1 - first], SaveFailed) and "model/more0" in str(results[1 - first])
+    assert [step for step, _ in launch(2, [tmp_path], restoring())] == [1, 1]
 
 
 @pytest.mark.parametrize("world", [2, 6])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
+from support.divided import divided, divided_state, put_divided
 from support.doubles import Counting, Double, Halting, Killed, contents, dying, flip, flipped, is_chunk
 from support.timed import timed
 from support.waiting import until
 from support.world import RUN, commit, content, hurry, part, reconciler, running, settle
 
-from tierd.core.errors import DeleteRefused, StoreUnavailable
+from tierd.core.errors import DeleteRefused, DivisionMismatch, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, parse_summary, pruning_prefix, summaries_prefix, summary_key
 from tierd.core.planning.place import Place
 from tierd.daemon.concurrency import MemoryBudget
@@ -99,6 +101,25 @@ async def test_observation_lists_the_checkpoint_without_a_summary(spool):
     place = await TierObserver(store).observe({RUN}, chunks=False)
     assert store.taken() == {"LIST": 4, "GET": 3 + 1}
     assert place.checkpoints[part(3).checkpoint].ranks == {RANKS: frozenset({0, 1})}
+
+
+async def test_checkpoint_whose_ranks_divided_differently_gets_no_summary_and_is_known_once_all_was_read(spool):
+    """An observation reads rank 0's manifest alone, and counts the others by their names."""
+    store = MemoryStore()
+    states = [divided_state(rank) for rank in range(2)]
+    other = [{**state, "model": {**state["model"], "new": torch.ones(9000)}} for state in states]
+    await put_divided(spool, 1, divided(states), store)
+    await put_divided(spool, 2, [divided(states)[0], divided(other)[1]], store)
+    observer = TierObserver(store)
+    copies = (await observer.observe({RUN})).checkpoints
+    assert [copies[part(step).checkpoint].usable for step in (1, 2)] == [True, True]
+    await summarise(store, observer)
+    assert summaries(store) == {part(1).checkpoint}
+    copies = (await observer.observe({RUN})).checkpoints
+    assert [copies[part(step).checkpoint].usable for step in (1, 2)] == [True, False]
+    assert isinstance(copies[part(2).checkpoint].defects[part(2, rank=1, world=2)], DivisionMismatch)
+    fresh = TierObserver(store).manifests
+    assert [await fresh.are_usable(part(step).checkpoint) for step in (1, 2)] == [True, False]
 
 
 async def test_summary_on_an_encrypted_tier_is_for_those_who_have_its_key(spool):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -47,8 +47,10 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.core.planning.copies import division_mismatch
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
+from tierd.core.replicas.shares import differing_divisions
 from tierd.core.run_report import Checkpoint, Report, make_report
 from tierd.core.storage_faults import UnstableRead
 from tierd.core.timeline.restore_order import not_found_error, restore_candidates
@@ -220,7 +222,7 @@ class CopyCheck:
     """The result of reading one copy of one part again.
 
     Attributes:
-        wrong: the damage; empty: every byte is right.
+        wrong: the damage, or that its rank divided another state; empty: every byte is right.
         unchecked: why the copy could not be checked: a newer format, another key, a disk that reads other bytes each
             time; empty: it was checked.
         pruned: whether the copy was deleted while it was read. Then nothing is wrong.
@@ -395,6 +397,7 @@ async def _read_manifest(spool: Spool | None, stores: dict[str, Store], name: st
 async def _verify(where: Places, run: str | None, step: int | None) -> tuple[list[CopyCheck], list[str], set[int]]:
     """Verify all copies; also return the tiers that did not answer, and the steps that there are."""
     checks: list[CopyCheck] = []
+    divisions: dict[tuple[str, CheckpointId], dict[PartId, str]] = defaultdict(dict)
     async with AsyncExitStack() as stack:
         stores = await _stores(where, stack)
         inventory = await observe_places(where.spool, stores, run)
@@ -408,10 +411,20 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
         ]
         with show_progress("verifying") as meter:
             meter.update(0, sum(todo for *_, todo in work))
-            for _, copy in itertools.groupby(work, key=lambda item: (item[0], item[1].checkpoint)):
+            for (name, checkpoint), copy in itertools.groupby(work, key=lambda item: (item[0], item[1].checkpoint)):
                 defects: ObjectDefects = {}
-                for name, part, _ in copy:
-                    checks.append(await _check(where.spool, stores, name, part, meter.advance, defects))
+                division = divisions[name, checkpoint]
+                for _, part, _ in copy:
+                    checks.append(await _check(where.spool, stores, name, part, meter.advance, defects, division))
+    mismatched = {
+        (name, part): str(division_mismatch(part, other))
+        for (name, _), division in divisions.items()
+        for part, other in differing_divisions(division).items()
+    }
+    checks = [
+        replace(check, wrong=(*check.wrong, why)) if (why := mismatched.get((name, part))) else check
+        for check, (name, part, _) in zip(checks, work, strict=True)
+    ]
     all_checkpoints = {checkpoint for place in inventory.places.values() for checkpoint in place.checkpoints}
     steps = {checkpoint.step for checkpoint in all_checkpoints if run in (None, checkpoint.run)}
     return checks, [name for name, place in inventory.tiers.items() if place is None], steps
@@ -424,6 +437,7 @@ async def _check(
     part: PartId,
     read: Any,
     defects: ObjectDefects,
+    divisions: dict[PartId, str],
 ) -> CopyCheck:
     manifest: Manifest | None = None
     unchecked, pruned = "", False
@@ -446,7 +460,9 @@ async def _check(
     if wrong and await _is_pruned(spool, stores, name, part):
         wrong, unchecked, pruned = [], "", True
     checkpoint = part.checkpoint
-    total = manifest.size if manifest else 0
+    total = 0
+    if manifest is not None:
+        total, divisions[part] = manifest.size, manifest.division
     return CopyCheck(
         name, checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, total, tuple(wrong), unchecked, pruned
     )

@@ -39,7 +39,10 @@ from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FallbackNotice, Request
 log = logging.getLogger("tierd")
 
 REASON_PRUNED = "pruned while it was read"
-REASON_GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
+REASON_GONE = (
+    "gone: it was whole once, as this node or a tier remembers, and no place has it any more, or its ranks divided "
+    "different states (`tierd ls` says which)"
+)
 _LISTINGS = 3  # how often to list, if parts vanish between a listing and their reading
 # How often to try one checkpoint, because another node's spool may hold a right copy of what was quarantined here.
 _TRIES = 2

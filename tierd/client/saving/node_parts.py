@@ -7,16 +7,19 @@ so of each checkpoint the last one sees all parts. The others see them when they
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 
 from tierd.core.chunk_boundaries import GRAIN
-from tierd.core.errors import TierdError
+from tierd.core.errors import DivisionMismatch, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
-from tierd.core.replicas.shares import stored_by_all
+from tierd.core.replicas.shares import differing_divisions, stored_by_all
 from tierd.spool.spool import Spool
+from tierd.state.single_values import list_few
 from tierd.state.tensor_file import TensorFileLayout
+from tierd.state.tensor_header import header_length, parse_header
 
 log = logging.getLogger("tierd")
 
@@ -33,38 +36,56 @@ class NodeParts:
         self._is_advised = False  # whether the log has said what each rank stores again
         self._unseen: PartId | None = None  # the last part, if some rank had not committed its own of that checkpoint
 
-    def divide_alike(self, committed: PartId, layout: TensorFileLayout) -> bool:
-        """Compare a part that was committed now with those of the node's other ranks, and log what is wrong.
+    def mismatches(self, committed: PartId | None, layout: TensorFileLayout) -> dict[PartId, DivisionMismatch]:
+        """Compare a part that was committed now, if any, with those of the node's other ranks.
 
         Parts that the others had not committed yet are compared at the next call, because a rank that always commits
         first would never see them.
 
         Returns:
-            Whether the ranks divided the same tensors. If not, some tensor may be in no part.
+            Why, of each compared part whose ranks did not divide the same tensors. Some tensor may be in no part then.
         """
         if len(self.ranks) < 2:
-            return True
+            return {}
         earlier, self._unseen = self._unseen, None
-        return all(self._is_alike(part, layout) for part in (earlier, committed) if part is not None)
+        parts = [part for part in (earlier, committed) if part is not None]
+        return {part: why for part in parts if (why := self._mismatch(part, layout))}
 
-    def _is_alike(self, part: PartId, layout: TensorFileLayout) -> bool:
+    def _mismatch(self, part: PartId, layout: TensorFileLayout) -> DivisionMismatch | None:
         manifests = self._manifests(part)
-        if (own := manifests.pop(part, None)) is None:
-            return True
-        if len(manifests) < len(self.ranks) - 1:
+        if part not in manifests:
+            return None
+        if len(manifests) < len(self.ranks):
             self._unseen = part
         elif not self._is_advised and part.rank == self.ranks[0]:
-            self._advise(own, list(manifests.values()), layout)
-        others = [sibling.rank for sibling, manifest in manifests.items() if manifest.division != own.division]
-        if not own.division or not others:
-            return True
-        log.error(
-            "%s: rank %d and this rank divide different states, so this checkpoint may lack tensors: `replicated` "
-            "names an entry that is not the same on all ranks. From now on this rank stores everything itself",
-            part,
-            others[0],
+            self._advise(manifests[part], [manifests[other] for other in manifests if other != part], layout)
+        differing = differing_divisions({sibling: manifest.division for sibling, manifest in manifests.items()})
+        others = {differing[part]} if part in differing else differing.keys()
+        if not others:
+            return None
+        other = min(others)
+        return DivisionMismatch(
+            f"nobody can restore this checkpoint, because this rank and rank {other.rank} divided different "
+            f"states: {self._difference(layout, other)} is declared replicated, and is not the same on both. From the "
+            "next save on, this rank stores everything itself; declare only entries that all ranks hold alike, and "
+            "save again"
         )
-        return False
+
+    def _difference(self, own: TensorFileLayout, part: PartId) -> str:
+        """Name the tensors that only one of two ranks has, or has in another form; else the entries that may differ."""
+        try:
+            with (self._spool.path(part) / TENSORS).open("rb") as file:
+                prefix, size = file.read(8), os.fstat(file.fileno()).st_size
+                other = parse_header(prefix + file.read(header_length(prefix, size) - 8), size)
+        except (TierdError, OSError) as error:
+            log.debug("%s: %s", part, error)
+            other = own
+        entries = {*own.replicated, *other.replicated}
+        names = {*own.entries, *own.elsewhere} ^ {*other.entries, *other.elsewhere}
+        stored_twice = own.entries.keys() & other.entries.keys()
+        names |= {name for name in stored_twice if own.entries[name][1:] != other.entries[name][1:]}
+        differing = sorted(name for name in names if name.partition("/")[0] in entries)
+        return list_few(differing or sorted(entries))
 
     def _manifests(self, part: PartId) -> dict[PartId, Manifest]:
         """Return those that are there of a part and of its siblings on this node."""

@@ -31,7 +31,7 @@ from tierd.client.saving.snapshot import Snapshot
 from tierd.client.saving.snapshot_handoff import HandoffClient
 from tierd.client.saving.step_gate import OptimizerStepGate
 from tierd.client.user_messages import SpaceCheck
-from tierd.core.errors import SaveSkipped, StepRefused
+from tierd.core.errors import DivisionMismatch, SaveSkipped, StepRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.storage_faults import lacks_inodes
 from tierd.ipc.messages import MAX_REASON, SaveGivenUp
@@ -44,6 +44,8 @@ from tierd.state.capturer import CapturerPool
 from tierd.state.replicas import ReplicaGroup
 from tierd.state.tensor_file import TensorFileLayout
 
+log = logging.getLogger("tierd")
+
 
 class SaveRecords:
     def __init__(
@@ -55,7 +57,9 @@ class SaveRecords:
         self._failures: dict[PartId, str] = {}
         self._launch, self._schedule, self._daemon, self._handoff = launch, schedule, daemon, handoff
         self._stats = stats
-        self.on_durable: Callable[[PartId], None] = lambda part: None  # called with each part that was committed
+        # Called with each part that was committed; returns why nobody can restore this one, or an earlier one.
+        self.find_mismatches: Callable[[PartId | None], dict[PartId, DivisionMismatch]] = lambda part: {}
+        self._mismatched: dict[PartId, DivisionMismatch] = {}
 
     @property
     def failed(self) -> dict[int, str]:
@@ -75,6 +79,22 @@ class SaveRecords:
         newest = max(map(_order, list(self._durable_checkpoints)), default=("", -1))
         return {part: why for part, why in list(self._failures.items()) if _order(part.checkpoint) > newest}
 
+    @property
+    def mismatched(self) -> str:
+        """Why nobody can restore the newest checkpoint, if a later one was not saved; else empty."""
+        lost = self._mismatched.keys() & self.lost_parts.keys()
+        return f"{max(lost)}: {self._mismatched[max(lost)]}" if lost else ""
+
+    def compare_parts(self, committed: PartId | None = None) -> None:
+        """Find checkpoints that nobody can restore because the ranks of this node divided different states."""
+        for part, why in self.find_mismatches(committed).items():
+            log.error("%s: %s", part, why)
+            self._mismatched[part] = why
+            self._durable_checkpoints.discard(part.checkpoint)
+            self._stats.durable -= 1
+            self._stats.failed += 1
+            self._report_failed(part, why)
+
     def begin(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
         """Return the part that a save at `step` writes, and its metrics. The save then claims the part."""
         part, numbers = self._launch.part(step), checked_metrics({} if metrics is None else metrics)
@@ -87,7 +107,8 @@ class SaveRecords:
             self._launch.release(save.part)
         else:
             self._durable(save.part.checkpoint)
-            self.on_durable(save.part)
+            self.compare_parts(save.part)
+            error = self._mismatched.get(save.part)
         self._schedule.take_result(save.step, durable=error is None)
         save.finish(error)
         if self._handoff is not None:
@@ -131,9 +152,6 @@ def _order(checkpoint: CheckpointId) -> tuple[str, int]:
     return checkpoint.attempt, checkpoint.step
 
 
-log = logging.getLogger("tierd")
-
-
 class StateSaver:
     def __init__(
         self,
@@ -156,7 +174,7 @@ class StateSaver:
         self._stats, self._when_busy = stats, when_busy
         self._node_parts = NodeParts(spool, group.node)
         self._layout: TensorFileLayout | None = None  # of the last save
-        records.on_durable = self._look_at_node
+        records.find_mismatches = self._find_mismatches
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
         start_s = time.perf_counter()
@@ -215,10 +233,12 @@ class StateSaver:
         timings = client_timings.current_timings()
         return Snapshot(save, capture, manifest, deferred, self._gate.distrust, timings, replicas, late_replicas)
 
-    def _look_at_node(self, saved: PartId) -> None:
+    def _find_mismatches(self, committed: PartId | None) -> dict[PartId, DivisionMismatch]:
         """Runs in another thread than training, after a part was committed."""
-        if self._layout is not None and not self._node_parts.divide_alike(saved, self._layout):
+        mismatches = self._node_parts.mismatches(committed, self._layout) if self._layout is not None else {}
+        if mismatches:
             self._divide_among(self.group.undivided())
+        return mismatches
 
     def _divide_among(self, group: ReplicaGroup) -> None:
         self.group, self._capturers = group, CapturerPool(group)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from tierd.core.errors import TierdError
+from tierd.core.errors import DivisionMismatch, TierdError
 from tierd.core.ids import CheckpointId, PartId, checkpoint_order
 from tierd.core.manifest import Manifest
 from tierd.core.replicas.replica_comparison import NO_REPLICAS, replicas_digest
+from tierd.core.replicas.shares import differing_divisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class ManifestFacts:
     replicas: bytes = NO_REPLICAS  # the digest of its fingerprints, because the fingerprints themselves are too many
     # The same of chunks under the names of `bases`, with a home or without; empty if a summary gave these facts.
     borrowed_sizes: Mapping[int, int] = field(default_factory=dict)
+    division: str = ""  # as in the manifest
 
     @staticmethod
     def of(manifest: Manifest) -> ManifestFacts:
@@ -50,6 +53,7 @@ class ManifestFacts:
             manifest.homed_sizes,
             replicas_digest(manifest.replicas),
             manifest.borrowed_sizes,
+            sys.intern(manifest.division),
         )
 
 
@@ -102,13 +106,22 @@ class CheckpointCopy:
     Attributes:
         ranks: by world size, the ranks whose manifests are listed.
         facts: the contents of the manifests that were read and are usable.
-        defects: why the manifests that were read and are unusable are so.
+        defects: why the manifests that were read and are unusable are so; also of those that do not belong to the
+            others of their node. These have facts all the same.
     """
 
     id: CheckpointId
     ranks: Mapping[int, frozenset[int]]
     facts: Mapping[PartId, ManifestFacts] = field(default_factory=dict)
     defects: Mapping[PartId, TierdError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        divisions = {part: facts.division for part, facts in self.facts.items() if facts.division}
+        if len(divisions) > 1 and (differing := differing_divisions(divisions)):
+            mismatches = {
+                part: division_mismatch(part, other) for part, other in differing.items() if part not in self.defects
+            }
+            object.__setattr__(self, "defects", {**self.defects, **mismatches})
 
     @property
     def origin(self) -> CheckpointId | None:
@@ -154,6 +167,22 @@ class CheckpointCopy:
         }
 
     @cached_property
+    def is_mismatched(self) -> bool:
+        """Whether some parts do not belong together, so that no more parts make the checkpoint complete."""
+        return any(isinstance(why, DivisionMismatch) for why in self.defects.values())
+
+    @cached_property
+    def matching_ranks(self) -> Mapping[int, frozenset[int]]:
+        """`ranks` without the parts that do not belong to the others, but with those that are otherwise unusable."""
+        if not self.is_mismatched:
+            return self.ranks
+        mismatched = {part for part, why in self.defects.items() if isinstance(why, DivisionMismatch)}
+        return {
+            world: ranks - {part.rank for part in mismatched if part.world == world}
+            for world, ranks in self.ranks.items()
+        }
+
+    @cached_property
     def complete(self) -> bool:
         """Whether the manifests of all ranks are listed, usable or not."""
         return is_complete(self.ranks)
@@ -167,6 +196,14 @@ class CheckpointCopy:
     def usable(self) -> bool:
         """Whether the copy is complete without the parts that are known to be unusable."""
         return is_complete(self.sound_ranks)
+
+
+def division_mismatch(part: PartId, other: PartId) -> DivisionMismatch:
+    """The error of a part that does not belong to another rank's of its node."""
+    return DivisionMismatch(
+        f"{part} and rank {other.rank} divided different states, so tensors may be in no part: an entry that is "
+        "declared replicated is not the same on both ranks"
+    )
 
 
 class RunCopies:

@@ -78,7 +78,7 @@ class Demand:
                 self.merged[checkpoint] = merged = merge_usable_copies(tuple(self.copies[checkpoint].values()))
                 if merged.complete or any(merged.ranks.values()):
                     self._infos[checkpoint] = retention_info(merged, frozenset(), complete=merged.complete)
-        fresh = [checkpoint for checkpoint in changed if checkpoint in self.merged and self.merged[checkpoint].complete]
+        fresh = [checkpoint for checkpoint in changed if checkpoint in self.merged and self.merged[checkpoint].usable]
         self.complete_ids = complete_before.difference(changed).union(fresh)
         for tier in self._pending:
             self._note_pending(tier, changed)
@@ -311,7 +311,12 @@ def _info_of(copy: CheckpointCopy, *, complete: bool, verified: bool) -> Checkpo
 
 
 def pending_parts(spool_copy: CheckpointCopy, tier_copy: CheckpointCopy | None) -> tuple[PartId, ...]:
-    """The parts with a readable manifest in the spool and without a usable one on the tier, by rank."""
+    """The parts with a readable manifest in the spool and without a usable one on the tier, by rank.
+
+    There are none of a checkpoint whose parts do not belong together, because nobody could restore it.
+    """
+    if spool_copy.is_mismatched or (tier_copy and tier_copy.is_mismatched):
+        return ()
     if tier_copy and not tier_copy.defects and tier_copy.ranks == spool_copy.ranks:
         return ()
     return tuple(part for part in sorted(spool_copy.facts) if tier_copy is None or not tier_copy.has(part))

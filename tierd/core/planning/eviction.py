@@ -198,6 +198,7 @@ def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[Checkpo
         return frozenset()
     inventory, run, policy = demand.inventory, demand.run, demand.policy(name)
     waiting = {checkpoint for checkpoint in demand.pending(name) if not demand.keeps(name, checkpoint)}
+    waiting |= {copy.id for copy in inventory.spool.run(run).unusable if copy.is_mismatched}  # which are never sent
     if not waiting:
         return frozenset()
     # Each checkpoint is judged as if it alone were added, because others that are merely pending must not retire it.

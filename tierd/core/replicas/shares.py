@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
+from tierd.core.ids import PartId
 from tierd.core.manifest import File, Manifest
 
 ROUNDS = 32  # saves in which the ranks compare all replicated tensors
@@ -30,6 +31,21 @@ def divide(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
         owners[name] = rank
         heapq.heapreplace(loads, (load + sizes[name], rank))
     return owners
+
+
+def differing_divisions(divisions: Mapping[PartId, str]) -> dict[PartId, PartId]:
+    """Return the parts of one checkpoint that do not belong to that of their node's lowest rank, each with that part,
+    because their ranks divided different states.
+
+    `divisions` are the members `division` of the manifests. The first half of one names the ranks of a node.
+    """
+    first: dict[tuple[int, str], PartId] = {}
+    differing: dict[PartId, PartId] = {}
+    for part in sorted(part for part, division in divisions.items() if division):
+        lowest = first.setdefault((part.world, divisions[part][:16]), part)
+        if divisions[part] != divisions[lowest]:
+            differing[part] = lowest
+    return differing
 
 
 def stored_by_all(file: File, others: Sequence[Manifest]) -> list[tuple[int, int]]:

@@ -87,11 +87,11 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -> RunView:
     """The run view of a node that has observed `inventory`, with the values of `metrics`."""
-    spool_ranks = {copy.id: copy.ranks for copy in inventory.spool.copies(run)}
+    spool_ranks = {copy.id: copy.matching_ranks for copy in inventory.spool.copies(run)}
     tier_ranks: dict[CheckpointId, Mapping[int, frozenset[int]]] = {}
     for place in inventory.tiers.values():
         for copy in place.copies(run) if place else ():
-            tier_ranks[copy.id] = union_ranks(tier_ranks.get(copy.id, {}), copy.ranks)
+            tier_ranks[copy.id] = union_ranks(tier_ranks.get(copy.id, {}), copy.matching_ranks)
     complete: dict[int, set[CheckpointId]] = defaultdict(set)
     mixed: set[CheckpointId] = set()
     hollow: set[CheckpointId] = set()

@@ -18,7 +18,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
@@ -102,7 +102,7 @@ class ManifestIndex(ManifestRecords):
                 self._read[entry.id].listed = sum(map(len, entry.ranks.values()))
         self._listed.add(run)
         self._unlisted[run] = {entry.id for entry in listed if entry.token}
-        return {entry.id: entry.as_copy() for entry in listed if any(entry.ranks.values())}
+        return {entry.id: entry.as_copy(self.mismatched(entry.id)) for entry in listed if any(entry.ranks.values())}
 
     async def observe_listed(
         self, checkpoints: Collection[CheckpointId], own_ranks: Collection[int], on_answer: Callable[[], None]
@@ -116,8 +116,13 @@ class ManifestIndex(ManifestRecords):
             if entry:
                 await self._read_listed([entry], on_answer)
                 self._read[checkpoint].listed = sum(map(len, entry.ranks.values()))
-            copies[checkpoint] = entry.as_copy() if entry and any(entry.ranks.values()) else None
+            is_there = entry is not None and any(entry.ranks.values())
+            copies[checkpoint] = entry.as_copy(self.mismatched(checkpoint)) if entry and is_there else None
         return copies
+
+    def mismatched(self, checkpoint: CheckpointId) -> Mapping[PartId, PartId]:
+        """Return the parts that do not belong to those of other ranks, by all manifests that were ever read."""
+        return self._read[checkpoint].mismatched if checkpoint in self._read else {}
 
     def list_all(self, run: str | None = None) -> None:
         """List all names of a run, or of every run, at the next observation, because a summary may be wrong."""
@@ -382,10 +387,11 @@ class ManifestIndex(ManifestRecords):
         shared = chunks_named_by(manifest)
         self._remember(manifest.part.checkpoint, info, shared)
         self._read[manifest.part.checkpoint].bases |= shared.owners
+        self._read[manifest.part.checkpoint].note_division(manifest.part, manifest.division)
         return shared
 
     async def are_usable(self, checkpoint: CheckpointId) -> bool:
-        """Whether all manifests of a checkpoint are there and usable; those not read yet are read now."""
+        """Whether all manifests of a checkpoint are there, usable and of one state; those not read yet are read now."""
         ranks: dict[int, set[int]] = {}
         todo = []
         async with aclosing(self.store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")) as listing:
@@ -399,4 +405,4 @@ class ManifestIndex(ManifestRecords):
             await for_each_limited(MAX_MANIFEST_READS, self.read, todo)
         except (ObjectNotFound, ManifestError, FormatTooNew):
             return False
-        return is_complete(ranks)
+        return is_complete(ranks) and not self.mismatched(checkpoint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -12,7 +12,7 @@ import xxhash
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix, parse_summary, summaries_prefix
 from tierd.core.planning.checkpoint_summary import MAX_SUMMARY_SIZE, CheckpointSummary, decode_summary
-from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, division_mismatch
 from tierd.daemon.concurrency import for_each_limited
 from tierd.daemon.tiers.tier_objects import read_sealed
 from tierd.stores.base import PAGE, ObjectInfo, Store
@@ -45,12 +45,14 @@ class ListedCheckpoint:
     todo: list[tuple[ObjectInfo, PartId]] = field(default_factory=list)
     token: str = ""  # of the summary that stands for the manifests, which were not listed; empty if they were
 
-    def as_copy(self) -> CheckpointCopy:
+    def as_copy(self, mismatched: Mapping[PartId, PartId]) -> CheckpointCopy:
+        """Return the copy; `mismatched` are as `ReadManifest.mismatched`."""
+        defects: dict[PartId, TierdError] = {part: division_mismatch(part, other) for part, other in mismatched.items()}
         return CheckpointCopy(
             self.id,
             {world: world_ranks for world, world_ranks in self.ranks.items() if world_ranks},
             {part: facts for part, facts in self.outcomes.items() if isinstance(facts, ManifestFacts)},
-            {part: defect for part, defect in self.outcomes.items() if not isinstance(defect, ManifestFacts)},
+            defects | {part: why for part, why in self.outcomes.items() if not isinstance(why, ManifestFacts)},
         )
 
 

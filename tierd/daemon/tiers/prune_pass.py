@@ -129,6 +129,10 @@ class PrunePass:
                 is_stale = True
                 why_held |= dict.fromkeys(self.to_delete, f"{missing_part}, which was to stay, is not there any more")
                 self.to_delete.clear()
+            elif mismatched := self._find_mismatched():
+                is_stale = True
+                why_held |= dict.fromkeys(self.to_delete, f"{mismatched}, which was to stay, cannot be restored")
+                self.to_delete.clear()
             elif spared := await self._spared(swept.pins, manifests.surviving_ranks):
                 self.to_delete -= spared.keys()
                 why_held |= spared
@@ -164,6 +168,12 @@ class PrunePass:
 
         await for_each_limited(MAX_MANIFEST_READS, read, unseen if self.to_delete else ())
         return min(missing, default=None)
+
+    def _find_mismatched(self) -> CheckpointId | None:
+        """Return a checkpoint that the decision counted on, and whose parts, as was read now, do not match."""
+        copies = self.decided_on.copies(self.marks.run)
+        counted = (copy.id for copy in copies if copy.usable and copy.id not in self.to_delete)
+        return next((checkpoint for checkpoint in counted if self.manifest_index.mismatched(checkpoint)), None)
 
     async def _spared(
         self, pins: Collection[CheckpointId], listed: Collection[CheckpointId]

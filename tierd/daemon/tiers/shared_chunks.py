@@ -22,6 +22,7 @@ from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Manifest
 from tierd.core.planning.checkpoint_summary import CheckpointSummary
 from tierd.core.planning.copies import ManifestFacts
+from tierd.core.replicas.shares import differing_divisions
 from tierd.daemon.tiers.manifest_listing import (
     ListedCheckpoint,
     ListedManifest,
@@ -155,10 +156,20 @@ class ReadManifest:
     shared: dict[bytes, SharedChunks] = field(default_factory=dict)
     # The owners of shared chunks in the manifests that prunes read.
     bases: set[CheckpointId] = field(default_factory=set)
+    # By world size and node, of each division that a manifest has, the part of the lowest rank.
+    divisions: dict[tuple[int, str], dict[str, PartId]] = field(default_factory=dict)
+    mismatched: dict[PartId, PartId] = field(default_factory=dict)  # as `differing_divisions` returns
     listed: int = 0  # how many manifests the last listing showed
     summary: CheckpointSummary | None = None  # the one that the last observation used
     summary_facts: ManifestFacts | None = None  # rank 0's, by the summary
     summary_chunks: SharedChunks | None = None  # all shared chunks, by the summary
+
+    def note_division(self, part: PartId, division: str) -> None:
+        """Note how the rank of a usable manifest divided its state."""
+        if division:
+            lowest = self.divisions.setdefault((part.world, division[:16]), {})
+            lowest[division] = min(part, lowest.get(division, part))
+            self.mismatched |= differing_divisions({first: known for known, first in lowest.items()})
 
     @property
     def unread_count(self) -> int:
@@ -249,6 +260,7 @@ class ManifestRecords:
         if info.token:
             self._remember(entry.id, info, chunks_named_by(manifest))
         self._read[entry.id].cached_facts[manifest_name(info)] = info.token, facts
+        self._read[entry.id].note_division(part, facts.division)
 
     def _remember(self, checkpoint: CheckpointId, info: ObjectInfo, shared: SharedChunks) -> None:
         self._read.setdefault(checkpoint, ReadManifest()).shared[_mark(info)] = self._memory.deduplicate(shared)

@@ -56,6 +56,7 @@ def due_summaries(place: Place, index: ManifestIndex, run: str, timings: DaemonT
         and min(copy.ranks) >= timings.summarised_ranks
         and copy.id not in doubted
         and index.summaries.get(copy.id) is None
+        and not index.mismatched(copy.id)
     ]
     return sorted(due, key=lambda copy: copy.id, reverse=True)
 
@@ -87,7 +88,7 @@ async def _put_summary(store: Store, index: ManifestIndex, checkpoint: Checkpoin
     shared = _shared_chunks(index, checkpoint, listed)
     listing = listing_digest(listed)
     # Listed again, because a manifest that was replaced before it was read is not the one that was listed.
-    if shared is None or listing_digest(await _listed(store, checkpoint)) != listing:
+    if shared is None or index.mismatched(checkpoint) or listing_digest(await _listed(store, checkpoint)) != listing:
         return
     await store.put(summary_key(checkpoint), encode_summary(make_summary(checkpoint, world, listing, facts, shared)))
     index.summaries.forget(checkpoint)
