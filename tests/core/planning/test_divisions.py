@@ -88,7 +88,7 @@ def test_it_is_not_sent():
     assert {action.part.checkpoint for action in actions if isinstance(action, Flush)} == {RIGHT}
 
 
-def test_newer_ones_end_it():
+def test_newer_checkpoint_ends_it():
     """It is deleted like any checkpoint that cannot become complete."""
     newer = Place.of(divided(checkpoint(2, 3), NODE + "0" * 16, NODE + "0" * 16))
     both = Place.of(divided(checkpoint(2, 3), NODE + "0" * 16, NODE + "0" * 16) | divided(WRONG, *MISMATCHED))
