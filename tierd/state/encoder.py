@@ -129,7 +129,8 @@ class Encoder:
             try:
                 object_state = self._ask(value)
             except Exception as error:
-                raise_refused(path, f"state_dict() raised {type(error).__name__}: {error}", error)
+                remedy = supported_values.remedy_for_failure(value)
+                raise_refused(path, f"state_dict() raised {type(error).__name__}: {error}{remedy}", error)
             self._alive.append(object_state)
             return Node(NodeForm.STATEFUL, type(value), children=(self.node(object_state, path),))
         return raise_refused(path, f"{type_name(value)}{supported_values.remedy_for(value)}")

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tierd.core.replicas.shares import ROUNDS, divide
 from tierd.state.kinds.dtensors import ranks_with_shard
+from tierd.state.kinds.supported_values import divides_itself
 from tierd.state.state_tree import Path, tensor_name_of
 from tierd.state.tensor_file import UNSHARED, ReplicaShare, TensorEntry
 
@@ -207,16 +208,11 @@ def _ranks_of_followed(value: object, ranks_of: Mapping[int, _Ranks]) -> _Ranks:
         value = value.optimizer
     if isinstance(value, torch.amp.GradScaler):
         held_by = set(ranks_of.values())
-    elif isinstance(value, Optimizer) and not _divides_itself(value):
+    elif isinstance(value, Optimizer) and not divides_itself(value):
         held_by = {ranks_of.get(id(parameter), ()) for group in value.param_groups for parameter in group["params"]}
     else:
         return ()
     return held_by.pop() if len(held_by) == 1 else ()
-
-
-def _divides_itself(optimizer: Optimizer) -> bool:
-    """Whether each rank has another part of the optimizer's state, as with ZeRO."""
-    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def _parameters_of(value: object) -> Iterator[nn.Parameter]:

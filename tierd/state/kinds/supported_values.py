@@ -173,6 +173,18 @@ def remedy_for(value: object) -> str:
     return f"; {_find_way(value)}"
 
 
+def divides_itself(value: object) -> bool:
+    """Whether a value is an optimizer of which each rank has another part of the state."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(value).__mro__)
+
+
+def remedy_for_failure(value: object) -> str:
+    """Return the rest of a message that says how a value's `state_dict()` failed."""
+    if divides_itself(value):
+        return " To save each rank's part: docs/howto/ranks.md#zeroredundancyoptimizer"
+    return ""
+
+
 def _find_way(value: Any) -> str:
     loads = "restore then calls its load_state_dict()"
     if _has(value, ("state_dict",)):
