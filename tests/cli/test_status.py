@@ -223,6 +223,8 @@ def test_a_last_state_is_private_and_replaced_whole(spool: Spool, calm: Status) 
     path = spool.control / status_file.LAST_STATUS
     status_file.write_status(spool.control, calm)
     first = path.stat()
+    recorded = status_file.read_status(spool.control)
+    assert recorded is not None and recorded["pid"] is None, "its number may be another process's"
     status_file.write_status(spool.control, calm)
     assert first.st_mode & 0o777 == 0o600 and path.stat().st_ino != first.st_ino
     assert [one.name for one in spool.control.glob("status*")] == [status_file.LAST_STATUS]

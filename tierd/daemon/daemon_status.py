@@ -99,7 +99,7 @@ class Status:
         at: when this was observed, RFC 3339 in UTC.
         running: false in the record of a daemon that has ended, or that was killed.
         problems: what is wrong, the worst first.
-        pid: its process.
+        pid: its process; None in the record of an ended daemon, because another process may have the number.
         version: its version of tierd.
         protocol: its protocol number.
         spool: the path of the spool.
@@ -123,7 +123,7 @@ class Status:
     at: str
     running: bool
     problems: tuple[Problem, ...]
-    pid: int
+    pid: int | None
     version: str
     protocol: str
     spool: str

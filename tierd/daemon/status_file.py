@@ -46,7 +46,7 @@ def write_status(control: Path, status: Status) -> None:
     fresh = control / f"{LAST_STATUS}.new"
     try:
         with open(fresh, "wb", opener=private_opener) as file:
-            file.write(msgspec.json.encode(replace(status, running=False)))
+            file.write(msgspec.json.encode(replace(status, running=False, pid=None)))
         fresh.replace(control / LAST_STATUS)
     except OSError as error:  # for example a full disk
         log.info("local: the last status is not recorded: %s", error)
