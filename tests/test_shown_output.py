@@ -28,7 +28,10 @@ def shown(page: str) -> list[tuple[str, list[str]]]:
     return [(lines[0], lines[1:]) for lines in (text.splitlines() for text in texts)]
 
 
-PAGES = ("own-loop", "operate", "monitor", "recovery", "export", "follow", "copy", "import")
+PAGES = (
+    *("own-loop", "operate", "monitor", "recovery", "export", "follow", "copy", "import"),
+    *("slurm", "kubernetes", "container", "s3", "encryption", "notifications", "service"),
+)
 SHOWN = [(page, command, lines) for page in PAGES for command, lines in shown(page)]
 
 
@@ -38,10 +41,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch = pytest.importorskip("torch")
     layouts = pytest.importorskip("support.layouts")
     home = tmp_path_factory.mktemp("node")
-    for name in ("tier", "copies", "outputs"):
+    for name in ("tier", "copies", "encrypted", "outputs"):
         (home / name).mkdir()
+    (home / "key").write_text("0123456789abcdef" * 4)
+    (home / "key").chmod(0o600)
+    (home / "page").write_text("#!/bin/sh\n")
+    (home / "page").chmod(0o755)
     layouts.trainer(home / "outputs")
-    (home / "tierd.toml").write_text(f'spool = "{home}/spool"\n[[tier]]\nname = "s3"\nurl = "file://{home}/tier"\n')
+    tier = f'[[tier]]\nname = "s3"\nurl = "file://{home}/tier"\n[[notify]]\ncommand = ["{home}/page"]\n'
+    (home / "tierd.toml").write_text(f'spool = "{home}/spool"\n{tier}')
     model = torch.nn.Linear(200, 200)
     optimizer = torch.optim.AdamW(model.parameters())
     with Daemon(home / "spool", lambda: {"file": FileStore(home / "tier")}) as daemon:
@@ -105,7 +113,8 @@ def _of_any_run(line: str) -> str:
 
 def _places(home: Path) -> dict[str, str]:
     """The pages' paths, and those of this test."""
-    named = {"s3://bucket/checkpoints": "tier", "/mnt/copies": "copies", "/nvme/tierd": "spool"}
+    named = {"s3://bucket/checkpoints": "tier", "/mnt/copies": "copies", "/mnt/encrypted": "encrypted"}
+    named |= {"/nvme/tierd": "spool", "/etc/tierd/key": "key", "/usr/local/bin/page": "page"}
     places = {there: f"{home}/{name}" for there, name in named.items()}
     return places | {"/etc/tierd/tierd.toml": f"{home}/tierd.toml", "/home/alice": str(home)}
 
@@ -118,7 +127,7 @@ def _there(command: str, home: Path) -> str:
 
 def assert_printed(lines: list[str], out: str, home: Path) -> None:
     """The lines are among those of the output, in their order."""
-    for shown_path, path in _places(home).items():
+    for shown_path, path in sorted(_places(home).items(), key=lambda place: -len(place[1])):  # a path begins another
         out = out.replace(f"file://{path}", shown_path).replace(path, shown_path)
     printed = iter([_plain(re.sub(r"\bfile\b", "s3", line)) for line in out.splitlines()])
     for line in lines:

@@ -60,7 +60,7 @@ def by_entry(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {difference["entry"]: difference for difference in answer["differences"]}
 
 
-def test_diff_names_what_was_added_removed_and_changed_and_how_far(home: Path, compare) -> None:
+def test_diff_names_added_removed_and_changed_entries_with_their_distance(home: Path, compare) -> None:
     noise = torch.Generator().manual_seed(1)
     weight, frozen = torch.randn(300, 20, generator=noise), torch.randn(50, generator=noise)
     changed = weight.clone()
@@ -126,7 +126,7 @@ def test_other_shape_or_dtype_is_a_change_without_a_distance(home: Path, compare
     assert entries["b"]["form"] == "float32 [3] → float16 [3]"
 
 
-def test_diff_compares_what_each_rank_has_for_itself(home: Path, compare) -> None:
+def test_diff_compares_entries_that_each_rank_has_for_itself(home: Path, compare) -> None:
     states = [{"model": torch.arange(1000.0), "own": torch.arange(100) * rank, "seen": rank} for rank in range(3)]
     save(home, 1, *states)
     states[2] = {**states[2], "own": states[2]["own"] + 1, "seen": 5}

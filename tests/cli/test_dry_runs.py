@@ -53,7 +53,7 @@ def tried(home: Path, capsys: pytest.CaptureFixture[str]):
     return dry
 
 
-def test_copy_says_what_it_would_send(home: Path, tried, capsys) -> None:
+def test_copy_forecasts_bytes_to_send(home: Path, tried, capsys) -> None:
     command = ["copy", str(home / "tier"), str(home / "other"), "--run", "run"]
     text, answer = tried(*command)
     forecast = answer["copy"]["checkpoints"]
@@ -68,7 +68,7 @@ def test_copy_says_what_it_would_send(home: Path, tried, capsys) -> None:
     assert "0 of them are not there" in text
 
 
-def test_restore_says_what_it_would_read_and_where_it_would_put_it(home: Path, tried, capsys) -> None:
+def test_restore_forecasts_chunks_and_directory(home: Path, tried, capsys) -> None:
     command = ["restore", str(home / "tier"), "--run", "run", "--to", str(home / "out")]
     text, forecast = tried(*command)
     assert (forecast["step"], forecast["world_size"], forecast["tiers"]) == (20, 2, ["file"])
@@ -95,7 +95,7 @@ def test_import_says_which_checkpoints_it_would_take(home: Path, tried, capsys) 
     assert all(unit["was_there"] for unit in tried(*command)[1]["imported"]["units"])
 
 
-def test_prepare_says_what_it_would_move_and_fetch(home: Path, tried, capsys) -> None:
+def test_prepare_forecasts_moves_and_fetches(home: Path, tried, capsys) -> None:
     layouts = pytest.importorskip("support.layouts")
     layouts.trainer(home / "outputs")
     watch = ["watch", str(home / "outputs"), "--run", "watched", "--to", str(home / "other"), "--until-idle"]
