@@ -124,10 +124,8 @@ def seen(browser: Browser, url: str, width: int) -> None:
                   f"of launch {attempt(1)}", f"of launch {attempt(2)}"):  # fmt: skip
         assert words in text, words
     assert browser.run("return document.querySelectorAll('circle.dot').length") == 5
-    assert browser.run(_BADGES) == {
-        "run": ["chip good", "step 20 is on a tier"],
-        "half": ["chip warning", "on no tier"],
-    }
+    badges = {"run": ["chip good", "step 20 is on a tier"], "half": ["chip warning", "on no tier"]}
+    wait_until(lambda: browser.run(_BADGES) == badges)
     charts = browser.run(
         "return [...document.querySelectorAll('figure svg')].map((it) => it.getAttribute('aria-label'))"
     )

@@ -20,6 +20,12 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((factor) => factor * power).find((round) => round >= value * 0.999);
 }
 
+/** The next time whose half is short to write, too. */
+function roundTime(seconds) {
+  if (seconds <= 50) return seconds > 0 ? roundUp(seconds) : 1;
+  return [60, 120, 300, 600, 1200, 3600, 7200, 18000, 43200, 86400].find((time) => time >= seconds) || 86400 * roundUp(seconds / 86400);
+}
+
 /** Bins for steps: each as wide as the usual distance between two saves, or a round number of these. */
 function axisOf(steps) {
   const sorted = [...new Set(steps)].sort((a, b) => a - b);
@@ -73,7 +79,7 @@ function scalesOf(charts, room) {
 
 /** From zero for times; a metric may be negative, or vary little. The top is a round number, so that it seldom changes. */
 function rangeOf([low, high], isTime) {
-  if (isTime) return [0, high > 0 ? roundUp(high) : 1];
+  if (isTime) return [0, roundTime(high)];
   const unit = roundUp((high - low || Math.abs(high) || 1) / 4);
   const bottom = low >= 0 && low < (high - low) ? 0 : Math.floor(low / unit) * unit, top = Math.ceil(high / unit) * unit;
   return [bottom, top > bottom ? top : bottom + unit];
