@@ -61,7 +61,7 @@ class RunsReport:
         sent_bytes: by tier, the bytes of flushes that ended in each of the last 30 minutes of the clock, the present
             one, which is not over, last.
         lags: of each run, whether the tiers have what its policy wants there.
-        saves: the last 200 saves of each run since the daemon's start.
+        saves: the last 200 saves, since the daemon's start, of each of the 32 runs that saved last.
     """
 
     at: str

@@ -12,7 +12,7 @@ from datetime import datetime
 from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId
 
-_SAVES, _RUNS, _METRICS = 200, 100, 8  # of each run the last; those that saved last; of each save the first by name
+_SAVES, _RUNS, _METRICS = 200, 32, 8  # of each run the last; those that saved last; of each save the first by name
 
 
 @dataclass(slots=True)
