@@ -28,7 +28,7 @@ def train(spool: str, steps: int, every: int = 100) -> None:
     adamw = torch.optim.AdamW(net.parameters(), lr=0.01)
     shared: dict[str, Any] = {"model": net, "optimizer": adamw}
 
-    def load(states: dict[str, Any]) -> None:  # torchft heals this group from another one
+    def load(states: dict[str, Any]) -> None:  # torchft recovers this group from another one
         for name, part in shared.items():
             part.load_state_dict(states[name])
 
@@ -41,7 +41,7 @@ def train(spool: str, steps: int, every: int = 100) -> None:
     )
     model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, adamw)
 
-    # A run for each group: its newest checkpoint may be older than another group's, and then torchft heals it.
+    # A run for each group: its newest checkpoint may be older than another group's, and then torchft recovers it.
     ckpt = tierd.Checkpointer(spool, run=f"llama-{group}", to=[])
     state: dict[str, Any] = {**shared, "torchft": manager}
     ckpt.restore(state)

@@ -1,5 +1,5 @@
 """The example for torchft: one of two replica groups dies in its save, the other one goes on saving, and after a new
-launch of both the group with the older checkpoint is healed from the other one.
+launch of both the group with the older checkpoint recovers from the other one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def launched(home: Path, steps: int, dies_at: str) -> list[str]:
 
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
-def test_replica_group_that_dies_in_its_save_is_healed_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_replica_group_that_dies_in_its_save_recovers_from_the_newest_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     dead, survivor = launched(tmp_path, 45, "20")
     assert dead.splitlines() == ["restored None", "saved 10", "dies"]
@@ -77,10 +77,10 @@ def test_replica_group_that_dies_in_its_save_is_healed_from_the_newest_checkpoin
     }
     assert 10 in steps[0] and 30 not in steps[0] and steps[1] == {30, 40}
 
-    healed, other = launched(tmp_path, 60, "")
-    assert healed.startswith(("restored 10\n", "restored 20\n")) and other.startswith("restored 40\n")
-    assert healed.splitlines()[-1] == other.splitlines()[-1], "both groups have the same weights"
-    assert sorted(line for line in (healed + other).splitlines() if line.startswith("saved")) == [
+    recovered, other = launched(tmp_path, 60, "")
+    assert recovered.startswith(("restored 10\n", "restored 20\n")) and other.startswith("restored 40\n")
+    assert recovered.splitlines()[-1] == other.splitlines()[-1], "both groups have the same weights"
+    assert sorted(line for line in (recovered + other).splitlines() if line.startswith("saved")) == [
         "saved 50",
         "saved 60",
     ]
