@@ -65,6 +65,7 @@ class Reconciler:
         replicas: compares what should be the same on all ranks.
         silence: for how long each tier gives no sign of life.
         backlog: what is left to flush and to prune.
+        lags: judges whether the tiers are behind with a run.
         repairs: repairs, and fetches for clients.
         requests: the requests of clients.
         room: frees space in the spool.
