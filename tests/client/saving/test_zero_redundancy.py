@@ -40,7 +40,7 @@ def train(rank: int, spool: str, last: int, has_adapter: bool) -> tuple[str, flo
 
 
 @pytest.mark.parametrize("ended_at", [3, 4])  # after a step that changed the learning rate, and before one
-def test_training_goes_on_exactly(tmp_path, ended_at):
+def test_training_continues_exactly(tmp_path, ended_at):
     whole = dcp_ranks.run(2, tmp_path / "first", train, str(tmp_path / "whole"), 6, True)
     dcp_ranks.run(2, tmp_path / "second", train, str(tmp_path / "ended"), ended_at, True)
     assert dcp_ranks.run(2, tmp_path / "third", train, str(tmp_path / "ended"), 6, True) == whole

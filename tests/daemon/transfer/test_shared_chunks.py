@@ -47,7 +47,7 @@ async def settle(tier: Tier) -> None:
         await asyncio.sleep(0)
 
 
-async def test_ranks_read_one_chunk_once_whenever_they_come(tier):
+async def test_ranks_read_a_chunk_once_in_any_order(tier):
     assert await asyncio.gather(tier.read("a"), tier.read("a")) == [b"a", b"a"]
     assert await tier.read("b") == b"b" and await tier.read("b") == b"b"
     assert tier.gets == ["a", "b"]
@@ -56,7 +56,7 @@ async def test_ranks_read_one_chunk_once_whenever_they_come(tier):
     assert await tier.read("b") == b"b" and tier.gets == ["a", "b", "b"], "all have read it, so it was forgotten"
 
 
-async def test_rank_that_is_ahead_waits_until_the_other_one_has_read(tier):
+async def test_rank_that_is_ahead_waits_for_the_slower_rank(tier):
     for name in "ab":
         await tier.read(name)
     ahead = asyncio.ensure_future(tier.read("c"))
@@ -66,7 +66,7 @@ async def test_rank_that_is_ahead_waits_until_the_other_one_has_read(tier):
     assert await ahead == b"c" and tier.gets == ["a", "b", "c"]
 
 
-async def test_rank_that_does_not_come_ends_the_wait_of_others(tier):
+async def test_absent_rank_ends_the_wait_of_others(tier):
     tier.shared._patience_s = 0.01
     for name in "abcdef":
         assert await tier.read(name) == name.encode()
@@ -74,7 +74,7 @@ async def test_rank_that_does_not_come_ends_the_wait_of_others(tier):
     assert await asyncio.gather(tier.read("g"), tier.read("g")) == [b"g", b"g"] and tier.gets[6:] == ["g"]
 
 
-async def test_error_is_of_those_who_wait_and_the_next_one_asks_again(tier):
+async def test_error_reaches_waiting_ranks_and_a_later_rank_asks_again(tier):
     tier.failing = True
     errors = await asyncio.gather(tier.read("a", 3), tier.read("a", 3), return_exceptions=True)
     assert all(isinstance(error, StoreUnavailable) for error in errors)

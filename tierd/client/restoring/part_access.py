@@ -1,4 +1,4 @@
-"""The chunks of any part, wherever this node has them: the spool, or the daemon's tiers; and what mends a bad copy.
+"""The chunks of any part, wherever this node has them: the spool, or the daemon's tiers; and the repair of a bad copy.
 
 Invariant: a part counts as corrupt only after every place that could hold it was asked. A place that cannot be asked is
 an error, not corruption.

@@ -94,7 +94,7 @@ class PartImage:
         ]
 
     def chunk_memory(self, where: ChunkPlace) -> memoryview:
-        """Return the memory of a chunk. Whoever puts right bytes there calls `note_brought`."""
+        """Return the memory of a chunk. A caller that writes verified bytes there calls `note_brought`."""
         start = self._start(where)
         return self._memory[where[0]][start : start + self.manifest.chunk(where).size]
 
