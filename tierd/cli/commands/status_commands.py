@@ -126,7 +126,8 @@ def _daemon(answer: Members) -> Iterator[str]:
     version = f"tierd {answer['version']}, protocol {answer['protocol']}" if "version" in answer else "version unknown"
     not_running = "" if answer.get("running", True) else ", not running"
     trainers = answer["trainers"]
-    yield f"daemon {answer['pid']}, {version}{not_running}; {trainers} trainer{'s' * (trainers != 1)} attached"
+    name = f"daemon {answer['pid']}" if answer["pid"] else "daemon"
+    yield f"{name}, {version}{not_running}; {trainers} trainer{'s' * (trainers != 1)} attached"
 
 
 def _spool(answer: Members) -> Iterator[str]:
