@@ -32,7 +32,7 @@ from tierd.daemon.daemon_status import Status, make_status
 from tierd.daemon.handoff_socket import HandoffServer
 from tierd.daemon.reconciler import Reconciler
 from tierd.daemon.request_handler import RequestHandler
-from tierd.daemon.transfer.slot_fills import SharedChunks, SlotFills, SlotSession
+from tierd.daemon.transfer.slot_fills import SharedReads, SlotFills, SlotSession
 from tierd.events.notifier import Notifier
 from tierd.ipc import message_codec, messages
 from tierd.spool.spool_access import bind_private_socket, foreign_peer_uid, peer_pid
@@ -52,7 +52,7 @@ class ControlServer:
         self._handoff = handoff
         self._connections: set[ControlConnection] = set()
         self._peers = PeerLog("control")
-        self._shared_chunks = SharedChunks(reconciler.repairs.repairer.budget)
+        self._shared_reads = SharedReads(reconciler.repairs.repairer.budget)
         self.handler = RequestHandler(reconciler, handoff, self.status)
         self.trainers = 0
         self.had_trainer = False
@@ -193,7 +193,7 @@ class ControlServer:
         reply: Callable[[dict[str, object]], None],
     ) -> SlotSession:
         stores = self._reconciler.repairs.repairer.stores
-        return SlotSession(loop, SlotFills(part, stores, self._shared_chunks, memory), reply)
+        return SlotSession(loop, SlotFills(part, stores, self._shared_reads, memory), reply)
 
     def _make_room(self, loop: asyncio.AbstractEventLoop, part: PartId, size_bytes: int, quota: bool) -> bool:
         """Free disk space for a part. Called in a thread that persists the part and that waits only for this."""

@@ -49,7 +49,7 @@ class _SharedChunk:
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class SharedChunks:
+class SharedReads:
     """Stored chunks that several clients of one daemon read, in memory of `budget` until all of them have.
 
     Invariant: a chunk's memory is given back when no client reads it, and all have, or another chunk has waited for
@@ -127,7 +127,7 @@ class SharedChunks:
 class SlotFills:
     """The chunks of one part, got from the tiers into `memory`."""
 
-    def __init__(self, part: PartId, stores: Mapping[str, Store], shared: SharedChunks, memory: memoryview) -> None:
+    def __init__(self, part: PartId, stores: Mapping[str, Store], shared: SharedReads, memory: memoryview) -> None:
         self._copies, self.shared, self._memory = Replicas(part, stores), shared, memory
         self._budget = shared.budget
 

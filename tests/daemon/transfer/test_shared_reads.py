@@ -8,7 +8,7 @@ import pytest
 
 from tierd.core.errors import StoreUnavailable
 from tierd.daemon.concurrency import MemoryBudget
-from tierd.daemon.transfer.slot_fills import SharedChunks
+from tierd.daemon.transfer.slot_fills import SharedReads
 
 SIZE = 10
 
@@ -16,7 +16,7 @@ SIZE = 10
 class Tier:
     """What is asked for, and gives each object its name's bytes."""
 
-    def __init__(self, shared: SharedChunks) -> None:
+    def __init__(self, shared: SharedReads) -> None:
         self.shared, self.gets = shared, list[str]()
         self.failing = self.hanging = False
 
@@ -35,11 +35,15 @@ class Tier:
             return bytes(data)
 
 
-@pytest.fixture
-def tier() -> Tier:
-    tier = Tier(SharedChunks(MemoryBudget(2 * SIZE), patience_s=60.0))
+def tier_with(patience_s: float) -> Tier:
+    tier = Tier(SharedReads(MemoryBudget(2 * SIZE), patience_s=patience_s))
     tier.shared.join()
     return tier
+
+
+@pytest.fixture
+def tier() -> Tier:
+    return tier_with(60.0)
 
 
 async def settle(tier: Tier) -> None:
@@ -66,8 +70,8 @@ async def test_rank_that_is_ahead_waits_for_the_slower_rank(tier):
     assert await ahead == b"c" and tier.gets == ["a", "b", "c"]
 
 
-async def test_absent_rank_ends_the_wait_of_others(tier):
-    tier.shared._patience_s = 0.01
+async def test_absent_rank_ends_the_wait_of_others():
+    tier = tier_with(0.01)
     for name in "abcdef":
         assert await tier.read(name) == name.encode()
     assert tier.gets == list("abcdef")
