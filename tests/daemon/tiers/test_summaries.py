@@ -118,6 +118,10 @@ async def test_checkpoint_whose_ranks_divided_differently_gets_no_summary_and_is
     copies = (await observer.observe({RUN})).checkpoints
     assert [copies[part(step).checkpoint].usable for step in (1, 2)] == [True, False]
     assert isinstance(copies[part(2).checkpoint].defects[part(2, rank=1, world=2)], DivisionMismatch)
+    fresh = TierObserver(store)
+    decided_on = await fresh.observe({RUN})
+    kept = await prune(store, {part(1).checkpoint}, manifest_index=fresh.manifests, decided_on=decided_on)
+    assert not kept.deleted and kept.is_stale
     fresh = TierObserver(store).manifests
     assert [await fresh.are_usable(part(step).checkpoint) for step in (1, 2)] == [True, False]
 

@@ -172,7 +172,7 @@ class PrunePass:
     def _find_mismatched(self) -> CheckpointId | None:
         """Return a checkpoint that the decision counted on, and whose parts, as was read now, do not match."""
         copies = self.decided_on.copies(self.marks.run)
-        counted = (copy.id for copy in copies if copy.usable and copy.id not in self.to_delete)
+        counted = (copy.id for copy in copies if self.to_delete and copy.usable and copy.id not in self.to_delete)
         return next((checkpoint for checkpoint in counted if self.manifest_index.mismatched(checkpoint)), None)
 
     async def _spared(
