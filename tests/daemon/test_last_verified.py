@@ -61,10 +61,10 @@ def test_tier_that_stops_answering_keeps_its_entry_and_a_run_without_copies_lose
     assert not (spool.control / LAST_VERIFIED).exists(), "there is nothing to say"
     inventories.append(Inventory(place, {"a": place}))
     file.write()
-    written = (spool.control / LAST_VERIFIED).stat()
+    written = (spool.control / LAST_VERIFIED).stat().st_ino
     inventories.append(Inventory(place, {"a": None}))
     file.write()
-    assert (spool.control / LAST_VERIFIED).stat() == written and content(spool.control)[0]["step"] == 5
+    assert (spool.control / LAST_VERIFIED).stat().st_ino == written and content(spool.control)[0]["step"] == 5
     inventories.append(Inventory(Place(), {"a": Place()}))
     file.write()
     assert content(spool.control) == []

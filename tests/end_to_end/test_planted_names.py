@@ -93,6 +93,8 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["show", "r", "20", str(tier)], f"metrics:m{ESCAPED}0.5"
     yield ["show", "r", "20", "--spool", str(spool)], "[red][link=x]:smile:"
     yield ["show", "r", "20", str(tier), "--json"], "\\u202e\\u009b31m"
+    yield ["diff", "10", "20", str(tier)], ""
+    yield ["diff", "10", "20", str(tier), "--json"], ""
     yield ["verify", str(tier)], ""
     yield ["verify", "--spool", str(spool)], "\\u202e"
     yield ["verify", "--spool", str(spool), "--json"], "\\u202e"

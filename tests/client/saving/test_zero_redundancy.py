@@ -1,4 +1,4 @@
-"""A `ZeroRedundancyOptimizer` by the class of docs/howto/ranks.md: training goes on as if it had not ended."""
+"""A `ZeroRedundancyOptimizer` by the class of docs/howto/sharded.md: training continues as if it had not ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def train(rank: int, spool: str, last: int, has_adapter: bool) -> tuple[str, flo
     from torch.nn.parallel import DistributedDataParallel
 
     names: dict = {}
-    (code,) = (block for block in blocks(ROOT / "docs" / "howto" / "ranks.md") if "class LocalPart" in block)
+    (code,) = (block for block in blocks(ROOT / "docs" / "howto" / "sharded.md") if "class LocalPart" in block)
     exec(code, names)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)))
@@ -49,4 +49,4 @@ def test_training_continues_exactly(tmp_path, ended_at):
 
 def test_refusal_names_the_page(tmp_path):
     for refusal in dcp_ranks.run(2, tmp_path / "meeting", train, str(tmp_path / "spool"), 1, False):
-        assert "docs/howto/ranks.md#zeroredundancyoptimizer" in str(refusal)
+        assert "docs/howto/sharded.md#zeroredundancyoptimizer" in str(refusal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,7 +59,11 @@ def summaries(store: MemoryStore) -> set[CheckpointId]:
 
 
 def known(place: Place) -> dict[CheckpointId, object]:
-    return {own: (copy.ranks, copy.defects, copy.metadata_facts) for own, copy in place.checkpoints.items()}
+    """What a place shows of each checkpoint, but for sizes of borrowed chunks, which a summary does not say."""
+    return {
+        own: (copy.ranks, copy.defects, replace(copy.metadata_facts, borrowed_sizes={}))
+        for own, copy in place.checkpoints.items()
+    }
 
 
 async def test_observation_takes_a_checkpoint_from_its_summary(spool):

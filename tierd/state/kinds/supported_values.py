@@ -181,7 +181,7 @@ def divides_itself(value: object) -> bool:
 def remedy_for_failure(value: object) -> str:
     """Return the rest of a message that says how a value's `state_dict()` failed."""
     if divides_itself(value):
-        return " To save each rank's part: docs/howto/ranks.md#zeroredundancyoptimizer"
+        return " To save each rank's part: docs/howto/sharded.md#zeroredundancyoptimizer"
     return ""
 
 
