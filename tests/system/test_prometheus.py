@@ -153,7 +153,8 @@ def described(name: str) -> str:
 
 
 def tried(name: str, case: Case) -> dict[str, Any]:
-    labels = {**({} if "min by (run)" in RULES.read_text().split(name)[1].split("- alert")[0] else NODE), **case.labels}
+    rule = RULES.read_text().split(name)[1].split("- alert")[0]
+    labels = {**({} if re.search(r"expr: m(in|ax) by \(run\)", rule) else NODE), **case.labels}
     fires = {
         "exp_labels": {**labels, "severity": case.severity},
         "exp_annotations": {"summary": case.summary, "description": described(name)},

@@ -90,9 +90,9 @@ PROC = "/proc/$(systemctl show -P MainPID tierd)"
 
 
 def blocks() -> list[str]:
-    """The page's commands, block by block."""
-    found = re.findall(r"(?:^    .*\n)+", PAGE, re.M)
-    return [re.sub(r"^    ", "", block, flags=re.M) for block in found]
+    """The page's commands, block by block, but for those with their output."""
+    indented = re.findall(r"(?:^    .*\n)+", PAGE, re.M)
+    return [re.sub(r"^    ", "", block, flags=re.M) for block in indented if not block.startswith("    $ ")]
 
 
 @pytest.fixture
