@@ -18,7 +18,8 @@ class Tier:
 
     def __init__(self, shared: SharedReads) -> None:
         self.shared, self.gets = shared, list[str]()
-        self.failing = self.hanging = False
+        self.failure: Exception | None = None
+        self.hanging = False
 
     async def read(self, name: str, readers: int = 2) -> bytes:
         async def get(memory: memoryview) -> memoryview:
@@ -26,8 +27,8 @@ class Tier:
             await asyncio.sleep(0)
             while self.hanging:
                 await asyncio.sleep(0.001)
-            if self.failing:
-                raise StoreUnavailable("the tier is gone")
+            if self.failure:
+                raise self.failure
             memory[: len(name)] = name.encode()
             return memory[: len(name)]
 
@@ -78,22 +79,23 @@ async def test_absent_rank_ends_the_wait_of_others():
     assert await asyncio.gather(tier.read("g"), tier.read("g")) == [b"g", b"g"] and tier.gets[6:] == ["g"]
 
 
-async def test_error_reaches_waiting_ranks_and_a_later_rank_asks_again(tier):
-    tier.failing = True
+@pytest.mark.parametrize("kind", [StoreUnavailable, MemoryError])
+async def test_error_reaches_waiting_ranks_and_a_later_rank_asks_again(tier, kind):
+    tier.failure = kind("the tier is gone")
     errors = await asyncio.gather(tier.read("a", 3), tier.read("a", 3), return_exceptions=True)
-    assert all(isinstance(error, StoreUnavailable) for error in errors)
-    tier.failing = False
+    assert all(isinstance(error, kind) for error in errors)
+    tier.failure = None
     assert await tier.read("a") == b"a" and tier.gets == ["a", "a"]
 
 
 async def test_rank_that_is_gone_does_not_end_the_reads_of_others(tier):
     tier.hanging = True
-    gone, other = asyncio.ensure_future(tier.read("a", 3)), asyncio.ensure_future(tier.read("a", 3))
+    gone, remaining = asyncio.ensure_future(tier.read("a", 3)), asyncio.ensure_future(tier.read("a", 3))
     await settle(tier)
     gone.cancel()
     await settle(tier)
     tier.hanging = False
-    assert await other == b"a" and tier.gets == ["a"]
+    assert await remaining == b"a" and tier.gets == ["a"]
 
 
 async def test_memory_is_given_back_when_no_rank_is_left(tier):

@@ -102,7 +102,7 @@ class SharedReads:
                 with self.budget.buffers.hold(weight) as memory:
                     chunk.data.set_result(await get(memory))
                     await chunk.unused.wait()
-        except TierdError as error:
+        except Exception as error:  # any, because clients would wait for the data without end
             self._forget(key, chunk)
             chunk.data.set_exception(error)
             chunk.data.exception()  # retrieved, because every client may be gone
