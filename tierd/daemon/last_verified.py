@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tierd.core.planning.inventory import Inventory
-from tierd.spool.file_io import private_opener
+from tierd.spool.file_io import replace_private
 
 log = logging.getLogger("tierd.daemon")
 
@@ -80,10 +80,7 @@ class LastVerified:
             is_there = self._path.is_file()
             if content == self._path.read_bytes() if is_there else not checkpoints:
                 return
-            fresh = self._path.with_name(f"{LAST_VERIFIED}.new")
-            with open(fresh, "wb", opener=private_opener) as file:
-                file.write(content)
-            fresh.replace(self._path)
+            replace_private(self._path, content)
         except OSError as error:  # for example a full disk
             log.info("local: %s is not written: %s", LAST_VERIFIED, error)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tierd.ipc.messages import DAEMON_LOG
-from tierd.spool.file_io import private_opener
+from tierd.spool.file_io import private_opener, replace_private
 
 if TYPE_CHECKING:
     from tierd.daemon.daemon_status import Status  # loads the daemon, which `tierd status` does not need
@@ -43,11 +43,8 @@ async def keep_status(control: Path, status: Callable[[], Status]) -> None:
 
 def write_status(control: Path, status: Status) -> None:
     """Write a status to a spool's `.tierd/`, as the last one of a daemon that may end at any time."""
-    fresh = control / f"{LAST_STATUS}.new"
     try:
-        with open(fresh, "wb", opener=private_opener) as file:
-            file.write(msgspec.json.encode(replace(status, running=False, pid=None)))
-        fresh.replace(control / LAST_STATUS)
+        replace_private(control / LAST_STATUS, msgspec.json.encode(replace(status, running=False, pid=None)))
     except OSError as error:  # for example a full disk
         log.info("local: the last status is not recorded: %s", error)
 

@@ -204,6 +204,14 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
+def replace_private(path: Path, data: bytes) -> None:
+    """Write a file that only this user can access, by a rename, so that no reader sees half of it. It is not synced."""
+    fresh = path.with_name(f"{path.name}.new")
+    with open(fresh, "wb", opener=private_opener) as file:
+        file.write(data)
+    fresh.replace(path)
+
+
 def drop_cached(home: Path) -> None:
     """Drop a file, or all files below a directory, from the page cache. Best effort.
 

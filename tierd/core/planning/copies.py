@@ -220,7 +220,7 @@ class RunCopies:
     @cached_property
     def latest_usable(self) -> CheckpointId | None:
         """The usable checkpoint with the highest step of the latest attempt that has one."""
-        return max(self.usable, key=lambda checkpoint: (checkpoint.attempt, checkpoint.step), default=None)
+        return self.usable[-1] if self.usable else None
 
     @cached_property
     def unusable(self) -> list[CheckpointCopy]:

@@ -87,7 +87,8 @@ def _judge(
     saves_of: Callable[[str], Iterable[tuple[CheckpointId, float]]],
     now_s: float,
 ) -> FlushLag:
-    on_tiers = [place.run(run).usable[-1] for place in inventory.tiers.values() if place and place.run(run).usable]
+    latest = (place.run(run).latest_usable for place in inventory.tiers.values() if place)
+    on_tiers = [checkpoint for checkpoint in latest if checkpoint]
     newest = max(on_tiers, key=checkpoint_order, default=None)
     tier_step = newest.step if newest else None
     safe = "on no tier" if newest is None else f"step {newest.step} is on a tier"

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.place import Place
 from tierd.daemon.concurrency import for_each_limited
 from tierd.daemon.daemon_timings import USUAL, DaemonTimings
@@ -147,12 +148,9 @@ class PrunePass:
         A part that the listing does not show is read, because some stores list what is there only after a while. The
         first lost part ends the reads, because the marks hold up flushes and pins meanwhile.
         """
-        counted = [
-            copy for copy in self.decided_on.copies(self.marks.run) if copy.usable and copy.id not in self.to_delete
-        ]
         unseen = [
             PartId(copy.id, rank, world)
-            for copy in counted
+            for copy in self._counted()
             for world, ranks in copy.ranks.items()
             for rank in ranks.difference(listed_ranks.get(copy.id, {}).get(world, ()))
         ]
@@ -166,14 +164,17 @@ class PrunePass:
             except ObjectNotFound:
                 missing.append(part)
 
-        await for_each_limited(MAX_MANIFEST_READS, read, unseen if self.to_delete else ())
+        await for_each_limited(MAX_MANIFEST_READS, read, unseen)
         return min(missing, default=None)
 
     def _find_mismatched(self) -> CheckpointId | None:
         """Return a checkpoint that the decision counted on, and whose parts, as was read now, do not match."""
-        copies = self.decided_on.copies(self.marks.run)
-        counted = (copy.id for copy in copies if self.to_delete and copy.usable and copy.id not in self.to_delete)
-        return next((checkpoint for checkpoint in counted if self.manifest_index.mismatched(checkpoint)), None)
+        return next((copy.id for copy in self._counted() if self.manifest_index.mismatched(copy.id)), None)
+
+    def _counted(self) -> list[CheckpointCopy]:
+        """Return the copies on which the decision counts; none if nothing is left to delete, so `settle` ends."""
+        copies = self.decided_on.copies(self.marks.run) if self.to_delete else ()
+        return [copy for copy in copies if copy.usable and copy.id not in self.to_delete]
 
     async def _spared(
         self, pins: Collection[CheckpointId], listed: Collection[CheckpointId]
