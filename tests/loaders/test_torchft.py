@@ -1,5 +1,5 @@
-"""The example for torchft: one of two replica groups dies in its save, the other one goes on saving, and after a new
-launch of both the group with the older checkpoint recovers from the other one.
+"""The example for torchft: one of two replica groups dies in its save, the other group continues to save, and after a
+new launch of both the group with the older checkpoint recovers from the other one.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Cycle:
         missing: dict[Point, int] = {}
         for path in by_hand.files_below(self.tier / RUN / "manifests"):
             for step, attempt, _, world in by_hand.parts_named([path.relative_to(self.tier).as_posix()], RUN):
-                with suppress(FileNotFoundError):  # a prune goes on meanwhile
+                with suppress(FileNotFoundError):  # a prune runs meanwhile
                     if manifest := by_hand.sealed(path.read_bytes()):
                         point = Point(attempt, step)
                         keys[point] |= by_hand.keys(manifest)

@@ -144,7 +144,7 @@ def processes(script: str, arguments: Sequence[Sequence[str]], timeout: float = 
 
 
 def launched_twice(script: str, home: Path) -> list[list[str]]:
-    """What two ranks print in a first launch, and in a second one that goes on from it.
+    """What two ranks print in a first launch, and in a second launch that continues from it.
 
     Each is called with its rank, a free port, `home`, and "first" or "again".
     """

@@ -5,7 +5,7 @@
     )
 
 `Trainer` builds the manager from this configuration, as it builds its own. Each rank saves its shards of the model and
-of the optimizers, and the states of the schedules, the data loader and the trainer. Training goes on meanwhile.
+of the optimizers, and the states of the schedules, the data loader and the trainer. Training continues meanwhile.
 
 torchtitan's own manager, which this one extends, still loads what a run begins with (`folder`, `initial_load_path`,
 Hugging Face weights), and writes seed checkpoints and the model of `last_save_in_hf`.

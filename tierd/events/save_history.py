@@ -17,11 +17,11 @@ _SAVES, _RUNS, _METRICS = 200, 32, 8  # of each run the last; those that saved l
 
 @dataclass(slots=True)
 class SavePoint:
-    """One checkpoint, as far as the daemon's events told of it since its start.
+    """One checkpoint, as far as events of the daemon since its start name it.
 
     Attributes:
         at: when the daemon heard of it first, RFC 3339 in UTC.
-        blocked_s: how long `save` blocked training, of the slowest rank here; None: no trainer told it.
+        blocked_s: how long `save` blocked training, of the slowest rank here; None: no trainer reported it.
         durable_s: from the call of `save` until it was durable in the spool, of the slowest rank here; None: as above.
         tier_s: by tier, how long after the spool the tier had it whole and verified.
         metrics: its first 8 metrics by name; None for a value that is not finite.

@@ -201,7 +201,7 @@ class Pruner:
             or any(part.checkpoint == checkpoint for part in live.busy)
         ):
             return False  # held or flushed since the tiers were asked; the next plan decides
-        if checkpoint.attempt not in before.remembered(checkpoint.run):  # only the copy tells what it resumed from
+        if checkpoint.attempt not in before.remembered(checkpoint.run):  # only the copy says what it resumed from
             await self.remember([checkpoint.run], {})
         present = [part for part in parts if spool.has(part)]
         writers = requests.writers() if reuse else frozenset[str]()
