@@ -409,12 +409,34 @@ def test_the_thread_ends_with_its_meeting(boards):
     threads = [one._thread for one in made]
     for one in made:
         one.close()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads), "a call of torch's store aborts a process that exits"
     assert together(*(lambda one=one: one.exchange(b"", 60) for one in made)) == [[b"", b""]] * 2, (
         "it can be used again"
     )
+
+
+def test_process_exits_while_its_exchange_thread_calls_the_store():
+    """A thread that is inside torch's store when the interpreter ends aborts the process."""
+    script = """
+import threading, time
+import torch
+from tierd.client.ranks.boards import StoreBoard
+from tierd.client.ranks.note_exchange import NoteExchange
+store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+exchanges = [NoteExchange(StoreBoard(store, name, "the store"), 0, 1, 60) for name in "abc"]
+calls_begun = threading.Barrier(4)
+def call_store(exchange):
+    calls_begun.wait(60)
+    end_s = time.monotonic() + 2
+    while time.monotonic() < end_s:
+        exchange._beat()
+for exchange in exchanges:
+    exchange.begin(60)
+    exchange._submit(lambda exchange=exchange: call_store(exchange))
+calls_begun.wait(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment())
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_signal_handler_closes_while_the_thread_is_started(tmp_path):

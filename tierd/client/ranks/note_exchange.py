@@ -24,10 +24,12 @@ count of turns.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -54,6 +56,14 @@ _MESSAGE_PREFIX = b"+"  # prefix of a rank's message, because an empty note mean
 _IDLE_S = 5.0  # how long the thread may be idle before it ends
 _LEAVE_S = 5.0  # the longest time that leaving takes
 _LIMIT = 1 << 28  # bytes of all messages in one exchange
+_exchanges: weakref.WeakSet[NoteExchange] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the threads before the interpreter: a thread inside a call of torch's store aborts the process then."""
+    for exchange in list(_exchanges):
+        exchange._end_thread()
 
 
 class _All(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -85,6 +95,7 @@ class NoteExchange:
         self._thread: threading.Thread | None = None
         self._inside = 0  # the number of open `attending` blocks
         self._moved = self._beaten = time.monotonic()
+        _exchanges.add(self)
 
     def begin(self, late_s: float) -> None:
         """Find the processes that are this launch's ranks now. Notes of earlier processes are ignored.
@@ -135,10 +146,15 @@ class NoteExchange:
         """
         if self._name:
             self._submit_and_wait(self._leave, _LEAVE_S)
+        self._end_thread()
+
+    def _end_thread(self) -> None:
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._jobs.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_LEAVE_S)
 
     # -- in the thread ----------------------------------------------------------------------------------------------
 
