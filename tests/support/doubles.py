@@ -6,9 +6,10 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.stores.base import Buffer, ObjectInfo, Store, StoreWrapper
 from tierd.stores.memory_store import MemoryStore
 
@@ -122,9 +123,13 @@ _DATED = "/retention/", "/timeline/", "README.md.id"  # what says when it was wr
 
 async def contents(store: Store, *, policies: bool = False) -> dict[str, bytes]:
     """Everything that a store holds; with `policies` also the runs' retention and heads, which say when they were
-    written."""
+    written. An object that a daemon deletes meanwhile is left out."""
     keys = [info.key async for info in store.scan("") if policies or not any(room in info.key for room in _DATED)]
-    return {key: bytes(await store.get(key)) for key in keys}
+    objects = {}
+    for key in keys:
+        with suppress(ObjectNotFound):
+            objects[key] = bytes(await store.get(key))
+    return objects
 
 
 def flipped(data: bytes, at: int | None = None) -> bytes:
