@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.seeds import seeds
 from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.core.manifest import MANIFEST_NAME
@@ -149,7 +150,7 @@ def changed_by_tierd(spool: Spool, rng: random.Random, what: int, count: int) ->
     return count
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_observer_equals_a_fresh_observer_after_any_changes(tmp_path: Path, seed):
     rng, spool = random.Random(seed), Spool(tmp_path)
     eye, count = SpoolObserver(spool), 0
@@ -167,7 +168,7 @@ def test_observer_equals_a_fresh_observer_after_any_changes(tmp_path: Path, seed
         assert observed(eye) == observed(SpoolObserver(spool))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_sparing_observation_equals_a_full_observation_after_any_changes_by_tierd(tmp_path: Path, seed):
     rng, spool = random.Random(seed), Spool(tmp_path)
     eye, count = SpoolObserver(spool), 0

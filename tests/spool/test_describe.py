@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.bad_readers import BadDisk, WrongPath
+from support.seeds import seeds
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import File
@@ -54,7 +55,7 @@ def described(path: Path, **options) -> File | None:
 def test_digests_of_a_bad_disk_are_right_or_none(path, monkeypatch, one_in, is_written):
     written = (SIZE, digest(path.read_bytes())) if is_written else None
     files = []
-    for seed in range(20):
+    for seed in seeds(weight=2):
         with monkeypatch.context() as patched:
             on_disk(patched)
             BadDisk(patched, path.parent, seed, one_in)

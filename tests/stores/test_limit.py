@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from stores.conformance import Conformance
 from support.doubles import Double
+from support.seeds import seeds
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
@@ -112,7 +113,7 @@ class TestLimitedFileStore(Conformance):
         return lambda: LimitedStore(FileStore(tmp_path), 1 << 40, 1 << 40)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_no_span_of_time_has_more_than_the_limit_and_one_seconds_worth_or_one_chunk(seed):
     noise = random.Random(seed)
     largest = noise.choice([50, 900, 5000])

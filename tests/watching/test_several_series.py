@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.seeds import seeds
 from support.watched_run import RUN, files, take
 from support.whole_layouts import pt, write
 
@@ -94,7 +95,7 @@ def test_first_watch_pins_newest_of_series_with_equal_times(root: Path, tier: Pa
     assert files(root.parent / "into") == expected
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_watch_orders_each_series(seed: int, root: Path, spool: Spool) -> None:
     """Several takes, some of several saves, by which units lie there from the start or appear later."""
     chance, at_ns, saved = random.Random(seed), 1_790_000_000 * 10**9, dict[str, list[int]]()

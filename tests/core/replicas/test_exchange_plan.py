@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from support.seeds import seeds
 
 from tierd.core.replicas import exchange_plan
 from tierd.core.replicas.exchange_plan import ShareOffer, exchange_plans, reader_of_chunks
@@ -22,7 +23,7 @@ def job(nodes: int, ranks_per_node: int, *, has_part=lambda rank: False) -> list
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 64])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_every_rank_gets_every_chunk_and_each_chunk_is_read_once(monkeypatch, most, seed):
     """What a rank has is played from the plans alone, step by step."""
     monkeypatch.setattr(exchange_plan, "MOST_MEMBERS", most)

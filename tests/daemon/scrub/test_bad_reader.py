@@ -7,6 +7,7 @@ import random
 import pytest
 from support.bad_readers import BadDisk, BadNetwork
 from support.doubles import Double, is_chunk, is_manifest
+from support.seeds import seeds
 from support.timed import timed
 from support.waiting import until
 from support.world import RUN, commit, content, converge, part, read, reconciler, running
@@ -24,7 +25,7 @@ PART = part(7)
 
 
 @pytest.mark.parametrize("one_in", [3, 10])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_a_restore_from_a_disk_that_flips_bits_quarantines_nothing(tmp_path, monkeypatch, seed, one_in):
     spool = Spool(tmp_path)
     data = commit(spool, PART, {"weights.bin": random.Random(seed).randbytes(3 << 20), **content(7)})

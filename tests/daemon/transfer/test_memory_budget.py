@@ -6,11 +6,12 @@ import asyncio
 import random
 
 import pytest
+from support.seeds import seeds
 
 from tierd.daemon.concurrency import MemoryBudget
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 async def test_budget_never_grants_more_than_its_total_under_any_cancellation(seed):
     rng = random.Random(seed)
     budget, out = MemoryBudget(100), 0

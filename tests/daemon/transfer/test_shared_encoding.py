@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from support.doubles import Double, contents, damage, is_chunk, is_manifest
+from support.seeds import seeds
 from support.world import CHUNK, commit, part
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
@@ -278,7 +279,7 @@ class Fickle(MemoryStore):
         return await super().put(key, data)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(weight=3))
 async def test_tiers_of_any_kind_have_the_same_chunks_in_the_end(spool, seed):
     """Of any speed, with failures and cuts, with room for much or hardly anything."""
     rng = random.Random(seed)
