@@ -63,7 +63,7 @@ def ended(call: Callable[[], object]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("shape", ["fifo", "link"])
-@pytest.mark.parametrize("name", ["r.json", ".r.new"])
+@pytest.mark.parametrize("name", ["r.json", "r.json.new"])
 def test_record_of_a_watch_is_written_in_place_of_an_odd_file(
     name: str, shape: str, spool: Spool, outside: Path
 ) -> None:

@@ -283,18 +283,12 @@ class OverheadRow(msgspec.Struct, frozen=True):
 
 
 class ScaledCost(msgspec.Struct, frozen=True):
-    """The cost of one save at the post's size.
-
-    Attributes:
-        added_s: seconds taken from training.
-        busy_s: seconds until the next save may begin.
-        flushed_s: seconds until a tier has it verified, which no save waits for; None without a tier.
-    """
+    """The cost of one save at the post's size."""
 
     label: str
-    added_s: float
-    busy_s: float
-    flushed_s: float | None = None
+    added_s: float  # seconds taken from training
+    busy_s: float  # seconds until the next save may begin
+    flushed_s: float | None = None  # seconds until a tier has it verified, which no save waits for; None without a tier
 
 
 def scaled_costs(size: SizeResult) -> list[ScaledCost]:

@@ -180,19 +180,13 @@ class LibraryUnavailable(Exception):
 
 
 class SaveMethodFacts(msgspec.Struct, frozen=True):
-    """The description of an arm for readers of the page.
+    """The description of an arm for readers of the page."""
 
-    Attributes:
-        settings: the settings with which it runs.
-        kind: `none`, `sync` (returns when written), `blocking` (returns when copied) or `overlapped` (returns at once).
-        durable: the guarantee that holds when the arm reports that a save is done.
-        copies: memory that the arm needs in addition to model and gradients, in units of the state.
-    """
-
-    settings: str
+    settings: str  # the settings with which it runs
+    # `none`, `sync` (returns when written), `blocking` (returns when copied) or `overlapped` (returns at once)
     kind: str
-    durable: str
-    copies: float
+    durable: str  # the guarantee that holds when the arm reports that a save is done
+    copies: float  # memory that the arm needs in addition to model and gradients, in units of the state
 
 
 _FSYNCED = "file fsynced"

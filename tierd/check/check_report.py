@@ -94,9 +94,9 @@ class Report(msgspec.Struct, frozen=True):
                 *map(_launch_line, self.launches),
                 *self._rank_lines(),
                 *self._state_lines(),
-                *self._leak_lines(),
-                *self._cause_lines(),
-                *self._kept_lines(),
+                *[f"  leakage: {leak_line(leak)}" for leak in self.leaks],
+                *[f"  likely cause ({cause.kind}): {cause.says}" for cause in self.causes],
+                *([f"  left to look at: {self.kept}"] if self.kept else []),
             ]
         )
 
@@ -124,15 +124,6 @@ class Report(msgspec.Struct, frozen=True):
         if self.missing:
             lines.append(f"{_plural(self.missing, 'value')} not compared: the killed run has none of these names")
         return [f"  state: {line}" for line in lines]
-
-    def _leak_lines(self) -> list[str]:
-        return [f"  leakage: {leak_line(leak)}" for leak in self.leaks]
-
-    def _cause_lines(self) -> list[str]:
-        return [f"  likely cause ({cause.kind}): {cause.says}" for cause in self.causes]
-
-    def _kept_lines(self) -> list[str]:
-        return [f"  left to look at: {self.kept}"] if self.kept else []
 
 
 def _launch_line(launch: LaunchResult) -> str:

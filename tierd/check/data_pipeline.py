@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
-from types import CellType, FunctionType, GeneratorType, MethodType
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ from tierd.check.launch_records import (
 from tierd.check.live_objects import LiveObjects, is_data_source
 from tierd.check.source_analysis import log_only_names
 from tierd.check.user_code import CreationSites, is_user_code, user_frames
-from tierd.check.user_values import is_user_class
+from tierd.check.user_values import cell_contents, is_user_class
 from tierd.check.value_leaves import ValueLeaf, is_random_generator, leaf_of, sequence_leaf
 
 _MAX_LEAVES = 2000  # leaves in one capture, at most
@@ -163,20 +163,13 @@ def referenced_values(value: Any, path: str) -> list[tuple[str, Any]]:
         return [(path, value.__self__)]
     if isinstance(value, FunctionType) and is_user_code(value.__code__.co_filename):
         names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(f"{path}.{name}", inner) for name, cell in names for inner in _cell_contents(cell)]
+        return [(f"{path}.{name}", inner) for name, cell in names for inner in cell_contents(cell)]
     if torch is not None and isinstance(value, torch.nn.Module):
         attributes = [(name, inner) for name, inner in list(vars(value).items()) if not name.startswith("_")]
         return [(f"{path}.{name}", inner) for name, inner in [*attributes, *value._modules.items()]]
     if _is_readable(value) and not isinstance(value, GeneratorType):
         return [(f"{path}.{name}", inner) for name, inner in list(vars(value).items())]
     return []
-
-
-def _cell_contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # a variable that the loop assigns only later
-        return []
 
 
 def leaves_below(value: Any, path: str, visited: set[int]) -> Iterator[tuple[str, ValueLeaf]]:

@@ -57,23 +57,15 @@ class KillPoint:
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One call of `tierd.observe`.
+    """One call of `tierd.observe`."""
 
-    Attributes:
-        step: the observed step.
-        samples: the step's samples.
-        loss: in the format of `float.hex`, which keeps every bit.
-        generators: digests of the states of the process's random number generators at the call, by name.
-        epoch: the epoch of the samples.
-        validation: samples that were used for evaluation.
-    """
-
-    step: int
-    samples: tuple[Sample, ...]
-    loss: str | None = None
+    step: int  # the observed step
+    samples: tuple[Sample, ...]  # the step's samples
+    loss: str | None = None  # in the format of `float.hex`, which keeps every bit
+    # digests of the states of the process's random number generators at the call, by name
     generators: dict[str, str] = {}
-    epoch: int | None = None
-    validation: tuple[Sample, ...] = ()
+    epoch: int | None = None  # the epoch of the samples
+    validation: tuple[Sample, ...] = ()  # samples that were used for evaluation
 
 
 class ProcessSettings(msgspec.Struct, frozen=True):
@@ -89,45 +81,33 @@ class ProcessSettings(msgspec.Struct, frozen=True):
 
 
 class StateCapture(msgspec.Struct, frozen=True):
-    """The captured state of a process at one moment.
+    """The captured state of a process at one moment."""
 
-    Attributes:
-        step: the last step before the capture; for `loaded`, the checkpoint's step.
-        moment: the moment: `step` or `end`, when a step was observed; `save`, when a save began; `loaded`, after a
-            restore; `forward`, at the first forward pass after that step; `backward`, right before the first backward
-            pass after it, with nothing but gradients.
-        entries: the values of the saved state by path, without loaders, samplers and datasets.
-        forms: the form of each key of the saved state, by path: `object` (it returns its state at any moment),
-            `values`, `both`, or `unread`. The prefix `other ` marks a key whose save got another object than the
-            restore.
-        note: how the state is known, `save` or `restore`, and the step; None if no state is known.
-        unsaved: values in the process that are not in the saved state.
-        evidence: values that are evidence for causes and are not compared: the attributes of loaders, samplers and
-            datasets, gradients, and the process's global generators.
-        kinds: the kinds of objects by the prefix of their paths: `weights`, `optimizer`, `scheduler`, `scaler`, `data`.
-        loaders: how far the process's data loaders are, and the attributes of their samplers.
-        order_digests: digests of the generators from which loaders and samplers draw.
-        names: the names that the user gave to objects, by the prefix of their paths.
-        user_paths: the paths in `evidence` of attributes of objects of the user's own classes.
-        after: the last step that was observed before the capture, because a loop may count the steps of its saves from
-            another number.
-        carried_names: the names by which the user's code carries a value from one step to the next.
-    """
-
-    step: int
+    step: int  # the last step before the capture; for `loaded`, the checkpoint's step
+    # the moment: `step` or `end`, when a step was observed; `save`, when a save began; `loaded`, after a restore;
+    # `forward`, at the first forward pass after that step; `backward`, right before the first backward pass after it,
+    # with nothing but gradients
     moment: str
-    entries: dict[str, ValueLeaf]
-    unsaved: dict[str, ValueLeaf]
+    entries: dict[str, ValueLeaf]  # the values of the saved state by path, without loaders, samplers and datasets
+    unsaved: dict[str, ValueLeaf]  # values in the process that are not in the saved state
+    # values that are evidence for causes and are not compared: the attributes of loaders, samplers and datasets,
+    # gradients, and the process's global generators
     evidence: dict[str, ValueLeaf] = {}
+    # the kinds of objects by the prefix of their paths: `weights`, `optimizer`, `scheduler`, `scaler`, `data`
     kinds: dict[str, str] = {}
+    # the form of each key of the saved state, by path: `object` (it returns its state at any moment), `values`, `both`,
+    # or `unread`. The prefix `other ` marks a key whose save got another object than the restore.
     forms: dict[str, str] = {}
+    # how the state is known, `save` or `restore`, and the step; None if no state is known
     note: tuple[str, int] | None = None
-    loaders: dict[str, ValueLeaf] = {}
-    order_digests: list[str] = []
-    names: dict[str, str] = {}
-    user_paths: list[str] = []
+    loaders: dict[str, ValueLeaf] = {}  # how far the process's data loaders are, and the attributes of their samplers
+    order_digests: list[str] = []  # digests of the generators from which loaders and samplers draw
+    names: dict[str, str] = {}  # the names that the user gave to objects, by the prefix of their paths
+    user_paths: list[str] = []  # the paths in `evidence` of attributes of objects of the user's own classes
+    # the last step that was observed before the capture, because a loop may count the steps of its saves from another
+    # number
     after: int | None = None
-    carried_names: list[str] = []
+    carried_names: list[str] = []  # the names by which the user's code carries a value from one step to the next
 
 
 BEFORE_FIRST_STEP = -1  # in place of a step: before the launch's first one
@@ -146,17 +126,14 @@ class RecordLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass
 class RankRecord:
-    """The record of one rank in one launch.
-
-    Attributes:
-        start_capture: its state at the first forward pass that trains, after every load, if tierd restored nothing.
-    """
+    """The record of one rank in one launch."""
 
     observations: dict[int, Observation] = field(default_factory=dict)
     setting: ProcessSettings | None = None
     saved_steps: list[int] = field(default_factory=list)
     kill_point: str | None = None
     captures: list[StateCapture] = field(default_factory=list)
+    # its state at the first forward pass that trains, after every load, if tierd restored nothing
     start_capture: StateCapture | None = None
 
     def add(self, line: RecordLine) -> None:

@@ -189,27 +189,20 @@ class _SavedState:
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """The objects of this process that a capture is about.
+    """The objects of this process that a capture is about."""
 
-    Attributes:
-        stateful_objects: objects with `state_dict()` and `load_state_dict()` that are no part of another module, and no
-            data.
-        generators: the running generator functions of the user's own code, because often only a `for` loop refers to
-            them.
-        iterators: those of torch's data loaders, for the same reason.
-        user_objects: objects of the user's own classes, but no loaders, samplers and datasets; and objects of others'
-            classes of which the user's code sets an attribute.
-        loaders_and_samplers: torch's loaders and samplers.
-        functions: the user's functions that hold values: in a closure, as attributes, or as defaults.
-        user_data: loaders, samplers, datasets and the like of the user's own classes.
-    """
-
+    # objects with `state_dict()` and `load_state_dict()` that are no part of another module, and no data
     stateful_objects: list[Any]
+    # the running generator functions of the user's own code, because often only a `for` loop refers to them
     generators: list[GeneratorType[Any, Any, Any]]
-    iterators: list[Any] = field(default_factory=list)
+    iterators: list[Any] = field(default_factory=list)  # those of torch's data loaders, for the same reason
+    # objects of the user's own classes, but no loaders, samplers and datasets; and objects of others' classes of which
+    # the user's code sets an attribute
     user_objects: list[Any] = field(default_factory=list)
-    loaders_and_samplers: list[Any] = field(default_factory=list)
+    loaders_and_samplers: list[Any] = field(default_factory=list)  # torch's loaders and samplers
+    # the user's functions that hold values: in a closure, as attributes, or as defaults
     functions: list[FunctionType] = field(default_factory=list)
+    # loaders, samplers, datasets and the like of the user's own classes
     user_data: list[Any] = field(default_factory=list)
 
 

@@ -83,25 +83,17 @@ class LaunchedRank:
 
 @dataclass(frozen=True)
 class CheckedLoop:
-    """The loop under check, which can be launched repeatedly.
-
-    Attributes:
-        home: the directory for records and output.
-        patience: seconds without a new step after which a launch counts as hung.
-        captured: the steps after which the state is captured, in addition to the last one.
-        every_save: whether to capture it at each save as well.
-        is_later: whether the next launch is not the run's first.
-    """
+    """The loop under check, which can be launched repeatedly."""
 
     target: str
     ranks: int
     steps: int
-    home: Path
-    patience: float
+    home: Path  # the directory for records and output
+    patience: float  # seconds without a new step after which a launch counts as hung
     on_line: Callable[[str], None]
-    captured: tuple[int, ...] = ()
-    every_save: bool = False
-    is_later: bool = False
+    captured: tuple[int, ...] = ()  # the steps after which the state is captured, in addition to the last one
+    every_save: bool = False  # whether to capture it at each save as well
+    is_later: bool = False  # whether the next launch is not the run's first
 
     def with_captures(self, captured: Iterable[int]) -> CheckedLoop:
         """Return the same loop with the state captured after these steps and at every save."""

@@ -6,7 +6,7 @@ Invariant: pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -21,7 +21,7 @@ from tierd.check.launch_records import (
     kind_of_path,
 )
 from tierd.check.source_analysis import variable_of_path
-from tierd.check.state_comparison import incomparable_keys
+from tierd.check.state_comparison import incomparable_keys, is_path_within
 from tierd.check.value_leaves import ValueLeaf, distinct_texts
 
 
@@ -156,7 +156,9 @@ class ResumeComparison:
                 continue  # a variable or an attribute that the loop assigns only later
             if is_same_value(was, now) or is_path_within(path, reported):
                 continue
-            if path not in self._differing_paths and not _is_above(path, self._differing_paths):
+            if path not in self._differing_paths and not any(
+                below.startswith((f"{path}[", f"{path}.")) for below in self._differing_paths
+            ):
                 continue
             reported.add(path)
             if (finding := self._lost_finding(path, was, now)) is not None:
@@ -291,15 +293,6 @@ class ResumeComparison:
 
 def _is_tensor(leaf: ValueLeaf) -> bool:
     return leaf.count is not None and bool(leaf.sample) and " items" not in leaf.text
-
-
-def is_path_within(path: str, reported: Collection[str]) -> bool:
-    """Return whether `path` is one of some paths, or below one."""
-    return path in reported or any(path.startswith((f"{above}[", f"{above}.")) for above in reported)
-
-
-def _is_above(path: str, differ: Collection[str]) -> bool:
-    return any(below.startswith((f"{path}[", f"{path}.")) for below in differ)
 
 
 def _is_outside(path: str, evidence: Mapping[str, ValueLeaf]) -> bool:

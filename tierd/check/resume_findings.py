@@ -36,9 +36,8 @@ from tierd.check.resume_comparison import (
     find_capture,
     first_step_captures,
     is_load_deferred,
-    is_path_within,
 )
-from tierd.check.state_comparison import incomparable_keys, nondeterministic_paths
+from tierd.check.state_comparison import incomparable_keys, is_path_within, nondeterministic_paths
 
 _OBJECT_KINDS = frozenset({"weights", "optimizer", "scheduler", "scaler"})
 # A loop does not set these because of a loss, so that a change of them is no consequence of other losses.

@@ -22,19 +22,12 @@ _MAX_EXAMPLES = 5  # samples that a report names, at most
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTerms:
-    """The terms of a comparison.
+    """The terms of a comparison."""
 
-    Attributes:
-        steps: the last step that is compared.
-        allowance: samples that each rank may read again or skip, for each resume.
-        loss_tolerance: relative; 0 compares every bit.
-        ignore: paths of the state that may differ.
-    """
-
-    steps: int
-    allowance: int = 0
-    loss_tolerance: float = 0.0
-    ignore: tuple[str, ...] = ()
+    steps: int  # the last step that is compared
+    allowance: int = 0  # samples that each rank may read again or skip, for each resume
+    loss_tolerance: float = 0.0  # relative; 0 compares every bit
+    ignore: tuple[str, ...] = ()  # paths of the state that may differ
 
 
 class Divergence(msgspec.Struct, frozen=True):

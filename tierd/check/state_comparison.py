@@ -114,7 +114,7 @@ def _passing_differences(
             continue
         then = uninterrupted[step, at][1]
         for path, expected, actual in _differing_leaves(then, now, tolerance, incomparable_keys(then, now)):
-            if path in then.entries.keys() | now.entries.keys() and not _is_below(path, reported):
+            if path in then.entries.keys() | now.entries.keys() and not is_path_within(path, reported):
                 reported.add(path)
                 yield StateDifference(
                     rank, path, step, launch, *_texts_and_distance(expected, actual), actual.saved, passing=True
@@ -270,7 +270,8 @@ def _distance(a: ValueLeaf, b: ValueLeaf) -> tuple[float | None, float | None]:
     return distance, distance / max(map(abs, (*a.sample, *b.sample)))
 
 
-def _is_below(path: str, paths: Collection[str]) -> bool:
+def is_path_within(path: str, paths: Collection[str]) -> bool:
+    """Return whether `path` is one of some paths, or below one."""
     return path in paths or any(path.startswith((f"{parent}[", f"{parent}.")) for parent in paths)
 
 

@@ -53,10 +53,6 @@ def is_keras_optimizer(kind: type) -> bool:
     return any(base.__name__ == "BaseOptimizer" and base.__module__.startswith("keras.") for base in kind.__mro__)
 
 
-def _optimizer_variables(optimizer: Any) -> dict[str, Any]:
-    return {str(variable.name): variable.value for variable in optimizer.variables}
-
-
 def user_object_leaves(objects: Iterable[Any], is_captured: bool) -> dict[str, ValueLeaf]:
     """Return numbers, tensors and generators in the attributes of `objects`, and in containers there.
 
@@ -137,7 +133,7 @@ def _class_attributes(name: str, objects: list[Any]) -> Iterator[tuple[str, Any]
         where = name if len(objects) == 1 else f"{name} ({number} of {len(objects)})"
         kind: Any = type(instance)
         if is_keras_optimizer(kind):
-            yield where, _optimizer_variables(instance)
+            yield where, {str(variable.name): variable.value for variable in instance.variables}
             if not is_user_class(kind):
                 continue
         is_module = isinstance(instance, torch.nn.Module)
@@ -206,7 +202,7 @@ def _all_variables(functions: Iterable[FunctionType]) -> Iterator[tuple[str, Any
         name = function.__qualname__.split("<locals>.")[-1]
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if variable not in of_frames and variable != "__class__":
-                yield from ((f"{name}() {variable}", value) for value in _cell_contents(cell))
+                yield from ((f"{name}() {variable}", value) for value in cell_contents(cell))
         yield from ((f"{name}.{key}", value) for key, value in list(function.__dict__.items()) if key != "__wrapped__")
         for index, value in enumerate(function.__defaults__ or ()):
             if isinstance(value, dict | list | set):
@@ -231,7 +227,7 @@ def _module_variables(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield f"{module.__name__}.{name}", value
 
 
-def _cell_contents(cell: Any) -> list[Any]:
+def cell_contents(cell: Any) -> list[Any]:
     try:
         return [cell.cell_contents]
     except ValueError:  # a variable that is assigned only later

@@ -28,23 +28,14 @@ _SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
 class ValueLeaf(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One value.
+    """One value."""
 
-    Attributes:
-        digest: equal for values that are equal to the last bit.
-        text: the value for a reader, shortened.
-        count: the number of items of a container or sequence.
-        sample: some of its numbers, from the same positions for equal shapes.
-        saved: whether the saved state contains it; None if no state was captured.
-        full_text: the text before it was shortened, up to a limit, to show where two values differ.
-    """
-
-    digest: str
-    text: str
-    count: int | None = None
-    sample: tuple[float, ...] = ()
-    saved: bool | None = None
-    full_text: str = ""
+    digest: str  # equal for values that are equal to the last bit
+    text: str  # the value for a reader, shortened
+    count: int | None = None  # the number of items of a container or sequence
+    sample: tuple[float, ...] = ()  # some of its numbers, from the same positions for equal shapes
+    saved: bool | None = None  # whether the saved state contains it; None if no state was captured
+    full_text: str = ""  # the text before it was shortened, up to a limit, to show where two values differ
 
 
 def leaves_by_path(
@@ -134,7 +125,7 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, ValueLe
         yield path, ValueLeaf(_digest(str(len(value)).encode()), f"{len(value)} items", len(value))
         for key, inner in list(value.items()):
             yield from _walk(inner, f"{path}[{key_text(key)}]", above | {id(value)})
-    elif _is_sequence(value):
+    elif isinstance(value, list | tuple | deque | set | frozenset):
         if (run := sequence_leaf(value)) is not None:
             yield path, run
             return
@@ -142,10 +133,6 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, ValueLe
         items: Iterable[Any] = sorted(value, key=repr) if isinstance(value, set | frozenset) else list(value)
         for index, inner in enumerate(items):
             yield from _walk(inner, f"{path}[{index}]", above | {id(value)})
-
-
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, list | tuple | deque | set | frozenset)
 
 
 def key_text(key: object) -> str:

@@ -48,25 +48,17 @@ _SETTLE_S = 30.0  # seconds that a kill after a step waits for saves that were b
 
 
 class WitnessOrders(msgspec.Struct, frozen=True):
-    """The orders with which a rank's process starts.
-
-    Attributes:
-        steps: the last step that is compared.
-        parent: the id of the checking process.
-        kill: the kill point of this rank in this launch.
-        captured: the steps after which the witness captures the state.
-        is_later: whether this is not the run's first launch.
-    """
+    """The orders with which a rank's process starts."""
 
     target: str
     spool: str
     record: str
-    parent: int
-    steps: int
-    kill: str | None = None
-    captured: tuple[int, ...] = ()
+    parent: int  # the id of the checking process
+    steps: int  # the last step that is compared
+    kill: str | None = None  # the kill point of this rank in this launch
+    captured: tuple[int, ...] = ()  # the steps after which the witness captures the state
     every_save: bool = False
-    is_later: bool = False
+    is_later: bool = False  # whether this is not the run's first launch
 
 
 class Witness:

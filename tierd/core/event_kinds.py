@@ -25,19 +25,14 @@ TEST_EVENT = "test"  # the kind that `tierd notify test` sends
 
 
 class EventKind(NamedTuple):
-    """The meaning of a kind of event.
-
-    Attributes:
-        is_usual: whether receivers get it that choose no kinds.
-        is_urgent: whether it is sent even if a receiver got too many events in this minute.
-        persists: whether the status counts it as a problem until the daemon starts again, because nothing that can be
-            observed later shows that it happened.
-    """
+    """The meaning of a kind of event."""
 
     meaning: str
     level: Literal["info", "error", "alert"] = "info"
-    is_usual: bool = True
-    is_urgent: bool = False
+    is_usual: bool = True  # whether receivers get it that choose no kinds
+    is_urgent: bool = False  # whether it is sent even if a receiver got too many events in this minute
+    # whether the status counts it as a problem until the daemon starts again, because nothing that can be observed
+    # later shows that it happened
     persists: bool = False
 
 

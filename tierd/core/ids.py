@@ -58,7 +58,7 @@ def check_attempt(attempt: str) -> str:
     """Return `attempt` if it has the form of `next_attempt`'s result and a time before `LATEST_MS`. Raises
     `ConfigError`.
     """
-    if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt) or int(attempt[:12], 16) >= LATEST_MS:
+    if not isinstance(attempt, str) or not is_attempt(attempt) or launch_ms(attempt) >= LATEST_MS:
         raise ConfigError(
             f"attempt {attempt!r}: an attempt is 12 hex digits of launch time in ms (before 2200), '-', 8 random ones "
             "(tierd.new_attempt() makes one); every rank of a launch is given the same"
@@ -69,6 +69,11 @@ def check_attempt(attempt: str) -> str:
 def is_attempt(name: str) -> bool:
     """Whether `name` has the form of `next_attempt`'s result."""
     return _ATTEMPT.fullmatch(name) is not None
+
+
+def launch_ms(attempt: str) -> int:
+    """When an attempt's name was made, in milliseconds since 1970."""
+    return int(attempt[:12], 16)
 
 
 def next_attempt(now_ms: int, attempts: Iterable[str], token: str) -> str:
@@ -82,7 +87,7 @@ def next_attempt(now_ms: int, attempts: Iterable[str], token: str) -> str:
         token: 8 random hex digits, which distinguish two launches of one millisecond.
     """
     bound_ms = max(now_ms, _THEN_MS) + _AHEAD_MS
-    latest = max((at for attempt in attempts if (at := int(attempt[:12], 16)) <= bound_ms), default=-1)
+    latest = max((at for attempt in attempts if (at := launch_ms(attempt)) <= bound_ms), default=-1)
     return check_attempt(f"{max(now_ms, latest + 1, 0):012x}-{token}")
 
 
@@ -127,7 +132,7 @@ class CheckpointId(_Hashed):
         later.
         """
         match = _CHECKPOINT.fullmatch(name)
-        if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):
+        if match is None or launch_ms(match[2]) >= LATEST_MS or not _RUN.fullmatch(run):
             return None
         return CheckpointId(run, match[2], int(match[1]))
 
@@ -271,8 +276,7 @@ def summary_key(checkpoint: CheckpointId) -> str:
 
 def parse_summary(run: str, key: str) -> CheckpointId | None:
     """The checkpoint whose summary has this key; None if the key is not that of one of `run`'s summaries."""
-    prefix = summaries_prefix(run)
-    return CheckpointId.parse(run, key.removeprefix(prefix)) if key.startswith(prefix) else None
+    return _checkpoint_below(run, key, summaries_prefix(run))
 
 
 def pin_key(checkpoint: CheckpointId) -> str:
@@ -281,7 +285,10 @@ def pin_key(checkpoint: CheckpointId) -> str:
 
 def parse_pin(run: str, key: str) -> CheckpointId | None:
     """The checkpoint that the pin with this key keeps; None if the key is not one of `run`'s pins."""
-    prefix = pins_prefix(run)
+    return _checkpoint_below(run, key, pins_prefix(run))
+
+
+def _checkpoint_below(run: str, key: str, prefix: str) -> CheckpointId | None:
     return CheckpointId.parse(run, key.removeprefix(prefix)) if key.startswith(prefix) else None
 
 

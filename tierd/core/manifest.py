@@ -276,10 +276,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for chunk in self.chunks():
             yield from chunk.objects()
 
-    def with_files(self, files: tuple[File, ...]) -> Manifest:
-        """The same part with other entries for its chunks, in the version that is written."""
-        return msgspec.structs.replace(self, files=files, version=VERSION)
-
     def with_chunks(self, chunks: Mapping[ChunkPlace, Chunk]) -> Manifest:
         """The same part with other entries for these chunks."""
         files = (
@@ -288,7 +284,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
             for number, file in enumerate(self.files)
         )
-        return self.with_files(tuple(files))
+        return msgspec.structs.replace(self, files=tuple(files), version=VERSION)
 
     def under(self, run: str) -> Manifest:
         """The same part under another run's name, which remembers this one's."""

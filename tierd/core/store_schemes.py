@@ -19,23 +19,17 @@ _ENDPOINT: Form = re.compile(r".+"), "http(s)://host[:port]"
 
 @dataclass(frozen=True, slots=True)
 class StoreScheme:
-    """One kind of store.
+    """One kind of store."""
 
-    Attributes:
-        example: the form of its URL, for messages and help.
-        bucket: the form of a bucket's name; None: the URL names a directory of this machine. It has no default, because
-            a directory is compared with the spool and with other tiers by its path, and a bucket by its name.
-        credentials: from where tierd takes credentials, for messages.
-        parameters: the form of each parameter after '?', which is a field of `StoreUrl`.
-        required: the parameters that a URL must have.
-        checks: the groups of `tierd doctor`'s checks, in their order; see `doctor.examination`.
-    """
-
-    example: str
+    example: str  # the form of its URL, for messages and help
+    # the form of a bucket's name; None: the URL names a directory of this machine. It has no default, because a
+    # directory is compared with the spool and with other tiers by its path, and a bucket by its name.
     bucket: Form | None
-    credentials: str = ""
+    credentials: str = ""  # from where tierd takes credentials, for messages
+    # the form of each parameter after '?', which is a field of `StoreUrl`
     parameters: Mapping[str, Form] = field(default_factory=lambda: MappingProxyType({}))
-    required: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()  # the parameters that a URL must have
+    # the groups of `tierd doctor`'s checks, in their order; see `doctor.examination`
     checks: tuple[str, ...] = ("operations",)
 
     @property

@@ -21,7 +21,7 @@ import io
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -77,7 +77,11 @@ def position_of(
 
 
 def load_tensor(item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
-    tensor = torch.load(cast(IO[bytes], _View(data)), map_location="cpu", weights_only=True)
+    tensor = torch.load(
+        cast(IO[bytes], RangeStream(len(data), lambda at, count: data[at : at + count])),
+        map_location="cpu",
+        weights_only=True,
+    )
     for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         if tensor.size(dimension) != length:
             tensor = tensor.narrow(dimension, offset, length)
@@ -111,12 +115,12 @@ def plain_value(data: memoryview) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-class _View(io.RawIOBase):
-    """A stream over memory that copies only the bytes that are read."""
+class RangeStream(io.RawIOBase):
+    """A stream of `length` bytes, of which `read`, given an offset and a length, returns those that are asked for."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, length: int, read: Callable[[int, int], memoryview]) -> None:
         super().__init__()
-        self._data, self._at = data, 0
+        self._length, self._read, self._at = length, read, 0
 
     def readable(self) -> bool:
         return True
@@ -125,19 +129,16 @@ class _View(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         into = flat_bytes(buffer)
-        piece = self._data[self._at : self._at + len(into)]
-        into[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
+        count = max(0, min(len(into), self._length - self._at))
+        into[:count] = self._read(self._at, count)
+        self._at += count
+        return count
 
 
 @dataclass(frozen=True, slots=True)

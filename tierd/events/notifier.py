@@ -218,7 +218,7 @@ class Channel:
     def _deliver(self, event: Event) -> bool:
         body = encode_event(event, self._head)
         for number in range(self._receiver.tries):
-            if number and (self._error_lasts or self._pause(self._again_s * 2 ** (number - 1))):
+            if number and ((self._in_vain >= self._receiver.tries) or self._pause(self._again_s * 2 ** (number - 1))):
                 return False
             try:
                 self._receiver.deliver(body, self._timeout)
@@ -235,11 +235,6 @@ class Channel:
                 self._record_try(None)
                 return True
         return False
-
-    @property
-    def _error_lasts(self) -> bool:
-        """Whether an earlier event was given up and no event was delivered since. One try per event is then enough."""
-        return self._in_vain >= self._receiver.tries
 
     def _pause(self, seconds: float) -> bool:
         """Wait before another try. Returns True if there must be no other try, because the daemon ends."""

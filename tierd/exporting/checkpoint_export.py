@@ -29,23 +29,17 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class ExportOptions:
     """What is exported, and how.
 
-    Attributes:
-        format: `safetensors`, `hf`, `torch` or `dcp`.
-        only: one entry of the state; None for all.
-        dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors; None keeps each one's own.
-        strip: a prefix that is removed from each name that begins with it.
-        rank: the rank whose value is exported where ranks saved different ones under one name; None refuses these.
-        on_progress: called with the bytes of tensors that were read, and with those in all.
-
     Raises:
         ConfigError: an unknown format or dtype, or a prefix that the format cannot be stripped of.
     """
 
-    format: str
-    only: str | None = None
-    dtype: str | None = None
-    strip: str = ""
+    format: str  # `safetensors`, `hf`, `torch` or `dcp`
+    only: str | None = None  # one entry of the state; None for all
+    dtype: str | None = None  # `fp32`, `fp16` or `bf16`, for floating-point tensors; None keeps each one's own
+    strip: str = ""  # a prefix that is removed from each name that begins with it
+    # the rank whose value is exported where ranks saved different ones under one name; None refuses these
     rank: int | None = None
+    # called with the bytes of tensors that were read, and with those in all
     on_progress: Callable[[int, int], None] = lambda done_bytes, total: None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from tierd.core.manifest import TENSORS, Manifest
 from tierd.dcp import metadata as dcp_metadata
 from tierd.dcp.load_sources import SavedState, position_of
 from tierd.dcp.rank_contents import NativeLeaf, SavedArray
-from tierd.exporting.streamed_tensors import ChunkReader, RangeStream, StreamedTensor, TensorPiece
+from tierd.exporting.streamed_tensors import ChunkReader, StreamedTensor, TensorPiece
 from tierd.state.kinds.random_generators import SavedGenerator
 from tierd.state.state_tree import instances, replace_values
 
@@ -283,7 +283,7 @@ def _locate(
     """Find a tensor's bytes in `torch.save`'s archive of it, without reading them. Raises `StateMismatch`."""
     part, path, offset, length = place
     try:
-        archive = TorchArchive(RangeStream(reader, part, path, offset, length))
+        archive = TorchArchive(reader.stream(part, path, offset, length))
         tensor = archive.value
         is_tensor = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         if not is_tensor or (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import mmap
-import os
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +20,7 @@ import torch
 from tierd.client.restoring.ranged_reader import PartRanges, Span
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
+from tierd.dcp.load_sources import RangeStream
 from tierd.spool.direct_io import LARGE, memory_for
 from tierd.state.tensor_file import DTYPES
 
@@ -123,35 +122,9 @@ class ChunkReader:
             _, old = self._kept.popitem(last=False)
             self._size -= len(old)
 
-
-class RangeStream(io.RawIOBase):
-    """A range of a file as a stream, which reads only the bytes that are asked for."""
-
-    def __init__(self, reader: ChunkReader, part: PartId, path: str, offset: int, length: int) -> None:
-        super().__init__()
-        self._reader, self._part, self._path, self._offset, self._length = reader, part, path, offset, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        into = memoryview(buffer).cast("B")
-        count = max(0, min(len(into), self._length - self._at))
-        into[:count] = self._reader.read(self._part, self._path, self._offset + self._at, count)
-        self._at += count
-        return count
+    def stream(self, part: PartId, path: str, offset: int, length: int) -> RangeStream:
+        """Return a range of a file as a stream."""
+        return RangeStream(length, lambda at, count: self.read(part, path, offset + at, count))
 
 
 SLAB_BYTES = 32 << 20  # of a tensor in memory at a time; a chunk of a large tensor has as many

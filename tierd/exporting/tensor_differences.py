@@ -35,19 +35,13 @@ def single_thread() -> Iterator[None]:
 
 @dataclass(slots=True)
 class TensorDistance:
-    """How far two tensors of one dtype and shape are apart.
+    """How far two tensors of one dtype and shape are apart."""
 
-    Attributes:
-        elements: how many elements differ in their bits.
-        max_abs: the largest absolute difference; nan if one is not finite, or if the dtype is not computed with.
-        squares: the sum of the squares of the first tensor's elements.
-        difference_squares: the sum of the squares of the differences.
-    """
-
-    elements: int = 0
+    elements: int = 0  # how many elements differ in their bits
+    # the largest absolute difference; nan if one is not finite, or if the dtype is not computed with
     max_abs: float = 0.0
-    squares: float = 0.0
-    difference_squares: float = 0.0
+    squares: float = 0.0  # the sum of the squares of the first tensor's elements
+    difference_squares: float = 0.0  # the sum of the squares of the differences
 
     @property
     def relative_norm(self) -> float | None:

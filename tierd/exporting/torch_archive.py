@@ -135,9 +135,6 @@ class _Shifted(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self._file.seek(offset + self._base * (whence == io.SEEK_SET), whence) - self._base
 
-    def tell(self) -> int:
-        return self._file.tell() - self._base
-
     def flush(self) -> None:
         self._file.flush()
 

@@ -30,7 +30,7 @@ from tierd.exporting.contents import (
     path_below,
     read_dcp_contents,
 )
-from tierd.exporting.streamed_tensors import ChunkReader, RangeStream, StreamedTensor, TensorPiece, as_torch
+from tierd.exporting.streamed_tensors import ChunkReader, StreamedTensor, TensorPiece, as_torch
 from tierd.formats.byte_source import DamagedFile, UncheckedFile
 from tierd.formats.torch_pickles import is_legacy_save
 from tierd.formats.weight_files import HDF5_MAGIC, check_safetensors, looks_like_safetensors, read_safetensors_header
@@ -101,7 +101,7 @@ def _form(reader: ChunkReader, part: PartId, path: str) -> str | None:
     if not head.startswith(ZIP_MAGIC):
         return f"neither safetensors, nor DCP, nor an archive of torch.save, which export converts: {_COPIES}"
     try:
-        with zipfile.ZipFile(io.BufferedReader(RangeStream(reader, part, path, 0, size))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(reader.stream(part, path, 0, size))) as archive:
             return _form_of_zip(archive.namelist())
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
         return None  # torch's own reader says why
@@ -206,7 +206,7 @@ def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str
     stand_ins: dict[str, torch.Tensor] = {}
     for path in files:
         try:
-            archive = TorchArchive(RangeStream(reader, first, path, 0, reader.size(first, path)))
+            archive = TorchArchive(reader.stream(first, path, 0, reader.size(first, path)))
             if not isinstance(archive.value, dict):
                 raise ValueError("it holds no mapping of names")
             flat, own_paths = _flatten(archive.value)

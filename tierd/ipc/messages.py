@@ -73,15 +73,13 @@ class Attach(Request, frozen=True, kw_only=True, tag="attach"):
 
     Answer: `pid`, `tiers` (name -> url), `keep_last` (of the spool), and `refused`: why the daemon does not take tiers
     of `to`, with the way out; absent if it has all of them.
-
-    Attributes:
-        run: the run that the trainer saves. Until the trainer names its run, every run in the spool counts as having a
-            trainer.
-        to: the URLs of the tiers that the trainer names, in order of preference. A daemon that a trainer started takes
-            those that it lacks. Empty: the trainer names none.
     """
 
+    # the run that the trainer saves. Until the trainer names its run, every run in the spool counts as having a
+    # trainer.
     run: str | None = None
+    # the URLs of the tiers that the trainer names, in order of preference. A daemon that a trainer started takes those
+    # that it lacks. Empty: the trainer names none.
     to: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=64)] = ()
 
 

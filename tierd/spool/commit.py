@@ -51,23 +51,18 @@ SpaceMaker: TypeAlias = Callable[[PartId, int, bool], bool]
 
 @dataclass(frozen=True, slots=True)
 class CommittedPart:
-    """How a part was written.
-
-    Attributes:
-        recycled: whether the largest file overwrote the blocks of a removed file.
-        metrics: the save's metrics, if the caller reports them.
-        origin: where the files are from, in words; empty: from the process that saved them.
-        blocked_s: the time for which the save blocked training, in seconds; None: not known.
-        durable_s: the time from the call of `save` until the commit, in seconds; None: not known.
-    """
+    """How a part was written."""
 
     size: int
     direct: bool
-    recycled: bool
+    recycled: bool  # whether the largest file overwrote the blocks of a removed file
+    # the save's metrics, if the caller reports them
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    # the time for which the save blocked training, in seconds; None: not known
     blocked_s: float | None = field(default=None, compare=False)
+    # the time from the call of `save` until the commit, in seconds; None: not known
     durable_s: float | None = field(default=None, compare=False)
-    origin: str = ""
+    origin: str = ""  # where the files are from, in words; empty: from the process that saved them
 
 
 def write_part(

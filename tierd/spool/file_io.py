@@ -204,12 +204,26 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
-def replace_private(path: Path, data: bytes) -> None:
-    """Write a file that only this user can access, by a rename, so that no reader sees half of it. It is not synced."""
+def replace_private(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a file that only this user can access, by a rename, so that no reader sees half of it.
+
+    A write that was cut off, or failed, leaves at most one file. Without `durable`, nothing is synced.
+    """
     fresh = path.with_name(f"{path.name}.new")
-    with open(fresh, "wb", opener=private_opener) as file:
-        file.write(data)
-    fresh.replace(path)
+    try:
+        fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
+        with open(fresh, "xb", opener=private_opener) as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)
 
 
 def drop_cached(home: Path) -> None:

@@ -34,21 +34,13 @@ _Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """The ranks that may hold the same bytes.
+    """The ranks that may hold the same bytes."""
 
-    Attributes:
-        rank: this process's rank.
-        world: the number of ranks.
-        nodes: the ranks of each node; of this rank's node only, if the others are not known.
-        declared: the entries that the user named, which are the same on all ranks.
-        is_divided: whether the ranks of a node divide replicated tensors among them.
-    """
-
-    rank: int
-    world: int
-    nodes: tuple[_Ranks, ...]
-    declared: frozenset[str] = frozenset()
-    is_divided: bool = True
+    rank: int  # this process's rank
+    world: int  # the number of ranks
+    nodes: tuple[_Ranks, ...]  # the ranks of each node; of this rank's node only, if the others are not known
+    declared: frozenset[str] = frozenset()  # the entries that the user named, which are the same on all ranks
+    is_divided: bool = True  # whether the ranks of a node divide replicated tensors among them
 
     @property
     def node(self) -> _Ranks:

@@ -97,27 +97,22 @@ class TensorFileLayout:
 
 @dataclass(frozen=True)
 class ReplicaShare:
-    """What one rank's file holds of a state's replicated tensors.
+    """What one rank's file holds of a state's replicated tensors."""
 
-    Attributes:
-        homes: the lowest rank that holds each replicated tensor, by name.
-        elsewhere: the replicated tensors that this file leaves out, each with the rank whose file has it.
-        entries: the state's entries that were declared replicated.
-        forms: dtype and shape of the tensors elsewhere, at offset 0.
-        digest: of the names, dtypes, shapes and owners of what is the same on all ranks, 32 hex digits. It is the same
-            on all ranks that divide alike, and empty if nothing is divided.
-        senders: by home, the number of this rank's node among the nodes that hold these tensors, how many they are, and
-            whether equally many ranks of each divide them.
-        rounds: the tensors that are the same on all ranks, in rounds of about as many bytes. The ranks compare those of
-            one round at each save.
-    """
-
-    homes: Mapping[str, int] = field(default_factory=dict)
+    homes: Mapping[str, int] = field(default_factory=dict)  # the lowest rank that holds each replicated tensor, by name
+    # the replicated tensors that this file leaves out, each with the rank whose file has it
     elsewhere: Mapping[str, int] = field(default_factory=dict)
-    entries: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()  # the state's entries that were declared replicated
+    # dtype and shape of the tensors elsewhere, at offset 0
     forms: Mapping[str, TensorEntry] = field(default_factory=dict)
+    # of the names, dtypes, shapes and owners of what is the same on all ranks, 32 hex digits. It is the same on all
+    # ranks that divide alike, and empty if nothing is divided.
     digest: str = ""
+    # by home, the number of this rank's node among the nodes that hold these tensors, how many they are, and whether
+    # equally many ranks of each divide them
     senders: Mapping[int, tuple[int, int, bool]] = field(default_factory=dict)
+    # the tensors that are the same on all ranks, in rounds of about as many bytes. The ranks compare those of one round
+    # at each save.
     rounds: tuple[tuple[str, ...], ...] = ()
 
 

@@ -100,9 +100,13 @@ def _entry(name: str, value: object, start: int, size: int) -> TensorEntry:
     dtype = DTYPES.get(code) if type(code) is str else None
     if dtype is None:
         raise ValueError(f"tensor {name[:100]!r} has the unknown dtype {str(code)[:20]!r}")
-    if not _naturals(shape) or len(shape) > MAX_DIMS or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63:
+    if (
+        not is_list_of_sizes(shape)
+        or len(shape) > MAX_DIMS
+        or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63
+    ):
         raise ValueError(f"tensor {name[:100]!r} has an impossible shape")
-    if not _naturals(span) or len(span) != 2 or not span[0] <= span[1] <= size - start:
+    if not is_list_of_sizes(span) or len(span) != 2 or not span[0] <= span[1] <= size - start:
         raise ValueError(f"tensor {name[:100]!r} lies outside the file")
     nbytes = span[1] - span[0]
     if math.prod(shape) * dtype.itemsize != nbytes:
@@ -112,7 +116,7 @@ def _entry(name: str, value: object, start: int, size: int) -> TensorEntry:
     return TensorEntry(start + span[0], nbytes, dtype, tuple(shape))
 
 
-def _naturals(value: object) -> bool:
+def is_list_of_sizes(value: object) -> bool:
     return type(value) is list and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 

@@ -101,7 +101,9 @@ def _zoned(tag: str) -> Callable[[Any], object]:
 
     def encode(value: Any) -> object:
         zone = value.tzinfo
-        if zone is not None and (type(zone) is not datetime.timezone or zone != _zone_of(value) or _is_named(zone)):
+        if zone is not None and (
+            type(zone) is not datetime.timezone or zone != datetime.timezone(value.utcoffset()) or _is_named(zone)
+        ):
             kind = type(zone)
             raise ValueError(
                 f"with the zone {kind.__module__}.{kind.__qualname__}, which is no plain offset; pass "
@@ -110,10 +112,6 @@ def _zoned(tag: str) -> Callable[[Any], object]:
         return {tag: [value.isoformat(), value.fold]}
 
     return encode
-
-
-def _zone_of(value: Any) -> datetime.timezone:
-    return datetime.timezone(value.utcoffset())
 
 
 def _is_named(zone: datetime.timezone) -> bool:

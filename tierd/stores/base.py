@@ -33,17 +33,12 @@ class BucketAbsent(StoreRefused):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object in a listing.
-
-    Attributes:
-        token: an opaque string that changes whenever other content replaces the object.
-        modified_ns: when it was put, in ns since 1970 by the server's clock; 0 if the store does not say it.
-    """
+    """One object in a listing."""
 
     key: str
     size: int
-    token: str
-    modified_ns: int = 0
+    token: str  # an opaque string that changes whenever other content replaces the object
+    modified_ns: int = 0  # when it was put, in ns since 1970 by the server's clock; 0 if the store does not say it
 
 
 class Store(ABC):

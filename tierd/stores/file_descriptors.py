@@ -96,29 +96,21 @@ def remove_unlocked(directory: int, names: re.Pattern[str], limit: int) -> bool:
 
 
 class DirectoryEntries(NamedTuple):
-    """The entries of one directory that a scan may show.
-
-    Attributes:
-        keys: the sorted keys that follow them; subdirectories end in '/'.
-    """
+    """The entries of one directory that a scan may show."""
 
     infos: list[ObjectInfo]
-    keys: list[str]
+    keys: list[str]  # the sorted keys that follow them; subdirectories end in '/'
     is_empty: bool = False
 
 
 @dataclass(slots=True)
 class ScanState:
-    """The state of one scan.
-
-    Attributes:
-        pending: a stack of the keys to come in order, the next one last; directories end in '/'.
-        relisted: directories that were listed again because one in them was empty.
-    """
+    """The state of one scan."""
 
     top: str
+    # a stack of the keys to come in order, the next one last; directories end in '/'
     pending: list[str] = field(init=False)
-    relisted: set[str] = field(default_factory=set)
+    relisted: set[str] = field(default_factory=set)  # directories that were listed again because one in them was empty
 
     def __post_init__(self) -> None:
         self.pending = [self.top]

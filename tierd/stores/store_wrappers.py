@@ -209,7 +209,7 @@ class DeletionGuard(StoreWrapper):
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete `keys` as a `Store` does. Raise DeleteRefused at once if an earlier refusal still counts."""
-        sorts = {_object_kind(key) for key in keys}
+        sorts = {key.partition("/")[2].partition("/")[0] for key in keys}
         if any(time.monotonic() < self._until.get(sort, 0.0) for sort in sorts):
             self.has_refused = True
             raise DeleteRefused(self.refused)
@@ -224,8 +224,3 @@ class DeletionGuard(StoreWrapper):
             self._worked = True
         if not self._until:
             self.refused = ""
-
-
-def _object_kind(key: str) -> str:
-    """Return the kind of the object at `key`: ``<run>/<kind>/…``. A bucket policy may permit deleting marks only."""
-    return key.partition("/")[2].partition("/")[0]

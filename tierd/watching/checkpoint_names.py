@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import xxhash
 
-from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
+from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, launch_ms, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.settling_units import UnitShape
 from tierd.watching.step_in_name import (
@@ -77,15 +77,12 @@ class KnownCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class UnitName:
-    """The name of a unit's checkpoint, and the origin of its attempt.
-
-    Attributes:
-        sorts_below_taken: whether it sorts before a checkpoint that had been taken when the unit was first seen, or
-            before an older one of its series.
-    """
+    """The name of a unit's checkpoint, and the origin of its attempt."""
 
     checkpoint: CheckpointId
     origin: CheckpointId | None
+    # whether it sorts before a checkpoint that had been taken when the unit was first seen, or before an older one of
+    # its series
     sorts_below_taken: bool = False
 
 
@@ -151,13 +148,13 @@ def _series_of(paths: tuple[str, ...]) -> str:
     home = commonpath([dirname(path) for path in paths])
     above = home.split("/") if home else []
     names = first.split("/")
-    steps = (at for at, name in enumerate(above) if _is_step(name) and not _is_of_run(names[at:], paths))
+    steps = (
+        at
+        for at, name in enumerate(above)
+        if (directory_step(name) is not None or counted_step(name) is not None) and not _is_of_run(names[at:], paths)
+    )
     length = next(steps, len(above))
     return "/".join([*map(without_launch, names[:length]), without_numbers(names[length])])
-
-
-def _is_step(name: str) -> bool:
-    return directory_step(name) is not None or counted_step(name) is not None
 
 
 def _is_of_run(names: Sequence[str], paths: Sequence[str]) -> bool:
@@ -196,8 +193,8 @@ def name_unit(
     token = xxhash.xxh3_64_hexdigest(f"{run}\0{path}\0{step}\0{created.isoformat()}".encode())[:8]
     at_ms = (created - _UNIX_EPOCH) // timedelta(milliseconds=1)
     if newer is not None or any(at > created for at in peers.values()):  # by a launch from before the newest one
-        limit_ms = _launch_ms(newer.attempt if newer else attempts[0])
-        from_ms = 0 if older is None else _launch_ms(older.attempt) + 1
+        limit_ms = launch_ms(newer.attempt if newer else attempts[0])
+        from_ms = 0 if older is None else launch_ms(older.attempt) + 1
         if newer is not None or from_ms < limit_ms:
             attempt = f"{max(0, min(max(at_ms, from_ms), limit_ms - 1)):012x}-{token}"
             assert is_attempt(attempt)
@@ -205,10 +202,6 @@ def name_unit(
             return UnitName(checkpoint, None, sorts_below_taken=lower_bound is not None and checkpoint < lower_bound)
     origin = _find_origin(step, attempts, history)
     return UnitName(CheckpointId(run, next_attempt(at_ms, attempts, token), step), origin)
-
-
-def _launch_ms(attempt: str) -> int:
-    return int(attempt[:12], 16)
 
 
 def _neighbours(
@@ -270,7 +263,10 @@ class ListedUnits:
 
     def count_same_step_and_time(self, path: str, step: int, created: datetime) -> int:
         """Count the units of this step and time, the one at `path` included."""
-        return 1 + sum((_step_or_order(unit, at), at) == (step, created) for unit, at in self._sibling_units(path))
+        return 1 + sum(
+            (second_of(at) if unit.step is None else unit.step, at) == (step, created)
+            for unit, at in self._sibling_units(path)
+        )
 
     def newer_units_of_smaller_step(self, path: str, step: int, created: datetime) -> Iterator[tuple[Unit, datetime]]:
         """Yield the units of the same directory that have a smaller step and a later time.
@@ -280,10 +276,6 @@ class ListedUnits:
         for unit, at in self._sibling_units(path):
             if dirname(unit.path) == dirname(path) and at > created and unit.step is not None and unit.step < step:
                 yield unit, at
-
-
-def _step_or_order(unit: Unit, created: datetime) -> int:
-    return second_of(created) if unit.step is None else unit.step
 
 
 def modified_at(shape: UnitShape) -> datetime:

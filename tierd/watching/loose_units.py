@@ -95,19 +95,16 @@ _NAME = "{name}"  # in `complete_when`, the unit's own name
 
 @dataclass(frozen=True, slots=True)
 class UserLayout:
-    """Rules that say which paths are checkpoints.
+    """Rules that say which paths are checkpoints."""
 
-    Attributes:
-        unit: globs of paths from the directory. `*` stands for a part of one name, `**` for any directories; neither
-            stands for a name that begins with a dot.
-        step: a regular expression with one group, whose last match in a unit's path is its step; None: the number in
-            its name, as of other checkpoints.
-        complete_when: a file within a unit, or beside it if the name has `{name}`, without which it is not complete;
-            None: nothing says that.
-    """
-
+    # globs of paths from the directory. `*` stands for a part of one name, `**` for any directories; neither stands for
+    # a name that begins with a dot.
     unit: tuple[str, ...]
+    # a regular expression with one group, whose last match in a unit's path is its step; None: the number in its name,
+    # as of other checkpoints
     step: str | None = None
+    # a file within a unit, or beside it if the name has `{name}`, without which it is not complete; None: nothing says
+    # that
     complete_when: str | None = None
 
 

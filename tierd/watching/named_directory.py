@@ -62,11 +62,6 @@ def link_limit(path: str, root: str) -> str:
     return hub_repository(path) or root
 
 
-def link_target(path: str, text: str) -> str:
-    """Return the absolute path to which a link leads, if no directory on it is a link."""
-    return normpath(join(dirname(path), text))
-
-
 def is_within(path: str, directory: str) -> bool:
     return path.startswith(f"{directory.rstrip('/')}/")
 
@@ -221,7 +216,7 @@ class FollowingTree(DirectoryTree):
                 raise _UnfollowedLink("unknown", f"a link to the {kind} {at}: only links to files are followed")
             if is_within(text, self._given_path):
                 text = self._named_path + text[len(self._given_path) :]
-            at = link_target(at, text)
+            at = normpath(join(dirname(at), text))
             if not is_within(at, within):
                 raise _UnfollowedLink("unknown", f"a link to {at}, outside of {within}: {_OUTSIDE_ADVICE}", True)
         raise _UnfollowedLink("unknown", f"a link that leads over more than {_MOST_LINKS} others")

@@ -242,26 +242,19 @@ WITHOUT_STEP = "*"  # in the place of a name, the path of all that has no step i
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One checkpoint of a program, as found in a listing.
-
-    Attributes:
-        path: the directory or file, from the listing's directory; for several files, the prefix of their names, or the
-            first of them; for all files and directories without a step that lie in one directory, `<directory>/*`.
-        files: its regular files, as sorted paths from the listing's directory.
-        special_files: its links and special files, in the same form.
-        missing_reason: the reason why it is not complete; None if the listing shows it complete.
-        markers: the files that its program writes last, also outside of its directory. If there is no such file, all of
-            its files.
-        is_unfinished: whether the program itself left the proof that it began the save and did not finish it.
-    """
+    """One checkpoint of a program, as found in a listing."""
 
     layout: UnitLayout
+    # the directory or file, from the listing's directory; for several files, the prefix of their names, or the first of
+    # them; for all files and directories without a step that lie in one directory, `<directory>/*`
     path: str
     step: int | None
-    files: tuple[str, ...]
-    special_files: tuple[str, ...]
-    missing_reason: str | None
+    files: tuple[str, ...]  # its regular files, as sorted paths from the listing's directory
+    special_files: tuple[str, ...]  # its links and special files, in the same form
+    missing_reason: str | None  # the reason why it is not complete; None if the listing shows it complete
+    # the files that its program writes last, also outside of its directory. If there is no such file, all of its files.
     markers: tuple[str, ...]
+    # whether the program itself left the proof that it began the save and did not finish it
     is_unfinished: bool = False
 
     @property

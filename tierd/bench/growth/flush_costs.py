@@ -152,17 +152,12 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class MeasuredCodec:
-    """A way to pack: `encode` takes raw bytes and the size of a number, `decode` what that made and the same.
-
-    Attributes:
-        size: the stored bytes of what `encode` made.
-        exact: whether `decode` returns what went in.
-    """
+    """A way to pack: `encode` takes raw bytes and the size of a number, `decode` what that made and the same."""
 
     encode: Callable[[bytes, int], Any]
     decode: Callable[[Any, int], Any]
-    size: Callable[[Any], int] = len
-    exact: bool = True
+    size: Callable[[Any], int] = len  # the stored bytes of what `encode` made
+    exact: bool = True  # whether `decode` returns what went in
 
 
 def arms() -> dict[str, MeasuredCodec]:

@@ -48,22 +48,11 @@ def _cpu_s() -> float:
 
 
 class GrowthGoal(NamedTuple):
-    """A limit for a median, or for its ratio to another median of the same run.
+    """A limit for a median, or for its ratio to another median of the same run."""
 
-    Attributes:
-        part: the part whose rows are judged.
-        text: for the page.
-        arm, figure: what is judged.
-        divisor, divisor_figure: what it is divided by; without `divisor`, the median itself is judged.
-        row: only rows whose names contain this.
-        divisor_row: the row of the divisor, if it is another one.
-        compares_last_to_first: divide the last row of the part by its first one.
-        inverse: divide the other one by this one.
-        ceiling: the arm whose same figure is the best that this machine allows; it takes the place of `arm`.
-        ceiling_figure: the ceiling's figure, if it is another one.
-    """
-
-    part: str
+    part: str  # the part whose rows are judged
+    # for the page. arm, figure: what is judged. divisor, divisor_figure: what it is divided by; without `divisor`, the
+    # median itself is judged.
     text: str
     relation: str
     limit: float
@@ -71,12 +60,12 @@ class GrowthGoal(NamedTuple):
     figure: str = "cpu_s"
     divisor: str = ""
     divisor_figure: str = ""
-    row: str = ""
-    divisor_row: str = ""
-    compares_last_to_first: bool = False
-    inverse: bool = False
-    ceiling: str = ""
-    ceiling_figure: str = ""
+    row: str = ""  # only rows whose names contain this
+    divisor_row: str = ""  # the row of the divisor, if it is another one
+    compares_last_to_first: bool = False  # divide the last row of the part by its first one
+    inverse: bool = False  # divide the other one by this one
+    ceiling: str = ""  # the arm whose same figure is the best that this machine allows; it takes the place of `arm`
+    ceiling_figure: str = ""  # the ceiling's figure, if it is another one
 
 
 GOALS = (

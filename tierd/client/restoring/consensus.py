@@ -148,7 +148,7 @@ class RestoreAgreement:
                 own_view, step=step, attempt=attempt, best=best, at_least=at_least, sight=self._run_view()
             )
         except Exception as error:
-            failure, own_view = error, msgspec.structs.replace(own_view, error=_text(error))
+            failure, own_view = error, msgspec.structs.replace(own_view, error=text_of(error))
         rank_views = self._ranks.gather(own_view)
         if failure is not None:
             raise failure
@@ -180,7 +180,7 @@ class RestoreAgreement:
 
         Raises `error`, or `StateMismatch` if another rank could not load it.
         """
-        outcomes = self._ranks.gather(LoadOutcome("" if error is None else _text(error)))
+        outcomes = self._ranks.gather(LoadOutcome("" if error is None else text_of(error)))
         if error is not None:
             raise error
         for rank, outcome in enumerate(outcomes):
@@ -242,13 +242,13 @@ def _outcome(error: Exception | None, *, unfit: bool) -> Outcome:
     if error is None:
         return Outcome("whole")
     if unfit and isinstance(error, TierdError):
-        return Outcome("unfit", _text(error))
+        return Outcome("unfit", text_of(error))
     if isinstance(error, CorruptChunk | ManifestError):
-        return Outcome("corrupt", _text(error))
-    return Outcome("gone" if isinstance(error, ObjectNotFound) else "failed", _text(error))
+        return Outcome("corrupt", text_of(error))
+    return Outcome("gone" if isinstance(error, ObjectNotFound) else "failed", text_of(error))
 
 
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 

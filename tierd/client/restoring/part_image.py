@@ -215,3 +215,10 @@ class PartImage:
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     """Return a contiguous tensor's bytes; the tensor must outlive them."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def image_with_header(chunks: VerifiedChunks) -> PartImage:
+    """Make an image of a part, and bring the header of its tensor file. Raises as `VerifiedChunks.each`."""
+    image = PartImage(chunks.manifest)
+    image.bring_header(chunks)
+    return image

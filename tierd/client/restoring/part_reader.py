@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tierd.client.client_timings import ClientTimings
 from tierd.client.restoring.device_uploads import DeviceUploads
 from tierd.client.restoring.part_access import READ_ERRORS, PartAccess
-from tierd.client.restoring.part_image import FindTargets, PartImage
+from tierd.client.restoring.part_image import FindTargets, PartImage, image_with_header
 from tierd.client.restoring.slot_ring import SlotRing, SlotsUnavailable
 from tierd.client.restoring.tensor_locations import check_division, check_held, sibling_of
 from tierd.client.restoring.verified_chunks import VerifiedChunks
@@ -271,14 +271,7 @@ class PartReader(PartAccess):
         self, manifest: Manifest, rank: int, names: Collection[str], origins: dict[str, CheckpointId | None]
     ) -> _PartInHand:
         """Make an image of another rank's file, for the tensors `names` alone, and bring its header."""
-        part = sibling_of(manifest.part, rank)
-
-        def bring_header(chunks: VerifiedChunks) -> PartImage:
-            image = PartImage(chunks.manifest)
-            image.bring_header(chunks)
-            return image
-
-        image = self.read(part, bring_header)
+        image = self.read(sibling_of(manifest.part, rank), image_with_header)
         check_origin(image.manifest, origins)
         check_division(manifest, image.manifest)
         keep_tensors(image, manifest.part, names)

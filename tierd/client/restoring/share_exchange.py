@@ -19,11 +19,11 @@ import msgspec
 import xxhash
 
 from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.consensus import text_of
 from tierd.client.restoring.part_access import PartAccess
-from tierd.client.restoring.part_image import PartImage
+from tierd.client.restoring.part_image import PartImage, image_with_header
 from tierd.client.restoring.part_reader import keep_tensors
 from tierd.client.restoring.tensor_locations import check_division, sibling_of
-from tierd.client.restoring.verified_chunks import VerifiedChunks
 from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import TENSORS, ChunkPlace, Manifest
@@ -120,7 +120,7 @@ class ShareExchange:
     def _offer(self) -> tuple[ShareOffer, Exception | None]:
         """Return what this rank offers, and why it cannot."""
         try:
-            own = self._images[self._part.rank] = self._access.read(self._part, _image_with_header)
+            own = self._images[self._part.rank] = self._access.read(self._part, image_with_header)
             layout = parse_layout(own.files.get(TENSORS, b""), str(self._part))
             self._elsewhere = layout.elsewhere_by_rank()
             origins: dict[str, CheckpointId | None] = {}
@@ -132,7 +132,7 @@ class ShareExchange:
                 self._images[rank] = sibling
             has_part = self._access.spool.has(self._part)
         except Exception as error:
-            return ShareOffer(error=_text(error)), error
+            return ShareOffer(error=text_of(error)), error
         content = xxhash.xxh3_128()
         for where in (shared := own.shared_places()):
             content.update(repr(own.manifest.chunk(where).content).encode())
@@ -202,7 +202,7 @@ class ShareExchange:
         return contents
 
     def _are_ready(self, error: Exception | None) -> bool:
-        ready = self._ranks.gather(ShareReady("" if error is None else _text(error)))
+        ready = self._ranks.gather(ShareReady("" if error is None else text_of(error)))
         return not self._log_failures([rank.error for rank in ready])
 
     def _log_failures(self, errors: Sequence[str]) -> bool:
@@ -212,12 +212,6 @@ class ShareExchange:
                 log.info("%s: each rank reads for itself, because of rank %d: %s", self._part.checkpoint, rank, error)
                 return True
         return False
-
-
-def _image_with_header(chunks: VerifiedChunks) -> PartImage:
-    image = PartImage(chunks.manifest)
-    image.bring_header(chunks)
-    return image
 
 
 def _failure(action: Callable[..., None], *arguments: object) -> Exception | None:
@@ -231,7 +225,3 @@ def _failure(action: Callable[..., None], *arguments: object) -> Exception | Non
 def _raise_proof(error: Exception | None) -> None:
     if isinstance(error, CorruptChunk | ManifestError):
         raise error
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -16,6 +16,7 @@ from statistics import mean, median
 
 from tierd.core.advice.save_interval import Costs, evaluate_interval
 from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.core.ids import launch_ms
 from tierd.core.planning.copies import complete_world_sizes
 from tierd.core.planning.inventory import Inventory
 
@@ -75,23 +76,19 @@ def run_history(inventory: Inventory, run: str) -> RunHistory:
     origins = inventory.origins(run)
     resumed = {attempt: origin.attempt for attempt, origin in origins.items() if origin is not None}
     away_s = [
-        max(0.0, _begun_s(attempt) - newest_s[before] - every_steps * step_s / 2)
+        max(0.0, launch_ms(attempt) / 1000 - newest_s[before] - every_steps * step_s / 2)
         for attempt, before in resumed.items()
         if before in newest_s
     ]
     return RunHistory(
         run,
-        span_s=max(newest_s.values()) - _begun_s(min([*created_s, *origins])),
+        span_s=max(newest_s.values()) - launch_ms(min([*created_s, *origins])) / 1000,
         failures=len(resumed),
         every_steps=every_steps,
         step_s=step_s,
         state_bytes=state_bytes,
         away_s=mean(away_s) if away_s else math.nan,
     )
-
-
-def _begun_s(attempt: str) -> float:
-    return int(attempt[:12], 16) / 1000  # an attempt's name begins with its time in milliseconds
 
 
 @dataclass(frozen=True, slots=True)

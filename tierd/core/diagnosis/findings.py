@@ -56,17 +56,13 @@ CHECKS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """One row of the table.
-
-    Attributes:
-        severity: `ok`; `note`: worth knowing; `unknown`: it could not be tried; `warning`: it works, at a cost or a
-            risk; `error`: something that tierd needs will fail.
-        do: what to do; empty: nothing.
-    """
+    """One row of the table."""
 
     check: str
+    # `ok`; `note`: worth knowing; `unknown`: it could not be tried; `warning`: it works, at a cost or a risk; `error`:
+    # something that tierd needs will fail
     severity: Severity
-    do: str = ""
+    do: str = ""  # what to do; empty: nothing
 
 
 _LOCAL_DISK = "Put the spool on a local disk: ext4, XFS or Btrfs on NVMe."

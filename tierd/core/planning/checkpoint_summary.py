@@ -38,22 +38,17 @@ class SummaryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The manifests of all `world_size` ranks of one checkpoint, which were there and readable together.
-
-    Attributes:
-        listing: the digest of these objects as the tier's listing showed them before and after they were read.
-        rank_0: what planning needs of rank 0's manifest.
-        shared: by the name of another checkpoint, the chunks under its name that these manifests name: an 8-byte
-            digest of each key, sorted; None if they are too many.
-    """
+    """The manifests of all `world_size` ranks of one checkpoint, which were there and readable together."""
 
     version: int
     run: str
     step: int
     attempt: str
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
-    listing: Digest
-    rank_0: SummaryFacts
+    listing: Digest  # the digest of these objects as the tier's listing showed them before and after they were read
+    rank_0: SummaryFacts  # what planning needs of rank 0's manifest
+    # by the name of another checkpoint, the chunks under its name that these manifests name: an 8-byte digest of each
+    # key, sorted; None if they are too many
     shared: dict[str, bytes | None]
 
     @property

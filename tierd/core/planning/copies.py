@@ -102,17 +102,14 @@ class CheckpointCopy:
     The daemon reads only some of the listed manifests. A manifest that was not read counts by its name, and code that
     deletes because of such a manifest reads it first. Complete copies share their set of ranks, so that a checkpoint
     of a thousand ranks takes as much memory as a checkpoint of one rank.
-
-    Attributes:
-        ranks: by world size, the ranks whose manifests are listed.
-        facts: the contents of the manifests that were read and are usable.
-        defects: why the manifests that were read and are unusable are so; also of those that do not belong to the
-            others of their node. These have facts all the same.
     """
 
     id: CheckpointId
-    ranks: Mapping[int, frozenset[int]]
+    ranks: Mapping[int, frozenset[int]]  # by world size, the ranks whose manifests are listed
+    # the contents of the manifests that were read and are usable
     facts: Mapping[PartId, ManifestFacts] = field(default_factory=dict)
+    # why the manifests that were read and are unusable are so; also of those that do not belong to the others of their
+    # node. These have facts all the same.
     defects: Mapping[PartId, TierdError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -30,18 +30,13 @@ from tierd.core.planning.place import Flush, Place
 
 @dataclass(frozen=True, slots=True)
 class FlushCandidate:
-    """A checkpoint of which a tier lacks parts.
-
-    Attributes:
-        is_permanent: whether a rule wants it however many newer checkpoints follow.
-        is_wanted_elsewhere: whether one of those tiers wants it by its own policy, and does not only hold it for other
-            tiers.
-    """
+    """A checkpoint of which a tier lacks parts."""
 
     checkpoint: CheckpointId
     progress: int
-    is_permanent: bool
+    is_permanent: bool  # whether a rule wants it however many newer checkpoints follow
     copies: int
+    # whether one of those tiers wants it by its own policy, and does not only hold it for other tiers
     is_wanted_elsewhere: bool
 
 

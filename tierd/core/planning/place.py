@@ -45,42 +45,35 @@ class LocalLaunch:
 
 @dataclass(frozen=True)
 class Place:
-    """The observed contents of one place, the spool or a tier. A `Place` is immutable.
-
-    Attributes:
-        owners: on a tier, the checkpoints under whose name chunks are stored.
-        quarantined: the quarantined parts. Their facts still give origins to the timeline, if they were readable.
-        bases: checkpoints whose chunks are named by a manifest that was read for a prune and is not among the facts.
-        interrupted_prunes: the checkpoints whose deletion was interrupted.
-        policies: the retention policies that are stored there, by run; in the spool, the trainer's.
-        restored: the spool only: the runs whose newest attempt was only restored there, so that this node never saved
-            it.
-        launches: the spool only: by run, the newest launch that was saved there, whether the spool still has copies of
-            it or not.
-        alive: the spool only: by run, the trainers that save there now.
-        ended_launches: the spool only: by run, the launches that saved there lately and have no trainer any more.
-        committed: the spool only: the newest part that each rank of a run's newest launch committed, whether the part
-            is still there or not.
-        heads: the readable heads that are stored there, by run; in the spool, what this node remembers of all places.
-        announced: a tier only: by checkpoint, the other nodes that announce that they send its parts.
-        local_only: the spool only: by run, the first launch of those that name no tier (`to=[]`). Nothing of the run is
-            deleted from the spool, and what this launch and later ones saved is not sent.
-    """
+    """The observed contents of one place, the spool or a tier. A `Place` is immutable."""
 
     checkpoints: Mapping[CheckpointId, CheckpointCopy] = field(default_factory=dict)
     pins: frozenset[CheckpointId] = frozenset()
-    owners: frozenset[CheckpointId] = frozenset()
+    owners: frozenset[CheckpointId] = frozenset()  # on a tier, the checkpoints under whose name chunks are stored
+    # the quarantined parts. Their facts still give origins to the timeline, if they were readable.
     quarantined: Mapping[PartId, ManifestFacts | None] = field(default_factory=dict)
+    # checkpoints whose chunks are named by a manifest that was read for a prune and is not among the facts
     bases: frozenset[CheckpointId] = frozenset()
-    interrupted_prunes: frozenset[CheckpointId] = frozenset()
+    interrupted_prunes: frozenset[CheckpointId] = frozenset()  # the checkpoints whose deletion was interrupted
+    # the retention policies that are stored there, by run; in the spool, the trainer's
     policies: Mapping[str, tuple[StoredRetention, ...]] = field(default_factory=dict)
+    # the spool only: the runs whose newest attempt was only restored there, so that this node never saved it
     restored: frozenset[str] = frozenset()
+    # the spool only: by run, the newest launch that was saved there, whether the spool still has copies of it or not
     launches: Mapping[str, LocalLaunch] = field(default_factory=dict)
+    # the spool only: by run, the trainers that save there now
     alive: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
+    # the spool only: by run, the launches that saved there lately and have no trainer any more
     ended_launches: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # the spool only: the newest part that each rank of a run's newest launch committed, whether the part is still there
+    # or not
     committed: frozenset[PartId] = frozenset()
+    # the readable heads that are stored there, by run; in the spool, what this node remembers of all places
     heads: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
+    # a tier only: by checkpoint, the other nodes that announce that they send its parts
     announced: Mapping[CheckpointId, frozenset[str]] = field(default_factory=dict)
+    # the spool only: by run, the first launch of those that name no tier (`to=[]`). Nothing of the run is deleted from
+    # the spool, and what this launch and later ones saved is not sent.
     local_only: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod

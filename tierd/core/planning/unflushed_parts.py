@@ -47,19 +47,13 @@ class TierReadiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class UnflushedParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A daemon's answer to `messages.BacklogRequest`.
-
-    Attributes:
-        paused: when the pause ends, in RFC 3339, or "until resumed"; None if the daemon is not paused.
-        moved_bytes: by tier, the raw bytes of parts in `left` that are confirmed there already.
-        left_to_nodes: what tiers with `backfill` lack and other nodes were to send, in words.
-    """
+    """A daemon's answer to `messages.BacklogRequest`."""
 
     left: tuple[UnflushedPart, ...] = ()
     tiers: dict[str, TierReadiness] = {}
-    paused: str | None = None
-    moved_bytes: dict[str, int] = {}
-    left_to_nodes: tuple[str, ...] = ()
+    paused: str | None = None  # when the pause ends, in RFC 3339, or "until resumed"; None if the daemon is not paused
+    moved_bytes: dict[str, int] = {}  # by tier, the raw bytes of parts in `left` that are confirmed there already
+    left_to_nodes: tuple[str, ...] = ()  # what tiers with `backfill` lack and other nodes were to send, in words
 
     @property
     def left_bytes(self) -> int:

@@ -12,43 +12,29 @@ import msgspec
 
 
 class ShareOffer(msgspec.Struct, frozen=True):
-    """What a rank knows of its part before it reads it.
+    """What a rank knows of its part before it reads it."""
 
-    Attributes:
-        content: names the replicated chunks of its part, alike on all ranks whose parts have the same ones; empty if it
-            has none.
-        siblings: the ranks in whose parts other tensors of its state lie.
-        node: the lowest rank of its node.
-        has_part: whether its node's spool has its part.
-        header_bytes: of its part's tensor file.
-        error: why it knows nothing.
-    """
-
+    # names the replicated chunks of its part, alike on all ranks whose parts have the same ones; empty if it has none
     content: str = ""
-    siblings: tuple[int, ...] = ()
-    node: int = 0
-    has_part: bool = False
-    header_bytes: int = 0
-    error: str = ""
+    siblings: tuple[int, ...] = ()  # the ranks in whose parts other tensors of its state lie
+    node: int = 0  # the lowest rank of its node
+    has_part: bool = False  # whether its node's spool has its part
+    header_bytes: int = 0  # of its part's tensor file
+    error: str = ""  # why it knows nothing
 
 
 MOST_MEMBERS = 64  # of one group, because each member connects to all others
 
 
 class ExchangePlan(NamedTuple):
-    """With whom a rank exchanges what, in three steps that all ranks make; a step is empty for a rank without a part.
+    """With whom a rank exchanges what, in three steps of all ranks. A step is empty for a rank without a part."""
 
-    Attributes:
-        leaders: ranks whose parts have the same replicated chunks, and which read these.
-        readers: those of `leaders` that read, each some of the chunks: ranks whose node has the part, else all.
-        team: a leader, and after it the ranks to which it sends what the leaders have. Empty if all are leaders.
-        siblings: the ranks that divided a state. Each sends the replicated chunks of its part.
-    """
-
-    leaders: tuple[int, ...] = ()
+    leaders: tuple[int, ...] = ()  # ranks whose parts have the same replicated chunks, and which read these
+    # those of `leaders` that read, each some of the chunks: ranks whose node has the part, else all
     readers: tuple[int, ...] = ()
+    # a leader, and after it the ranks to which it sends what the leaders have. Empty if all are leaders.
     team: tuple[int, ...] = ()
-    siblings: tuple[int, ...] = ()
+    siblings: tuple[int, ...] = ()  # the ranks that divided a state. Each sends the replicated chunks of its part.
 
 
 def exchange_plans(offers: Sequence[ShareOffer]) -> list[ExchangePlan]:

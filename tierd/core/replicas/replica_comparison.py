@@ -47,16 +47,11 @@ class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDifferences:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        compared: the ranks with fingerprints.
-        tensors: the names of all tensors that differ.
-        described: the first `MAX_TENSORS` of them by name, those first of which a group of ranks is the largest.
-    """
-
-    compared: frozenset[int]
-    tensors: frozenset[str]
+    compared: frozenset[int]  # the ranks with fingerprints
+    tensors: frozenset[str]  # the names of all tensors that differ
+    # the first `MAX_TENSORS` of them by name, those first of which a group of ranks is the largest
     described: tuple[TensorDifference, ...]
 
     def __str__(self) -> str:

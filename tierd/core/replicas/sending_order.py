@@ -45,10 +45,6 @@ class SendingOrder:
         began_s: when the flush began.
         listed_s: how old a listing may be.
         silence_s: how long the missing chunks are left to the other nodes at least.
-
-    Attributes:
-        ended_s: when the last chunk that is this node's to send was put; None before.
-        was_vain: whether other nodes were waited for and sent nothing; None if nothing was missing.
     """
 
     part: PartId
@@ -58,7 +54,9 @@ class SendingOrder:
     listed_s: float
     silence_s: float
     senders: Mapping[int, tuple[int, int, bool]] = field(default_factory=lambda: MappingProxyType({}))
+    # when the last chunk that is this node's to send was put; None before
     ended_s: float | None = field(init=False, default=None)
+    # whether other nodes were waited for and sent nothing; None if nothing was missing
     was_vain: bool | None = field(init=False, default=None)
     own: list[ContentId] = field(init=False, default_factory=list)  # those that this node sends, in order
     _shared: dict[ContentId, _Shared] = field(init=False, default_factory=dict)  # those that others send

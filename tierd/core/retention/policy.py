@@ -243,32 +243,21 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class StoredRetention:
-    """One node's policy for a run, as found in one place.
+    """One node's policy for a run, as found in one place."""
 
-    Attributes:
-        run: the run.
-        by: the node's id, 8 hex digits; empty in the spool, which belongs to one node.
-        given: the policy's origin; any word if the object is unreadable, because a newer tierd may have written it.
-        host: the node's host name, for people.
-        written: the time of writing in RFC 3339, for people.
-        tiers: the names of all tiers on which the node keeps the run; empty if the object does not say.
-        retention: the policy; None if the object cannot be read.
-        why: why the object cannot be read; empty if it can.
-        alien: whether the object is encrypted with another key than the tier is read with, or only one of the two has
-            a key. No other object may be put next to it.
-        contested: whether the object, of this node's id, may be another node's that has the same id.
-    """
-
-    run: str
-    by: str
-    given: str
-    host: str = ""
-    written: str = ""
-    retention: RetentionPolicy | None = None
-    why: str = ""
+    run: str  # the run
+    by: str  # the node's id, 8 hex digits; empty in the spool, which belongs to one node
+    given: str  # the policy's origin; any word if the object is unreadable, because a newer tierd may have written it
+    host: str = ""  # the node's host name, for people
+    written: str = ""  # the time of writing in RFC 3339, for people
+    retention: RetentionPolicy | None = None  # the policy; None if the object cannot be read
+    why: str = ""  # why the object cannot be read; empty if it can
+    # whether the object is encrypted with another key than the tier is read with, or only one of the two has a key. No
+    # other object may be put next to it.
     alien: bool = False
+    # the names of all tiers on which the node keeps the run; empty if the object does not say
     tiers: tuple[str, ...] = ()
-    contested: bool = False
+    contested: bool = False  # whether the object, of this node's id, may be another node's that has the same id
 
 
 class _Object(msgspec.Struct, frozen=True, kw_only=True):

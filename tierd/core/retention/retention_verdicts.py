@@ -157,24 +157,17 @@ AWAITS_PARTS = "incomplete: its other parts may still come"
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """The facts that retention needs about one checkpoint in one place.
-
-    Attributes:
-        created: when it was made; None if no manifest can be read.
-        is_watched: whether it is a watched run's, so that `created` is the time of its files.
-        metrics: by name, the metrics that were passed to `save`.
-        origin: the checkpoint from which its attempt resumed.
-    """
+    """The facts that retention needs about one checkpoint in one place."""
 
     id: CheckpointId
     complete: bool
     verified: bool
     pinned: bool = False
-    created: datetime | None = None
-    metrics: Mapping[str, float] | None = None
-    origin: CheckpointId | None = None
+    created: datetime | None = None  # when it was made; None if no manifest can be read
+    metrics: Mapping[str, float] | None = None  # by name, the metrics that were passed to `save`
+    origin: CheckpointId | None = None  # the checkpoint from which its attempt resumed
     quarantined: bool = False
-    is_watched: bool = False
+    is_watched: bool = False  # whether it is a watched run's, so that `created` is the time of its files
 
     @cached_property
     def order(self) -> Order:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from tierd.core.ids import CheckpointId
+from tierd.core.ids import CheckpointId, launch_ms
 from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Trainer
@@ -120,7 +120,7 @@ def concurrent_launches(inventory: Inventory, run: str, now_s: float = 0.0) -> t
             ranks = frozenset[int]().union(*copy.ranks.values())
             rivals = [trainer.attempt for trainer in trainers if trainer.rank in ranks]
             active_until = newest.get(attempt, 0.0) if not _has_ended(save_times.get(attempt, ()), now_s) else 0.0
-            rivals = [rival for rival in rivals if attempt > rival or active_until > _launched(rival)]
+            rivals = [rival for rival in rivals if attempt > rival or active_until > launch_ms(rival) / 1000]
             places |= dict.fromkeys(rivals, SPOOL) | ({attempt: name} if rivals else {})
     entries = sorted((attempt, place != SPOOL, place) for attempt, place in (*places.items(), *twins.items()))
     return tuple(_described(inventory, run, attempt, place, newest) for attempt, _, place in entries)
@@ -193,7 +193,9 @@ def live_launches(inventory: Inventory, run: str, place: str) -> frozenset[str]:
         inventory.spool.ended_launches.get(run, frozenset()),
     )
     overlapping = frozenset(
-        attempt for attempt in attempts - {latest} - ended_launches if newest.get(attempt, 0.0) > _launched(latest)
+        attempt
+        for attempt in attempts - {latest} - ended_launches
+        if newest.get(attempt, 0.0) > launch_ms(latest) / 1000
     )
     return overlapping | local if place == SPOOL or latest in local else overlapping
 
@@ -238,8 +240,3 @@ def _save_times(inventory: Inventory, run: str) -> dict[str, list[float]]:
                 times = by_launch.setdefault(copy.id.attempt, {})
                 times[copy.id] = max(made_s, times.get(copy.id, made_s))
     return {attempt: sorted(times.values()) for attempt, times in by_launch.items()}
-
-
-def _launched(attempt: str) -> float:
-    """When a launch's attempt id was made, seconds since 1970."""
-    return int(attempt[:12], 16) / 1000

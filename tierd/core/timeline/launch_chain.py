@@ -18,25 +18,20 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import ManifestError
-from tierd.core.ids import LATEST_MS, CheckpointId
+from tierd.core.ids import LATEST_MS, CheckpointId, launch_ms
 from tierd.core.manifest import Attempt, Digest, Manifest, Origin, Step
 from tierd.core.manifest_codec import decode_sealed, digest_of, seal
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One run's complete checkpoints, each either on the path or on a branch.
-
-    Attributes:
-        unknown_origin: the attempt at which the walk had to end, because its origin is unknown: its manifests are
-            deleted or unreadable.
-        unproven: checkpoints, complete or not, of attempts that are newer by name than every attempt whose origin is
-            known.
-    """
+    """One run's complete checkpoints, each either on the path or on a branch."""
 
     path: tuple[CheckpointId, ...]
     branches: tuple[CheckpointId, ...]
+    # the attempt at which the walk had to end, because its origin is unknown: its manifests are deleted or unreadable
     unknown_origin: str | None
+    # checkpoints, complete or not, of attempts that are newer by name than every attempt whose origin is known
     unproven: tuple[CheckpointId, ...] = ()
 
 
@@ -121,24 +116,19 @@ class LastHead(msgspec.Struct, frozen=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One node's record of a run in one place.
-
-    Attributes:
-        by: the id of the node that wrote the head, 8 hex digits; empty in a spool.
-        counter: one more than the counter of the head before; 1 in the first head.
-        before: the digest of the head before; None in the first head.
-        written: the time of writing in RFC 3339, for people.
-        launches: the launches, by attempt.
-        tiers: in a spool only: by URL, the last heads that this node observed on tiers.
-    """
+    """One node's record of a run in one place."""
 
     version: int
     run: str
+    # the id of the node that wrote the head, 8 hex digits; empty in a spool
     by: Annotated[str, Meta(pattern=r"^([0-9a-f]{8})?\Z")]
+    # one more than the counter of the head before; 1 in the first head
     counter: Annotated[int, Meta(ge=1, le=_MAX_COUNTER)]
-    before: Digest | None
+    before: Digest | None  # the digest of the head before; None in the first head
+    # the time of writing in RFC 3339, for people
     written: Annotated[str, Meta(max_length=64, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-    launches: Annotated[dict[Attempt, LaunchRecord], Meta(max_length=MAX_LAUNCHES)]
+    launches: Annotated[dict[Attempt, LaunchRecord], Meta(max_length=MAX_LAUNCHES)]  # the launches, by attempt
+    # in a spool only: by URL, the last heads that this node observed on tiers
     tiers: Annotated[dict[str, LastHead], Meta(max_length=_MAX_TIERS)] = {}
 
     @property
@@ -165,7 +155,7 @@ def decode_head(data: bytes, run: str, by: str) -> Head:
     head = decode_sealed(data, where, MAX_HEAD_SIZE, HEAD_VERSION, _decoder)
     if (head.run, head.by) != (run, by):
         raise ManifestError(f"{where}: it says that it is of {head.run!r} by {head.by!r}")
-    if any(int(attempt[:12], 16) >= LATEST_MS for attempt in head.launches):
+    if any(launch_ms(attempt) >= LATEST_MS for attempt in head.launches):
         raise ManifestError(f"{where}: it tells of a launch that nobody can have made: of the year 2200 or later")
     if any(launch.resumed_from and launch.resumed_from.attempt >= attempt for attempt, launch in head.launches.items()):
         raise ManifestError(f"{where}: a launch resumes from one that is not earlier")

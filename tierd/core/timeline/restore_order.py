@@ -76,53 +76,43 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RestoreOrder:
-    """The order in which a restore of one run tries checkpoints, and the facts that explain this order.
+    """The order in which a restore of one run tries checkpoints, and the facts that explain this order."""
 
-    Attributes:
-        candidates: the checkpoints to try, in order.
-        same_step: with a step: the checkpoints of other launches that have it, newest first, for a reader that finds
-            the candidate corrupt, and that continues no history.
-        branches: complete checkpoints that are not on the timeline.
-        incomplete: checkpoints newer than the first candidate that lack a rank's part.
-        unknown_origin: the attempt at which the timeline ends because its origin is unknown; None if there is none.
-        unreached: the tiers that did not answer some rank.
-        quarantined: checkpoints that belong among the candidates but were quarantined, in whole or in part, as proven
-            corrupt everywhere.
-        alone: which rank could ask no tier, and why.
-        goal: the metric and mode by which the best checkpoint was requested; None if it was not.
-        values: by metric, the value in rank 0's manifest of each checkpoint; NaN if the manifest has none.
-        metrics: some names of metrics that manifests have.
-        unread: with `goal`: complete checkpoints of the timeline whose metric no place could give.
-        corrupt: with `goal`: complete checkpoints of the timeline whose metric no place will ever give, because rank
-            0's manifest is corrupt wherever it was observed.
-        missing: checkpoints that were complete once, as some rank's node or a head remembers, and of which no rank
-            observes anything now.
-        unproven: checkpoints about which nothing proves that they belong to the run. They are newer by name than
-            all whose origin is known, or only names show them complete, for another world size.
-        silent: details of the places in `unreached`, each with the indices of the run views that lack the place.
-        down_to: the oldest checkpoint that every rank observed, if some rank left older ones out. About older ones not
-            everything is known.
-    """
-
-    candidates: tuple[Candidate, ...]
-    branches: tuple[CheckpointId, ...]
-    incomplete: tuple[CheckpointId, ...]
+    candidates: tuple[Candidate, ...]  # the checkpoints to try, in order
+    branches: tuple[CheckpointId, ...]  # complete checkpoints that are not on the timeline
+    incomplete: tuple[CheckpointId, ...]  # checkpoints newer than the first candidate that lack a rank's part
+    # the attempt at which the timeline ends because its origin is unknown; None if there is none
     unknown_origin: str | None
-    unreached: tuple[str, ...]
+    unreached: tuple[str, ...]  # the tiers that did not answer some rank
     attempts: tuple[str, ...]
+    # checkpoints that belong among the candidates but were quarantined, in whole or in part, as proven corrupt
+    # everywhere
     quarantined: tuple[CheckpointId, ...] = ()
-    alone: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()  # which rank could ask no tier, and why
     origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
-    goal: MetricGoal | None = None
+    goal: MetricGoal | None = None  # the metric and mode by which the best checkpoint was requested; None if it was not
+    # by metric, the value in rank 0's manifest of each checkpoint; NaN if the manifest has none
     values: Mapping[str, Mapping[CheckpointId, float]] = field(default_factory=dict)
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # some names of metrics that manifests have
     complete: frozenset[CheckpointId] = frozenset()
+    # with `goal`: complete checkpoints of the timeline whose metric no place could give
     unread: tuple[CheckpointId, ...] = ()
+    # with `goal`: complete checkpoints of the timeline whose metric no place will ever give, because rank 0's manifest
+    # is corrupt wherever it was observed
     corrupt: tuple[CheckpointId, ...] = ()
+    # checkpoints that were complete once, as some rank's node or a head remembers, and of which no rank observes
+    # anything now
     missing: tuple[CheckpointId, ...] = ()
+    # checkpoints about which nothing proves that they belong to the run. They are newer by name than all whose origin
+    # is known, or only names show them complete, for another world size.
     unproven: tuple[CheckpointId, ...] = ()
+    # details of the places in `unreached`, each with the indices of the run views that lack the place
     silent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # the oldest checkpoint that every rank observed, if some rank left older ones out. About older ones not everything
+    # is known.
     down_to: CheckpointId | None = None
+    # with a step: the checkpoints of other launches that have it, newest first, for a reader that finds the candidate
+    # corrupt, and that continues no history
     same_step: tuple[Candidate, ...] = ()
 
     @property

@@ -28,43 +28,36 @@ Values = dict[str, dict[int, float | str | None]]  # attempt -> step -> a metric
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The checkpoints of one run that one node observes.
+    """The checkpoints of one run that one node observes."""
 
-    Attributes:
-        whole: by world size, the checkpoints of which every rank's part is listed by name.
-        hollow: the checkpoints of `whole` of which no manifest that was read is usable, so that only names show them
-            complete at that world size.
-        mixed: the checkpoints of `whole` that neither this node's spool nor the tiers show complete alone.
-        parts: by attempt, step and world size, the ranks whose parts are listed. It has checkpoints that are hollow or
-            not whole, and only world sizes that lack a rank. Ranks are pairs: first, last.
-        aside: checkpoints that were quarantined, in whole or in part, and are not whole.
-        gone: checkpoints that are lost. Either this node committed a part once, and no place shows any part now except
-            names of which nothing can be read. Or this node or a head remembers the checkpoint as complete, and it is
-            not complete now.
-        origins: by attempt, the attempt and step that it resumed from; null if it began from nothing.
-        unreached: the tiers that did not answer; also a place with an unreadable manifest that may be the only record
-            of an attempt's origin.
-        silent: by name, details of places in `unreached`, if known: the node, the tier's URL and the reason.
-        alone: why no tier at all could be asked; empty if some tier was asked.
-        values: for each requested metric, its value in rank 0's manifests; null if the manifest has no such metric;
-            `CORRUPT` if the manifest failed verification. A checkpoint whose manifest was not read is absent.
-        metrics: up to 50 names of metrics in these manifests, if any metric was requested.
-        down_to: the attempt and step of the oldest checkpoint that was observed, if older ones were left out. Every
-            newer one was observed. About older ones the view has origins and `aside` only.
-    """
-
-    whole: dict[int, AttemptSteps] = {}
+    whole: dict[int, AttemptSteps] = {}  # by world size, the checkpoints of which every rank's part is listed by name
+    # the checkpoints of `whole` of which no manifest that was read is usable, so that only names show them complete at
+    # that world size
     hollow: AttemptSteps = {}
+    # the checkpoints of `whole` that neither this node's spool nor the tiers show complete alone
     mixed: AttemptSteps = {}
+    # by attempt, step and world size, the ranks whose parts are listed. It has checkpoints that are hollow or not
+    # whole, and only world sizes that lack a rank. Ranks are pairs: first, last.
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
-    aside: AttemptSteps = {}
+    aside: AttemptSteps = {}  # checkpoints that were quarantined, in whole or in part, and are not whole
+    # checkpoints that are lost. Either this node committed a part once, and no place shows any part now except names of
+    # which nothing can be read. Or this node or a head remembers the checkpoint as complete, and it is not complete
+    # now.
     gone: AttemptSteps = {}
+    # by attempt, the attempt and step that it resumed from; null if it began from nothing
     origins: dict[str, tuple[str, int] | None] = {}
+    # the tiers that did not answer; also a place with an unreadable manifest that may be the only record of an
+    # attempt's origin
     unreached: tuple[str, ...] = ()
+    # by name, details of places in `unreached`, if known: the node, the tier's URL and the reason
     silent: dict[str, str] = {}
-    alone: str = ""
+    alone: str = ""  # why no tier at all could be asked; empty if some tier was asked
+    # for each requested metric, its value in rank 0's manifests; null if the manifest has no such metric; `CORRUPT` if
+    # the manifest failed verification. A checkpoint whose manifest was not read is absent.
     values: dict[str, Values] = {}
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # up to 50 names of metrics in these manifests, if any metric was requested
+    # the attempt and step of the oldest checkpoint that was observed, if older ones were left out. Every newer one was
+    # observed. About older ones the view has origins and `aside` only.
     down_to: tuple[str, int] | None = None
 
     def complete(self, run: str) -> dict[CheckpointId, int]:

@@ -280,7 +280,10 @@ class _Preparation:
                 or not paths.isdisjoint(judged_unit.unit.files)
             ]
             is_newest = all(created_at(checkpoint) > judged_unit.modified_at for judged_unit in intact)
-            had_home = checkpoint.run == stepless and _common_directory(self.directory, paths).is_dir()
+            had_home = (
+                checkpoint.run == stepless
+                and (self.directory / os.path.commonpath([str(Path(path).parent) for path in paths])).is_dir()
+            )
             is_behind = bool(self.fetched) or is_newest or had_home
             return is_behind and all(is_checkpoint_newer(checkpoint, self.history, rival) for rival in rivals)
 
@@ -371,7 +374,3 @@ async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, 
     if silent := [name for name, place in inventory.tiers.items() if place is None]:
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}{effect}")
     return inventory
-
-
-def _common_directory(directory: Path, paths: Set[str]) -> Path:
-    return directory / os.path.commonpath([str(Path(path).parent) for path in paths])

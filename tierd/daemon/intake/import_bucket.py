@@ -80,7 +80,11 @@ class BucketImportSource:
         """List everything once: the whole place may have a million objects, and checkpoints are taken one by one."""
         if self._listing is None:
             objects = await self._objects()
-            texts = {path: await self._read_text(info) for path, info in objects.items() if _is_marker(path, info)}
+            texts = {
+                path: await self._read_text(info)
+                for path, info in objects.items()
+                if (path.rpartition("/")[2] in MARKERS and info.size <= MAX_MARKER)
+            }
             self._take(objects, texts)
         assert self._listing is not None
         return self._listing
@@ -289,10 +293,6 @@ def _safe(path: str) -> str:
 
 def _entry(info: ObjectInfo) -> ListedEntry:
     return ListedEntry("file", info.size, info.modified_ns, (0, xxhash.xxh3_64_intdigest(info.token.encode())))
-
-
-def _is_marker(path: str, info: ObjectInfo) -> bool:
-    return path.rpartition("/")[2] in MARKERS and info.size <= MAX_MARKER
 
 
 def _pieces(files: Mapping[str, ObjectInfo]) -> Iterator[tuple[str, int, int]]:

@@ -41,7 +41,7 @@ from tierd.daemon.intake.taken_record import (
     settle_doubts,
     superseded_series,
 )
-from tierd.spool.file_io import open_own, private_opener
+from tierd.spool.file_io import open_own, replace_private
 from tierd.spool.spool import Spool
 from tierd.watching.checkpoint_names import checkpoint_time, series_of
 from tierd.watching.series_comparison import shares_a_file_form
@@ -102,7 +102,13 @@ class TakenUnits:
         """
         record, sizes = self._record, sizes_of(shape)
         was = record.taken.get(path)
-        if was is None or was == sizes or is_saved_again(_mask_files(was, record.amended.get(path, ())), sizes):
+        if (
+            was is None
+            or was == sizes
+            or is_saved_again(
+                was | {name: (was[name][0], -1) for name in record.amended.get(path, ()) if name in was}, sizes
+            )
+        ):
             return None
         saved = record.saved.get(path) or checkpoint_time(_time(was))
         version = xxhash.xxh3_64_intdigest(repr(sorted(sizes.items())).encode())  # nodes with one record agree on it
@@ -303,16 +309,9 @@ class TakenUnits:
         return CheckpointId(self._run, *waiting.after) if waiting and waiting.after else None
 
     def _write(self, record: TakenRecord) -> None:
-        # One name, so that a write that was killed leaves one file at most. Only the spool's daemon writes here.
-        fresh = self._path.with_name(f".{self._run}.new")
         with suppress(OSError):
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            try:
-                with open(fresh, "wb", opener=private_opener) as file:
-                    file.write(msgspec.json.encode(record))
-                fresh.replace(self._path)
-            finally:
-                fresh.unlink(missing_ok=True)  # of a failed write, as on a full disk
+            replace_private(self._path, msgspec.json.encode(record))
 
 
 def _restricted(members: Mapping[str, _Member], paths: Container[str]) -> dict[str, _Member]:
@@ -331,11 +330,6 @@ def _absent_units(units: Mapping[str, _T], shapes: Mapping[str, UnitShape]) -> d
                 break
             absent[path] = unit
     return dict(reversed(absent.items()))
-
-
-def _mask_files(sizes: Sizes, names: Iterable[str]) -> Sizes:
-    """Return sizes and times of which those of some files are no file's."""
-    return sizes | {name: (sizes[name][0], -1) for name in names if name in sizes}
 
 
 def _content_digest(files: Iterable[File]) -> str:

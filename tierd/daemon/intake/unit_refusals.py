@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
-from tierd.daemon.intake.taken_record import Sizes
 from tierd.daemon.intake.taken_units import TakenUnits, sizes_of
 from tierd.daemon.intake.unit_files import UnitBusy
 from tierd.watching.directory_tree import DirectoryTree
@@ -172,7 +171,9 @@ def why_begun(due_unit: DueUnit, units: Sequence[Unit], taken_units: TakenUnits)
     if absent is None:
         return None
     saves: list[Iterable[str]] = [
-        sizes for sizes in taken_units.refused_saves.values() if _is_another_save(sizes, own_sizes)
+        sizes
+        for sizes in taken_units.refused_saves.values()
+        if (shares_a_file_form(sizes, own_sizes) and sizes.items().isdisjoint(own_sizes.items()))
     ]
     saves += [
         sibling.files
@@ -211,11 +212,6 @@ def _is_older(unit: Unit, sibling: Unit) -> bool:
 
 def _is_complete_sibling(sibling: Unit, unit: Unit) -> bool:
     return sibling.path != unit.path and not sibling.missing_reason and shares_a_file_form(sibling.files, unit.files)
-
-
-def _is_another_save(sizes: Sizes, own_sizes: Sizes) -> bool:
-    """Whether these are the files of another save of the same series."""
-    return shares_a_file_form(sizes, own_sizes) and sizes.items().isdisjoint(own_sizes.items())
 
 
 class OutwardLinks:

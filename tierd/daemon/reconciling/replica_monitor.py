@@ -63,19 +63,13 @@ class _Suspicion:
 
 @dataclass(slots=True)
 class _Divergence:
-    """What an alert of a run waits for.
+    """What an alert of a run waits for."""
 
-    Attributes:
-        newest: the newest checkpoint that differs.
-        tensors: those that differed and were not equal since; None if they are too many.
-        equal: the newer complete checkpoints that were compared without a difference.
-        why: how the newest one differs, for people.
-    """
-
-    newest: CheckpointId
-    tensors: set[str] | None
+    newest: CheckpointId  # the newest checkpoint that differs
+    tensors: set[str] | None  # those that differed and were not equal since; None if they are too many
+    # the newer complete checkpoints that were compared without a difference
     equal: set[CheckpointId] = field(default_factory=set)
-    why: str = ""
+    why: str = ""  # how the newest one differs, for people
 
     def add(self, checkpoint: CheckpointId, tensors: frozenset[str], why: str) -> None:
         """Add a further checkpoint that differs."""

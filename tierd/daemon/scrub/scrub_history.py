@@ -18,7 +18,7 @@ from tierd.core.planning.background_schedule import ScrubbedCopy, base_copies
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import thread_uncancelled
-from tierd.spool.file_io import private_opener
+from tierd.spool.file_io import private_opener, replace_private
 
 log = logging.getLogger("tierd.daemon")
 
@@ -69,20 +69,10 @@ class ScrubHistory(dict[ScrubbedCopy, float]):
         for copy, when in newest.items():
             by_place.setdefault(copy.place, {})[copy.part.path] = when
         try:
-            await thread_uncancelled(self._write, msgspec.json.encode(by_place))
+            await thread_uncancelled(replace_private, self._path, msgspec.json.encode(by_place))
             self._saved_entries = newest
         except OSError as error:
             log.warning("%s: cannot be written: %s", self._path, error)
-
-    def _write(self, data: bytes) -> None:
-        fresh = self._path.with_suffix(".new")
-        try:
-            with open(fresh, "wb", opener=private_opener) as file:
-                file.write(data)
-            fresh.replace(self._path)
-        except OSError:
-            fresh.unlink(missing_ok=True)
-            raise
 
     def _bases(self, inventory: Inventory) -> dict[ScrubbedCopy, float]:
         # Copies, deleted ones included, whose chunks other copies name. The time is the other copy's last verification,

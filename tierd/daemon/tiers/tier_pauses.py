@@ -21,7 +21,7 @@ from tierd.core.ids import PartId
 from tierd.core.planning.background_schedule import COUNTED_SAVES, flush_spread_s
 from tierd.daemon.daemon_timings import DaemonTimings
 from tierd.events.journal import Journal
-from tierd.spool.file_io import private_opener, sync_directory
+from tierd.spool.file_io import private_opener, replace_private, sync_directory
 from tierd.spool.spool import Spool
 from tierd.spool.spool_access import spool_errors
 from tierd.stores.base import Store
@@ -111,15 +111,8 @@ class TierPause:
         self._changed = asyncio.Event()
 
     def _write(self, text: str) -> None:
-        fresh = self._path.with_suffix(".new")
         with spool_errors(self._doing):
-            fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
-            with open(fresh, "w", opener=private_opener) as file:
-                file.write(text + "\n" * bool(text))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(self._path)
-            sync_directory(self._path.parent)
+            replace_private(self._path, (text + "\n" * bool(text)).encode(), durable=True)
 
     def _remove(self) -> None:
         with spool_errors(self._doing):

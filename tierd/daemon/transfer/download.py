@@ -31,7 +31,7 @@ from tierd.daemon.transfer.local_files import (
 )
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, reserve
-from tierd.spool.file_io import Buffer, drop_cached, flat_bytes, make_private, private_opener
+from tierd.spool.file_io import Buffer, drop_cached, flat_bytes, make_private, replace_private
 from tierd.spool.foreign_files import is_shared, unshare
 from tierd.spool.spool_access import is_disk_full
 from tierd.spool.verified_reads import read_chunk
@@ -157,17 +157,9 @@ class _Download:
             if self.chunk_runs is None or file.path in self.chunk_runs
         ]
         if not self.committed:
-            self._draft(encode(manifest))
+            clear_path(self.home, DRAFT_NAME)
+            replace_private(self.home / DRAFT_NAME, encode(manifest))  # readers use it meanwhile
         return targets
-
-    def _draft(self, data: bytes) -> None:
-        """Write the manifest for concurrent readers, by a rename, because a reader must never see an incomplete one."""
-        clear_path(self.home, DRAFT_NAME)
-        fresh = self.home / f"{DRAFT_NAME}.new"
-        fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
-        with open(fresh, "wb", opener=private_opener) as file:
-            file.write(data)
-        fresh.replace(self.home / DRAFT_NAME)
 
     def _target(self, number: int, file: File) -> TargetFile:
         path = self.home / file.path

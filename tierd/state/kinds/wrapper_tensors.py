@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tierd.state.state_tree import SCALARS
+from tierd.state.tensor_header import is_list_of_sizes
 
 _QUANTIZED = "torchao.quantization"
 _FLOAT8 = f"{_QUANTIZED}.quantize_.workflows.float8"
@@ -222,7 +223,7 @@ def parse_wrapper(payload: object) -> SavedWrapper:
     if type(inner) is not dict or not inner or not all(_is_stored(tensor) for tensor in inner.values()):
         raise ValueError("the inner tensors of a $wrapper are tensors by name")
     is_context = type(context) is list and len(context) == 4 and type(context[3]) is torch.dtype
-    if not is_context or not all(map(_is_shape, context[1:3])):
+    if not is_context or not all(map(is_list_of_sizes, context[1:3])):
         raise ValueError("the context of a $wrapper is [context, shape, stride, dtype]")
     _check_encoded(context[0])
     return SavedWrapper(name, inner, context)
@@ -230,10 +231,6 @@ def parse_wrapper(payload: object) -> SavedWrapper:
 
 def _is_stored(value: Any) -> bool:
     return isinstance(value, SavedWrapper) or isinstance(getattr(value, "dtype", None), torch.dtype)
-
-
-def _is_shape(value: object) -> bool:
-    return type(value) is list and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
 def _check_encoded(value: Any) -> None:

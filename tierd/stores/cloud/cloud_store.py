@@ -61,16 +61,11 @@ CREDENTIAL_SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorText:
-    """What obstore's text tells of a response.
-
-    Attributes:
-        code: the server's error code; empty if it sent none.
-        is_of_credentials: whether the source of the credentials responded, or failed to.
-    """
+    """What obstore's text tells of a response."""
 
     status: int
-    code: str
-    is_of_credentials: bool
+    code: str  # the server's error code; empty if it sent none
+    is_of_credentials: bool  # whether the source of the credentials responded, or failed to
 
 
 def parse_error_text(text: str) -> ErrorText:

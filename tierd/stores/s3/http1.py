@@ -43,20 +43,13 @@ class NoResponse(botocore.HTTPClientError):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """The head of a response.
-
-    Attributes:
-        headers: by lower-case name.
-        size: bytes of the body; None for a chunked body, which marks its own end.
-        keeps: whether the connection can serve another request.
-        opaque: whether this is an error whose body cannot be read, so that the caller must not try.
-    """
+    """The head of a response."""
 
     status: int
-    headers: dict[str, str]
-    size: int | None
-    keeps: bool
-    opaque: bool = False
+    headers: dict[str, str]  # by lower-case name
+    size: int | None  # bytes of the body; None for a chunked body, which marks its own end
+    keeps: bool  # whether the connection can serve another request
+    opaque: bool = False  # whether this is an error whose body cannot be read, so that the caller must not try
 
 
 def request_head(method: str, url: SplitResult, headers: Mapping[str, Any]) -> bytes:
@@ -156,28 +149,18 @@ def check_xml(body: bytes) -> None:
 
 @dataclass(frozen=True)
 class S3Limits:
-    """How many connections the client has, and how long it waits.
+    """How many connections the client has, and how long it waits."""
 
-    Attributes:
-        connections: open at a time; further calls wait.
-        connect_s: for TCP and the TLS handshake.
-        answer_s: from a request's end until its response begins.
-        stall_s: within which a byte must move while a body is transferred.
-        idle_s: after which a server or a middlebox may have dropped an idle connection, so it is not used again.
-        credentials_s: between two searches of the AWS chain, because a link of it may run a program or ask the
-            instance's metadata.
-        probe_s: after a probe of the server's checksums that had no usable response.
-        first_page: keys in the first page of a listing, because `children` needs one key.
-    """
-
-    connections: int = 32
-    connect_s: float = 10.0
-    answer_s: float = 60.0
-    stall_s: float = 20.0
+    connections: int = 32  # open at a time; further calls wait
+    connect_s: float = 10.0  # for TCP and the TLS handshake
+    answer_s: float = 60.0  # from a request's end until its response begins
+    stall_s: float = 20.0  # within which a byte must move while a body is transferred
+    # after which a server or a middlebox may have dropped an idle connection, so it is not used again
     idle_s: float = 12.0
+    # between two searches of the AWS chain, because a link of it may run a program or ask the instance's metadata
     credentials_s: float = 3.0
-    probe_s: float = 60.0
-    first_page: int = FIRST_PAGE
+    probe_s: float = 60.0  # after a probe of the server's checksums that had no usable response
+    first_page: int = FIRST_PAGE  # keys in the first page of a listing, because `children` needs one key
 
 
 DEFAULT_LIMITS = S3Limits()
