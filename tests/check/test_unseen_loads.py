@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -289,7 +290,7 @@ def test_batch_that_was_lost_is_no_second_cause():
     ],
 )
 def test_names_that_carry_a_value_from_step_to_step(source: str, names: set[str]):
-    assert loop_carried_names_in(source) == names
+    assert loop_carried_names_in(ast.parse(source)) == names
 
 
 # -- when a launch begins ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.world import described
+from support.world import described, read_files
 
 from tierd.core.errors import (
     CorruptChunk,
@@ -34,7 +34,6 @@ from tierd.spool.spool import Spool
 from tierd.spool.spool_access import spool_errors
 from tierd.spool.spool_directory import directories_in
 from tierd.spool.stage import describe_directory
-from tierd.spool.verified_reads import read_file
 
 ATTEMPT = "0123456789ab-01234567"
 
@@ -64,8 +63,7 @@ def spool(tmp_path):
 
 
 def is_whole(spool: Spool, owner: PartId) -> bool:
-    found = spool.read(owner, spool.manifest(owner))
-    return found == {name: f"{name} of {owner}".encode() * 50 for name in ("one", "deep/two")}
+    return read_files(spool, owner) == {name: f"{name} of {owner}".encode() * 50 for name in ("one", "deep/two")}
 
 
 # -- commit -----------------------------------------------------------------------------------------------------------
@@ -385,17 +383,9 @@ def test_part_is_removed_while_the_last_other_part_of_its_checkpoint_is_removed(
     assert spool.parts() == [] and not spool.path(first).parent.exists()
 
 
-def test_read_of_a_checkpoint_that_is_being_removed_raises_missing_rather_than_corrupt(spool):
-    manifest = commit(spool, part())
-    real = read_file
-
-    def remove_meanwhile(path, file):
-        found = real(path, file)
-        spool.remove([part()])
-        return found
-
-    with pytest.raises(ObjectNotFound):
-        spool.read(part(), manifest, remove_meanwhile)
+def test_a_removed_part_is_missing_rather_than_corrupt(spool):
+    commit(spool, part())
+    spool.remove([part()])
     with pytest.raises(ObjectNotFound):
         spool.manifest(part())
     assert spool.manifest_stamp(part()) == 0
@@ -661,10 +651,10 @@ def test_a_newer_format_is_too_new(spool):
 
 
 def test_a_damaged_file_is_a_corrupt_chunk_that_names_it(spool):
-    manifest = commit(spool, part())
+    commit(spool, part())
     (spool.path(part()) / "deep" / "two").unlink()
     with pytest.raises(CorruptChunk, match="deep/two: the file is missing"):
-        spool.read(part(), manifest)
+        read_files(spool, part())
 
 
 def test_names_that_are_no_parts_are_passed_over(spool):

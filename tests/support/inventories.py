@@ -16,6 +16,7 @@ from tierd.core.planning.inventory import Inventory, LastSent
 from tierd.core.planning.place import SPOOL, Action, Discard, Flush, Place, Prune, RepairCopy
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.core.retention.retention_verdicts import Ranking, Verdict
 
 EPOCH = datetime(2025, 1, 1, tzinfo=UTC)
 
@@ -44,6 +45,13 @@ def config(*tiers: RetentionPolicy, spool: RetentionPolicy | None = None, low: f
         for number, policy in enumerate(tiers)
     )
     return Config(spool="/spool", tier=named, retention=spool or RetentionPolicy(), min_free_percent=low)
+
+
+def judge_checkpoints(checkpoints, policy: RetentionPolicy, origins=None, live=()) -> tuple[Verdict, ...]:
+    """Judge one run's checkpoints in one place, newest first."""
+    ranking = Ranking(checkpoints, policy, origins or {}, live)
+    newest_first = sorted(checkpoints, key=lambda info: (info.id.attempt, info.id.step), reverse=True)
+    return tuple(ranking.verdict(info) for info in newest_first)
 
 
 def held(place: Place) -> dict[PartId, ManifestFacts | None]:

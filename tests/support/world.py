@@ -25,6 +25,7 @@ from tierd.daemon.handoff_socket import HandoffServer
 from tierd.daemon.reconciler import Reconciler
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import read_file
 from tierd.stores.base import Store
 from tierd.stores.file_store import FileStore
 
@@ -56,6 +57,11 @@ def described(which: PartId, **more: Any) -> Manifest:
     usual = {"resumed_from": None, "created": "2026-01-01T00:00:00+00:00", "writer": "test", "metrics": {}, "files": ()}
     named = {"run": which.checkpoint.run, "step": which.checkpoint.step, "attempt": which.checkpoint.attempt}
     return Manifest(version=VERSION, rank=which.rank, world_size=which.world, **{**named, **usual, **more})
+
+
+def read_files(spool: Spool, which: PartId) -> dict[str, memoryview]:
+    """A part's verified files, by path."""
+    return {file.path: read_file(spool.path(which) / file.path, file) for file in spool.manifest(which).files}
 
 
 def commit(

@@ -45,11 +45,6 @@ def number_text(value: float | None, form: str = ".4g") -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def spread_text(values: Sequence[float], form: str) -> str:
-    """The median of the samples, with the smallest and the largest; empty if there are none."""
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})" if values else ""
-
-
 def write_result(out: Path, stem: str, result: object, page: str = "") -> None:
     """Write the JSON of a result, and its page beside it."""
     out.mkdir(parents=True, exist_ok=True)

@@ -238,15 +238,11 @@ def _carried_names(files: frozenset[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _names_in_file(file: str) -> frozenset[str]:
-    return read_source(file, _names_in_code, frozenset())  # without a source nothing is known to be carried
+    return read_source(file, loop_carried_names_in, frozenset())  # without a source nothing is known to be carried
 
 
-def loop_carried_names_in(source: str) -> frozenset[str]:
-    """Return the names that carry values between steps in a source text."""
-    return _names_in_code(ast.parse(source))
-
-
-def _names_in_code(code: ast.Module) -> frozenset[str]:
+def loop_carried_names_in(code: ast.Module) -> frozenset[str]:
+    """Return the names that carry values between steps in code."""
     names: set[str] = set()
     for node in ast.walk(code):
         if isinstance(node, ast.While):

@@ -8,12 +8,12 @@ import logging
 import operator
 import os
 import stat
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolUnusable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import MANIFEST_NAME, File, Manifest
+from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, decode
 from tierd.core.storage_faults import read_until_proven
 from tierd.spool.file_io import digest, exists, names_in, open_plain
@@ -27,7 +27,6 @@ from tierd.spool.spool_directory import (
     parts_below,
     parts_of_run,
 )
-from tierd.spool.verified_reads import read_file
 
 log = logging.getLogger("tierd")
 
@@ -204,27 +203,6 @@ class LocalParts:
     def saved_stamp(self, run: str, attempt: str) -> int:
         """Return a number that changes with every save of a launch on this node; 0 if the launch saved nothing here."""
         return saved_at(self.control, run, attempt)
-
-    def read(
-        self, part: PartId, manifest: Manifest, read: Callable[[Path, File], memoryview] = read_file
-    ) -> dict[str, memoryview]:
-        """Read and verify every file of a part; by path inside the part, each file's bytes.
-
-        Small files are read first, because their content may decide how the caller reads the large files. `read` reads
-        one file as `read_file` does.
-
-        Raises:
-            ObjectNotFound: the part was removed.
-            CorruptChunk, OSError: as `read_file` raises them.
-        """
-        home = self.path(part)
-        try:
-            files = sorted(manifest.files, key=lambda file: file.size)
-            return {file.path: read(home / file.path, file) for file in files}
-        except CorruptChunk:
-            if not self.holds(part):
-                raise ObjectNotFound(f"{part} is not in the spool any more") from None
-            raise
 
     def _read_manifest(self, home: Path, part: PartId) -> Manifest:
         path = home / MANIFEST_NAME

@@ -18,6 +18,7 @@ from support.inventories import (
     facts,
     held,
     histories,
+    judge_checkpoints,
     part,
     places,
     policies,
@@ -33,7 +34,7 @@ from tierd.core.planning.place import SPOOL, Flush, Place, Prune
 from tierd.core.planning.plan import plan
 from tierd.core.planning.pruning import judge_place, prunes_when_full, relied_copies, tiers_losing
 from tierd.core.retention.policy import Best, RetentionPolicy, StoredRetention
-from tierd.core.retention.retention_verdicts import CheckpointInfo, judge_checkpoints
+from tierd.core.retention.retention_verdicts import CheckpointInfo
 from tierd.core.run_report import make_report
 
 LAST1, LAST3 = RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=3)

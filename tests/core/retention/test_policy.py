@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
-from support.inventories import EPOCH, attempt, histories, policies
+from support.inventories import EPOCH, attempt, histories, judge_checkpoints, policies
 from support.seeds import examples
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.retention.policy import Best, RetentionPolicy, check_policy, merge_policies, parse_duration, rule_values
-from tierd.core.retention.retention_verdicts import CheckpointInfo, Ranking, judge_checkpoints
+from tierd.core.retention.retention_verdicts import CheckpointInfo, Ranking
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
 SUITE = settings(max_examples=examples(150))

@@ -184,17 +184,6 @@ class Verdict:
     waiting_tiers: tuple[str, ...] = ()
 
 
-def judge_checkpoints(
-    checkpoints: Sequence[CheckpointInfo],
-    policy: RetentionPolicy,
-    origins: Origins = MappingProxyType({}),
-    live: Collection[str] = (),
-) -> tuple[Verdict, ...]:
-    """Judge one run's checkpoints in one place, newest first. `origins` and `live` are those of `Ranking`."""
-    ranking = Ranking(checkpoints, policy, origins, live)
-    return tuple(ranking.verdict(info) for info in sorted(checkpoints, key=_order, reverse=True))
-
-
 class Ranking:
     """The ranks by each rule of one run's checkpoints in one place. It judges these checkpoints and any single other.
 

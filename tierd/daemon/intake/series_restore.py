@@ -40,16 +40,12 @@ from tierd.watching.unit_file import MAX_UNIT_FILE_SIZE, UnitFile, decode_unit
 SeriesFilter: TypeAlias = Callable[[CheckpointId, str, Set[str]], bool]
 
 
-def select_all(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
-    return True
-
-
 async def restore_each_series(
     stores: Mapping[str, Store],
     run: str,
     directory: Path,
     progress: Progress,
-    selects: SeriesFilter = select_all,
+    selects: SeriesFilter = lambda checkpoint, series, paths: True,
     placed: Sequence[RestoredUnit] = (),
     *,
     spares_newer: bool = False,
