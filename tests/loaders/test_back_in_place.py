@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from support import layouts
 from support.programs import ROWS, SCRIPTS, table
 from support.script import Script
+from support.warm import WarmInterpreter
 
 from tierd.watching.unit import LAYOUTS
 
@@ -24,34 +26,26 @@ _LIMIT_S = 600
 _TRIES = 4  # launches, until one is killed within its save and not a moment later, as a quick save allows it seldom
 
 
-def start(script: Script, out: Path, log: Path) -> subprocess.Popen[str]:
+def train(warm: WarmInterpreter, script: Script, out: Path, log: Path) -> None:
     out.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", script.whole, str(out), str(log)]
-    return subprocess.Popen(
-        command,
-        env=script.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    running = warm.start(script.whole, [str(out), str(log)], log.with_suffix(".output"))
+    assert warm.wait(running, _LIMIT_S) == 0, said(log)
 
 
-def train(script: Script, out: Path, log: Path) -> None:
-    running = start(script, out, log)
-    said, _ = running.communicate(timeout=_LIMIT_S)
-    assert running.returncode == 0, said[-3000:]
-
-
-def killed(script: Script, out: Path, log: Path) -> None:
+def killed(warm: WarmInterpreter, script: Script, out: Path, log: Path) -> None:
     """Train until the third save has begun, and kill the program there, with the processes that it started."""
-    running = start(script, out, log)
-    end = time.monotonic() + _LIMIT_S
-    while not any(out.glob(script.third)):
-        assert running.poll() is None and time.monotonic() < end, running.communicate()[0][-3000:]
-        time.sleep(0.0005)
-    os.killpg(running.pid, signal.SIGKILL)
-    running.communicate()
+    out.mkdir()
+    running = warm.start(script.whole, [str(out), str(log)], log.with_suffix(".output"))
+    with open(os.pidfd_open(running)) as descriptor:
+        end = time.monotonic() + _LIMIT_S
+        while not any(out.glob(script.third)):
+            assert time.monotonic() < end and not select.select([descriptor], [], [], 0.0005)[0], said(log)
+    os.killpg(running, signal.SIGKILL)
+    warm.wait(running, _LIMIT_S)
+
+
+def said(log: Path) -> str:
+    return log.with_suffix(".output.err").read_text()[-3000:]
 
 
 def losses(log: Path) -> dict[int, float]:
@@ -88,13 +82,18 @@ def test_it_resumes_as_if_nothing_had_happened(name: str, tmp_path: Path) -> Non
     script = SCRIPTS[name]
     if not script.is_installed:
         pytest.skip(f"{script.package} is not installed")
-    train(script, tmp_path / "whole", tmp_path / "whole.log")
+    with WarmInterpreter(script.whole, script.environment) as warm:
+        resumes_as_if_nothing_had_happened(warm, script, tmp_path)
+
+
+def resumes_as_if_nothing_had_happened(warm: WarmInterpreter, script: Script, tmp_path: Path) -> None:
+    train(warm, script, tmp_path / "whole", tmp_path / "whole.log")
     wanted = losses(tmp_path / "whole.log")
     assert sorted(wanted) == list(range(1, 9)) and len(set(wanted.values())) == 8
     found = dict[str, dict[str, object]]()
     for number in range(_TRIES):
         out, log, tier = (tmp_path / f"{kind}{number}" for kind in ("out", "log", "tier"))
-        killed(script, out, log)
+        killed(warm, script, out, log)
         if len(losses(log)) == len(wanted) or not any(out.glob(script.pointer or "*")):
             continue  # it came to its end, or was killed while nothing named a checkpoint, as can be without tierd
         tier.mkdir()
@@ -111,7 +110,7 @@ def test_it_resumes_as_if_nothing_had_happened(name: str, tmp_path: Path) -> Non
     path = str(newest.relative_to(out))
     assert (found[path]["verdict"], found[path]["replaced"]) == ("damaged", True), found
     resumed = tmp_path / "resumed.log"
-    train(script, out, resumed)
+    train(warm, script, out, resumed)
     first, then = losses(log), losses(resumed)
     done = min(then) - 1
     assert done == (4 if torn else 6) or (script.renamed and done in (4, 6)), (first, then)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from support.warm import WarmInterpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,28 +122,30 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what a launcher would have set, with tierd and the tests to be found."""
+    """This process's, without what a launcher would have set, with tierd and the tests to be found.
+
+    A rank that aborts says where.
+    """
     kept = {name: value for name, value in os.environ.items() if not is_launchers(name)}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "lean")])
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+    always = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
+    return {**kept, "PYTHONPATH": path, **always, **more}
 
 
-def processes(script: str, arguments: Sequence[Sequence[str]], timeout: float = 90) -> list[str]:
+def processes(
+    script: str, arguments: Sequence[Sequence[str]], timeout: float = 90, warm: WarmInterpreter | None = None
+) -> list[str]:
     """Run `script` once for each list of arguments, all at a time; what each printed. Fails where one fails."""
-    command = [sys.executable, "-c", script]
-    running = [
-        subprocess.Popen([*command, *own], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for own in arguments
-    ]
-    try:
-        ended = [process.communicate(timeout=timeout) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(running, ended, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [output for output, _ in ended]
+    with ExitStack() as stack:
+        interpreter = warm or stack.enter_context(WarmInterpreter(script, environment()))
+        room = Path(stack.enter_context(TemporaryDirectory(prefix="ranks-")))
+        outputs = [room / str(number) for number in range(len(arguments))]
+        running = [interpreter.start(script, own, output) for own, output in zip(arguments, outputs, strict=True)]
+        end_s = time.monotonic() + timeout
+        ended = [interpreter.wait(process, max(0.0, end_s - time.monotonic())) for process in running]
+        for status, output in zip(ended, outputs, strict=True):
+            assert status == 0, f"{status}: {Path(f'{output}.err').read_text()[-3000:]}"
+        return [output.read_text() for output in outputs]
 
 
 def launched_twice(script: str, home: Path) -> list[list[str]]:
@@ -149,7 +154,9 @@ def launched_twice(script: str, home: Path) -> list[list[str]]:
     Each is called with its rank, a free port, `home`, and "first" or "again".
     """
     outputs = []
-    for word in ("first", "again"):
-        port = str(free_port())
-        outputs.append(processes(script, [[rank, port, str(home), word] for rank in ("0", "1")], timeout=400))
+    with WarmInterpreter(script, environment(KERAS_BACKEND="torch")) as warm:
+        for word in ("first", "again"):
+            port = str(free_port())
+            own = [[rank, port, str(home), word] for rank in ("0", "1")]
+            outputs.append(processes(script, own, timeout=400, warm=warm))
     return outputs

@@ -80,7 +80,8 @@ class Script:
     @property
     def environment(self) -> dict[str, str]:
         paths = [str(APART)] * self.apart + [one for one in [os.environ.get("PYTHONPATH")] if one]
-        return os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        always = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "KERAS_BACKEND": "torch"}
+        return os.environ | always | {"PYTHONPATH": os.pathsep.join(paths)}
 
     @property
     def is_installed(self) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.warm import WarmInterpreter
 from support.watched_run import RUN, Home, files, flush
 
 from tierd.cli import run
@@ -219,22 +218,30 @@ assert os.path.isdir(os.path.join(out, "checkpoints", open(f"{out}/checkpoints/l
 }
 
 
-def python(code: str, out: Path) -> None:
+def play(warm: WarmInterpreter, code: str, out: Path, output: Path) -> None:
     """Run code of a program in a process of its own."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", _HEAD + code, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert warm.wait(warm.start(_HEAD + code, [str(out)], output), 400) == 0, Path(f"{output}.err").read_text()[-3000:]
 
 
 @pytest.mark.loaders
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program_loads_its_newest_checkpoint_after_its_directory_was_lost(name: str, home: Home, capsys) -> None:
-    program, root = PROGRAMS[name], home.root
+def test_program_loads_its_newest_checkpoint_after_its_directory_was_lost(
+    name: str, home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, root, output = PROGRAMS[name], home.root, tmp_path / "output"
     if absent := [package for package in program.packages if importlib.util.find_spec(package) is None]:
         pytest.skip(f"{absent[0]} is not installed")
-    python(program.saves, root)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    environment["KERAS_BACKEND"] = "torch"
+    with WarmInterpreter(_HEAD + program.saves, environment) as warm:
+        play(warm, program.saves, root, output)
+        puts_back_what_was_lost(program, home, capsys)
+        play(warm, program.loads, root, output)
+
+
+def puts_back_what_was_lost(program: Program, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    root = home.root
     right = files(root)
     flush(home.spool, home.tier)
     assert {unit["verdict"] for unit in home.prepare(capsys).values()} <= {"sound", "unknown"} and files(root) == right
@@ -247,4 +254,3 @@ def test_program_loads_its_newest_checkpoint_after_its_directory_was_lost(name: 
         assert run([*command, "--run", RUN]) == 0
         assert files(root) == {path: right[path] for path in newest & right.keys()}
         assert {link: (root / link).readlink() for link in links} == links
-    python(program.loads, root)
