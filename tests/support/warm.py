@@ -8,7 +8,6 @@ A fork is as fresh as an interpreter but for the order of hashes, which all of o
 from __future__ import annotations
 
 import ast
-import atexit
 import faulthandler
 import gc
 import importlib
@@ -18,12 +17,11 @@ import select
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 _HEAVY = {
     *("accelerate", "deepspeed", "jax", "keras", "lightning", "megatron", "numpy", "orbax", "peft", "tierd", "torch"),
@@ -109,32 +107,20 @@ def make_imports(statements: str) -> None:
         importlib.import_module("tierd.client.checkpointer")
 
 
-def _run(script: str, arguments: list[str], output: str) -> None:
-    """Run a script in this process, which was forked for it, and end."""
+def _run(script: str, arguments: list[str], output: str) -> NoReturn:
+    """Run a script in this process, which was forked for it; what it raises ends the interpreter as usual."""
     os.setsid()
-    status = 1
-    try:
-        for descriptor, name in ((1, output), (2, f"{output}.err")):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-        faulthandler.enable()
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # as an interpreter that begins; `random` does so by itself
-        sys.argv = ["-c", *arguments]
-        sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(script, "<script of a test>", "exec"), vars(sys.modules["__main__"]))
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(BaseException):
-            atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    for descriptor, name in ((1, output), (2, f"{output}.err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+    faulthandler.enable()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as an interpreter that begins; `random` does so by itself
+    sys.argv = ["-c", *arguments]
+    sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(script, "<script of a test>", "exec"), vars(sys.modules["__main__"]))
+    sys.exit()
 
 
 def main() -> None:
