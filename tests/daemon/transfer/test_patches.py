@@ -194,6 +194,18 @@ async def test_links_of_one_chain_may_be_read_from_different_tiers(spool):
         await fetched(spool, 3, far=far)
 
 
+async def test_link_is_read_from_a_tier_whose_own_manifest_is_damaged(spool):
+    """A patch has one key for one base, so both tiers have it; a reader looked there for whole chunks alone."""
+    committed(spool, 1, 2, 3)
+    near, far = Double(), Double()
+    await sent(spool, near, 1, 2, 3)
+    await sent(spool, far, 1, 2, 3)
+    links = [chunk.stored.key for chunk in of_table(await manifest_on(near, part(2)))]
+    await near.delete([f"run/{key}" for key in links])
+    await flip(far, part(3).manifest_key)
+    assert await fetched(spool, 3, near=near, far=far) == table(3)
+
+
 def test_a_tier_that_cannot_be_asked_may_have_the_base(spool):
     committed(spool, 1, 2)
     near, far = Double(), Double()

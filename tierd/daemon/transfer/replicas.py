@@ -198,7 +198,7 @@ class Replicas:
             if tier != name:
                 chain = manifest.chunk(where).chain()
                 yield from ((tier, entry) for entry in chain if entry.content == link.content)
-        if link.stored and not is_patch(link.stored.codec):  # a patch has another key on each tier
+        if link.stored:
             yield from ((tier, link) for tier in self.stores if tier != name)
 
     async def _get(
