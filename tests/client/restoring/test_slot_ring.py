@@ -15,11 +15,12 @@ from support.waiting import wait_until
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client.restoring import part_access
+from tierd.client.restoring import part_access, slot_ring
 from tierd.client.restoring.part_fetch import FetchProgress
 from tierd.client.restoring.slot_ring import SlotMemory, SlotRing, SlotsUnavailable
 from tierd.core.errors import (
     ConfigError,
+    DaemonSilent,
     DaemonUnavailable,
     RequestUnknown,
     StateMismatch,
@@ -205,6 +206,19 @@ def test_daemon_that_ends_in_the_middle_is_an_error_and_its_successor_restores(s
     store.before, store.delay = None, 0.0
     with Daemon(spool.root, {"tier": store}):
         assert restore(spool, state).step == 1 and equal(state, 1)
+
+
+def test_restore_waits_once_for_a_daemon_that_is_stopped(spool, monkeypatch):
+    """It waited for the slots, and then as long for the fetch: more than a minute."""
+    store = Double()
+    with Daemon(spool.root, {"tier": store}) as daemon:
+        put(daemon, 1)
+        monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 1000.0)
+        monkeypatch.setattr(slot_ring, "SILENCE_S", 0.5)
+        monkeypatch.setattr(part_access.PartAccess, "put_right", None)
+        store.before = lambda operation, key: setattr(store, "delay", 1000.0) if is_chunk(key) else None
+        with pytest.raises(DaemonSilent, match="sends no chunk; it may be stopped"):
+            restore(spool, blank())
 
 
 def test_daemon_without_slots_fetches_into_the_spool(spool, caplog):

@@ -24,7 +24,7 @@ from tierd.client.restoring.part_access import PartAccess
 from tierd.client.restoring.part_image import PartImage, image_with_header
 from tierd.client.restoring.part_reader import keep_tensors
 from tierd.client.restoring.tensor_locations import check_division, sibling_of
-from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
+from tierd.core.errors import CorruptChunk, DaemonSilent, ManifestError, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import TENSORS, ChunkPlace, Manifest
 from tierd.core.planning.place import SPOOL
@@ -85,15 +85,15 @@ class ShareExchange:
         verified.
 
         None if nothing is gained, or the exchange failed: then the part is to be read as usual. Raises as
-        `Ranks.gather`; and `CorruptChunk` or `ManifestError` if this rank has proven it, because the copies are
-        quarantined then, and the next read would only find that they are gone.
+        `Ranks.gather`; `CorruptChunk` or `ManifestError` if this rank has proven it, because the copies are quarantined
+        then, and the next read would only find that they are gone; and `DaemonSilent`, for which it would only wait.
         """
         offer, error = self._offer()
         offers = self._ranks.gather(offer)
         plans = exchange_plans(offers)
         if not plans:
             self._log_failures([offer.error for offer in offers])
-            _raise_proof(error)
+            _raise_final(error)
             return None
         plan = plans[self._part.rank]
         error = _failure(self._read_share, plan)
@@ -105,7 +105,7 @@ class ShareExchange:
         for members_of, pieces in steps:
             if any(map(members_of, plans)):
                 if not self._are_ready(error):
-                    _raise_proof(error)
+                    _raise_final(error)
                     return None
                 error = _failure(self._exchange, members_of(plan), pieces)
         try:
@@ -113,7 +113,7 @@ class ShareExchange:
                 return self._finish()
         except Exception as failure:
             error = failure
-        _raise_proof(error)
+        _raise_final(error)
         log.warning("%s: the exchange between ranks failed, and this rank reads for itself: %s", self._part, error)
         return None
 
@@ -222,6 +222,6 @@ def _failure(action: Callable[..., None], *arguments: object) -> Exception | Non
     return None
 
 
-def _raise_proof(error: Exception | None) -> None:
-    if isinstance(error, CorruptChunk | ManifestError):
+def _raise_final(error: Exception | None) -> None:
+    if isinstance(error, CorruptChunk | DaemonSilent | ManifestError):
         raise error

@@ -5,7 +5,8 @@ Invariants:
 - The daemon's bytes are never used where they lie, because it could change them after the check. Each chunk is copied
   to memory of this process, and verified and decoded there.
 - This is a shortcut: whatever goes wrong here is `SlotsUnavailable`, which says nothing about the part. The caller then
-  asks the daemon to `Fetch` the part into the spool, which finds out what is wrong where.
+  asks the daemon to `Fetch` the part into the spool, which finds out what is wrong where. Only the silence of a stopped
+  daemon is `DaemonSilent`, because that request would wait for the same daemon as long again.
 """
 
 from __future__ import annotations
@@ -17,12 +18,26 @@ import msgspec
 
 from tierd.client.restoring.part_fetch import FetchProgress
 from tierd.client.restoring.verified_chunks import ChunkMemory, VerifiedChunks, Work
-from tierd.client.saving.handoff_packets import close_fds, open_packet_socket, receive_packet, send_packet
-from tierd.core.errors import DaemonUnavailable, StoreUnavailable, TierdError, VersionMismatch
+from tierd.client.saving.handoff_packets import (
+    AnswerTimeout,
+    close_fds,
+    open_packet_socket,
+    receive_packet,
+    send_packet,
+)
+from tierd.core.errors import DaemonSilent, DaemonUnavailable, StoreUnavailable, TierdError, VersionMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, ChunkPlace, StoredChunk
 from tierd.core.manifest_codec import decode as decode_manifest
-from tierd.ipc.daemon_connection import GREETING_S, HELLO, OWN_PEER, SILENCE_S, connect_to_daemon
+from tierd.ipc.daemon_connection import (
+    GREETING_S,
+    HELLO,
+    OWN_PEER,
+    SILENCE_S,
+    connect_to_daemon,
+    describe_hung_daemon,
+    spool_holder_pid,
+)
 from tierd.ipc.message_codec import FillSlot, LendSlots, parse_greeting
 from tierd.ipc.protocol import explain_outdated
 from tierd.spool.arena import Arena
@@ -54,15 +69,15 @@ class SlotMemory(ChunkMemory):
 class SlotRing(VerifiedChunks):
     """The chunks of `part` from the tiers of the node's daemon, over a connection of its own.
 
-    `progress` shows how far it is, until `release`. Raises `SlotsUnavailable`; `StoreUnavailable` only if `progress`
-    does, because no byte comes.
+    `progress` shows how far it is, until `release`. Raises `SlotsUnavailable`; `DaemonSilent`; `StoreUnavailable` only
+    if `progress` does, because no byte comes.
 
     Attributes:
         readers: how many ranks of this node read the chunks that ranks hold alike, this one included.
     """
 
     def __init__(self, spool: Spool, part: PartId, progress: FetchProgress, memory: SlotMemory) -> None:
-        self._progress = progress
+        self._spool, self._progress = spool, progress
         self._done, self._total, self.place = -1, 0, ""
         self._given_up: StoreUnavailable | None = None
         self._connection = open_packet_socket()
@@ -110,6 +125,8 @@ class SlotRing(VerifiedChunks):
             raise self._translated(error) from error
 
     def _translated(self, error: Exception) -> TierdError:
+        if isinstance(error, AnswerTimeout):
+            return DaemonSilent(describe_hung_daemon(spool_holder_pid(self._spool), "sends no chunk"))
         return self._given_up or (error if isinstance(error, SlotsUnavailable) else SlotsUnavailable(str(error)))
 
     def _ask(self, work: Work) -> None:
