@@ -65,7 +65,7 @@ def test_copy_forecasts_bytes_to_send(home: Path, tried, capsys) -> None:
     assert all(real["sent"] <= guess["sent"] for real, guess in zip(done, forecast, strict=True))
     text, answer = tried(*command)
     assert all(each["was_there"] and not each["sent"] for each in answer["copy"]["checkpoints"])
-    assert "0 of them are not there" in text
+    assert "; all are there" in text
 
 
 def test_restore_forecasts_chunks_and_directory(home: Path, tried, capsys) -> None:

@@ -80,6 +80,38 @@ def test_every_table_fits_into_80_columns(spool: Spool, tmp_path: Path, narrow) 
         assert RUN in "\n".join(lines) or command[0] == "disown", command
 
 
+def test_each_row_is_one_line_of_80_columns(
+    spool: Spool, tmp_path: Path, narrow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = pytest.importorskip("support.layouts")
+    layouts.trainer(tmp_path / "outputs")
+    monkeypatch.chdir(tmp_path)
+    tier, outputs = "./tier", "outputs"
+    into = ["--run", "imported", "--to", tier]
+    for command, count in (
+        (["watch", outputs, "--explain"], 2),
+        (["inspect", outputs], 1),
+        (["import", outputs, *into], 1),
+        (["prune", tier, "--run", RUN, "--keep-last", "1", "--dry-run"], 3),
+        (["rm", RUN, tier, "--dry-run"], 1),
+        (["runs", tier], 2),
+    ):
+        lines = narrow(*command)
+        assert [line for line in lines if cell_len(line) > 80] == [] and not any(line.startswith(" ") for line in lines)
+        assert count < len(lines) < count + 4, lines
+
+
+def test_empty_place_is_said_in_words(tmp_path: Path, narrow, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for command in ("ls", "runs", "du"):
+        assert run([command, "./empty"]) == 0
+        assert "is there" in capsys.readouterr().err
+        assert narrow(command, "./empty") == []
+    assert run(["ls", "empty"]) == 3
+    assert "the directory empty is ./empty" in capsys.readouterr().err
+
+
 def test_ls_names_each_run_and_each_checkpoint_once_and_gives_a_line_to_each_copy(
     spool: Spool, tmp_path: Path, narrow
 ) -> None:

@@ -45,7 +45,7 @@ def print_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
         names = shown_attempts(checkpoint.attempt for checkpoint in of_run)
         columns = ("STEP", "ATTEMPT", "AGE", *_COPY_COLUMNS, "METRICS")
         lines = [line for checkpoint in of_run for line in _lines(checkpoint, names[checkpoint.attempt])]
-        print_answer(Table(columns, lines, title=run, cut=True))
+        print_answer(Table(columns, lines, title=run))
 
 
 async def with_notes(
@@ -68,7 +68,7 @@ async def with_notes(
 
 def copy_table(checkpoint: Checkpoint) -> Table:
     """Return one line for each copy of a checkpoint."""
-    return Table(_COPY_COLUMNS, [_copy_cells(checkpoint, copy) for copy in checkpoint.copies], cut=True)
+    return Table(_COPY_COLUMNS, [_copy_cells(checkpoint, copy) for copy in checkpoint.copies])
 
 
 def file_table(manifests: Collection[Manifest]) -> Table:
@@ -86,7 +86,7 @@ def file_table(manifests: Collection[Manifest]) -> Table:
         )
         for path, of_ranks in files.items()
     ]
-    return Table(("FILE", "RANKS", "BYTES", "CHUNKS"), rows, cut=True)
+    return Table(("FILE", "RANKS", "BYTES", "CHUNKS"), rows)
 
 
 def runs_in(items: Iterable[_ByRun], run_of: Callable[[_ByRun], str]) -> Iterator[tuple[str, list[_ByRun]]]:

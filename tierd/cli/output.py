@@ -97,7 +97,7 @@ _SHORT_ID = 4  # digits of an attempt's id, or more
 
 def print_table(content: Table) -> None:
     """Print a table of any length. rich takes longer for many lines than it takes to observe what they show."""
-    sys.stdout.write("\n".join(content.lines(terminal_width())) + "\n")
+    sys.stdout.write("".join(f"{line}\n" for line in content.lines(terminal_width())))
 
 
 def terminal_width() -> int | None:

@@ -159,13 +159,14 @@ def make_config(
 ) -> Config:
     """Make a configuration of tiers on the command line, of which each is a URL or a tier's name.
 
-    A name stands for the URL and the key of that tier in `config_file`, or where that is None, in the default
-    configuration. URLs have the key of `key_file`, else with `default_key` that of the environment. The other arguments
-    are those of `from_urls`.
+    A relative path that begins with `./` or `../` is taken from the working directory. A name stands for the URL and
+    the key of that tier in `config_file`, or where that is None, in the default configuration. URLs have the key of
+    `key_file`, else with `default_key` that of the environment. The other arguments are those of `from_urls`.
 
     Raises:
         ConfigError: there is no URL, one cannot be used, or no configuration has a tier of a name.
     """
+    urls = [str(Path(url).absolute()) if url.startswith(("./", "../")) else url for url in urls]
     named = _named_tiers(urls, config_file)
     key = str(key_file.absolute()) if key_file else None
     environment_key = os.environ.get(KEY_FILE) if default_key else None
@@ -205,8 +206,10 @@ def _is_tier_name(text: str) -> bool:
 
 
 def _run_meant(urls: Sequence[str]) -> str:
-    """Return the hint for a run's name in place of a URL, or nothing."""
+    """Return the hint for a run's name or a directory's in place of a URL, or nothing."""
     name = next((url for url in urls if _is_run(url)), None)
+    if name and Path(name).is_dir():
+        return f"; the directory {name} is ./{name}"
     return f"; if {name!r} is a run's name, write --run {name}" if name else ""
 
 

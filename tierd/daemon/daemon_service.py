@@ -302,4 +302,4 @@ async def _idle(
         sending = reconciler.backlog.parts() or not reconciler.is_backfilled
         busy = control.trainers or handoff.busy or intake.busy or sending
         quiet = 0.0 if busy else quiet + 0.2
-    log.info("no trainer is left and everything is flushed")
+    log.info("everything is flushed, and no trainer is attached")

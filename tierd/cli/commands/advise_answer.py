@@ -227,7 +227,7 @@ def _show_advice(costs: Costs, advice: Advice, sync: Advice | None) -> None:
     if sync is not None:
         choices += [("sync", sync.recommended), ("sync, yours", sync.yours)]
     rows = sorted(((name, choice) for name, choice in choices if choice), key=lambda row: row[1].interval_s)
-    columns = ("", "INTERVAL", "STEPS", "GOODPUT", "SAVING", "REDOING", "RESTARTING", "A SAVE BLOCKS")
+    columns = ("", "INTERVAL", "STEPS", "GOODPUT", "SAVING", "REDOING", "RESTARTING", "BLOCKED")
     print_answer(Table(columns, [_row(name, choice) for name, choice in rows]))
     print_answer(f"Young 1974: {format_duration(advice.young_s)}; Daly 2006: {format_duration(advice.daly_s)}")
     if advice.bandwidth_bound:

@@ -103,6 +103,8 @@ def ls(
         print_checkpoints(listing.checkpoints)
         for name in listing.unreached:
             complain(f"{name} did not answer")
+        if not (listing.checkpoints or listing.unreached or unanswered):
+            complain("no checkpoint is there" if since is None else f"no checkpoint there was made within {since}")
     is_encrypted = _complain_of_encryption(listing.checkpoints)
     if listing.unreached or unanswered or is_encrypted:
         raise typer.Exit(6)
@@ -287,7 +289,7 @@ def _print_checks(checks: Sequence[CopyCheck]) -> None:
             ranks = format_ranges(sorted(check.rank for check in of_ranks))
             size = format_size(sum(check.size for check in of_ranks))
             lines.append((str(step), names[attempt], place, ranks, size, state))
-        print_answer(Table(("STEP", "ATTEMPT", "WHERE", "RANKS", "BYTES", "BYTES ARE"), lines, title=run, cut=True))
+        print_answer(Table(("STEP", "ATTEMPT", "WHERE", "RANKS", "BYTES", "BYTES ARE"), lines, title=run))
     for check in checks:
         if check.wrong or check.unchecked:
             print_answer(

@@ -40,8 +40,8 @@ def config_show(json: JsonOption = False) -> None:
     if json:
         print_json({"sources": sources, "config": config})
         return
-    rows = [(source.name, "-" if source.value is None else source.value, "used" * source.used) for source in sources]
-    print_answer(Table(("SOURCE", "VALUE", ""), rows))
+    rows = [(source.name, "yes" * source.used, source.value or "-") for source in sources]
+    print_answer(Table(("SOURCE", "USED", "VALUE"), rows))
     if config is not None:
         tiers = [(tier.name, tier.url, tier.key_file or "-") for tier in config.tier]
         print_answer("")
@@ -65,7 +65,7 @@ def config_check(
     if json:
         print_json({"config": without_addresses(config), "reach": answers, "modes": reached})
     else:
-        print_answer(f"{file}: spool {config.spool}, rescan {config.rescan}, drain {config.drain}")
+        print_answer(f"{file}: in order; spool {config.spool}, rescan {config.rescan}, drain {config.drain}")
         for tier in config.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             print_answer(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")

@@ -205,16 +205,15 @@ def _show(answer: CopyResult) -> None:
     run_text = copied.to_run if copied.to_run == copied.run else f"{copied.run} as {copied.to_run}"
     sent = sum(checkpoint.sent for checkpoint in fresh)
     total = sum(checkpoint.size for checkpoint in copied.checkpoints)
+    already = len(copied.checkpoints) - len(fresh)
+    count = f"{len(copied.checkpoints)} checkpoints, {format_size(total)}"
     if answer.dry_run:
-        lacking = f"{len(fresh)} of them are not there, with at most {format_size(sent)} to send"
-        print_answer(f"would copy {run_text}: {len(copied.checkpoints)} checkpoints, {format_size(total)}; {lacking}")
+        lacking = f"{already} are there, and at most {format_size(sent)} would be sent" if fresh else "all are there"
+        print_answer(f"would copy {run_text}: {count}; {lacking}")
         for checkpoint in fresh:
             print_answer(f"  step {checkpoint.step}, {format_size(checkpoint.size)}")
         return
-    print_answer(
-        f"copied {run_text}: {len(copied.checkpoints)} checkpoints, {format_size(total)}, verified; "
-        f"{len(copied.checkpoints) - len(fresh)} were there, and {format_size(sent)} were sent"
-    )
+    print_answer(f"copied {run_text}: {count}, verified; {already} were there, and {format_size(sent)} were sent")
     if copied.pinned:
         print_answer(f"  pinned there: step {', '.join(map(str, copied.pinned))}")
     if copied.policies:
@@ -298,10 +297,10 @@ def _show_imported(answer: ImportResult) -> None:
         (unit.path, unit.program, str(unit.step), format_size(unit.size), "was there" if unit.was_there else done)
         for unit in imported.units
     ]
-    rows += [
-        (refusal.path, "", "", "", f"not imported, {refusal.status}: {refusal.reason}") for refusal in imported.refused
-    ]
+    rows += [(refusal.path, "", "", "", f"no: {refusal.status}") for refusal in imported.refused]
     print_table(Table(("PATH", "PROGRAM", "STEP", "BYTES", f"AS RUN {imported.run}"), rows))
+    for refusal in imported.refused:
+        print_answer(f"{refusal.path}: not imported, {refusal.status}: {refusal.reason}", wrap=False)
     if answer.dry_run:
         fresh = [unit.size for unit in imported.units if not unit.was_there]
         print_answer(

@@ -60,7 +60,12 @@ def run(
     config: ConfigOption = None,
     keep_last: Annotated[
         int | None,
-        typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place; not given: each run's own policy."),
+        typer.Option(
+            "--keep-last",
+            metavar="N",
+            min=1,
+            help="Checkpoints to keep in each place; not given: each run's own policy.",
+        ),
     ] = None,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when no trainer is attached and everything is flushed.")

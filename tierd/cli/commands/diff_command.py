@@ -78,7 +78,7 @@ def diff(
             for difference in result.differences
         ]
         if rows:
-            print_answer(Table(("ENTRY", "CHANGE", "MAX ABS", "RELATIVE", "RANKS", "FORM OR VALUE"), rows, cut=True))
+            print_answer(Table(("ENTRY", "CHANGE", "MAX ABS", "RELATIVE", "RANKS", "FORM OR VALUE"), rows))
     if result.differences:
         raise typer.Exit(EXIT_NOT_EXACT)
 

@@ -107,7 +107,7 @@ def _show(findings: Sequence[Finding], *, others: bool) -> None:
             if entry.severity not in ("error", "warning")
         ]
         print_lines("")
-        print_answer(Table(("WHERE", "CHECK", "", "FOUND"), rows, cut=True))
+        print_answer(Table(("WHERE", "CHECK", "", "FOUND"), rows))
     print_lines(_count_severities(findings) + ("" if others else "; --all lists every check"))
 
 

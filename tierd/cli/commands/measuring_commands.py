@@ -104,7 +104,8 @@ def overhead(
         str | None, typer.Option("--arms", metavar="ARM,…", help="Only these arms.", show_default="all")
     ] = None,
     every: Annotated[
-        int | None, typer.Option("--every", min=1, help="Steps from a save to the next.", show_default="4 to 10")
+        int | None,
+        typer.Option("--every", metavar="N", min=1, help="Steps from a save to the next.", show_default="4 to 10"),
     ] = None,
     directory: _DirectoryOption = None,
     out: Annotated[

@@ -63,8 +63,11 @@ def notify_test(config: ConfigOption = None, json: JsonOption = False) -> None:
     if json:
         print_json({"receivers": tests})
     else:
-        rows = [(test.name, test.to, test.error or "delivered") for test in tests]
+        rows = [(test.name, test.to, "failed" if test.error else "delivered") for test in tests]
         print_answer(Table(("RECEIVER", "TO", "RESULT"), rows))
+        for test in tests:
+            if test.error:
+                print_answer(f"{test.name}: {test.error}")
     if any(test.error for test in tests):
         raise typer.Exit(_EXIT_FAILED)
 

@@ -65,7 +65,7 @@ def _set_pause(
     if json:
         print_json({"spool": str(home.root), "paused": until})
     else:
-        print_answer(pause_text(until) if until else "not paused")
+        print_answer(pause_text(until) if until else "no pause: the daemon flushes, scrubs and prunes")
 
 
 def _ask_pause(spool: Spool, request: messages.Pause | messages.Resume) -> str | None:

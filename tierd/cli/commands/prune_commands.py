@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -17,7 +17,7 @@ import typer
 
 from tierd.cli.missing_runs import check_run_exists, full_attempt, naming_known_runs
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, RunArgument, RunOption, SpoolOption, UrlArgument
-from tierd.cli.output import attempt_names, print_answer, print_json
+from tierd.cli.output import attempt_names, print_answer, print_json, terminal_width
 from tierd.cli.places import Places, resolve_places
 from tierd.cli.tables import Table
 from tierd.core.errors import (
@@ -94,9 +94,11 @@ def prune(
     config: ConfigOption = None,
     run: RunOption = None,
     keep_last: Annotated[
-        int | None, typer.Option("--keep-last", min=1, help="The policy, in place of each run's own.")
+        int | None, typer.Option("--keep-last", metavar="N", min=1, help="The policy, in place of each run's own.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and why the rest stays.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be deleted, and why the others are kept.")
+    ] = False,
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -110,25 +112,34 @@ def prune(
         check_run_exists(where, run)
     if json:
         return
-    names = attempt_names(verdict.attempt for verdict in judged)
-    rows = [
-        (
-            verdict.tier,
-            verdict.run,
-            str(verdict.step),
-            names[verdict.attempt],
-            verdict.outcome,
-            "; ".join([*verdict.reasons, *([verdict.held] if verdict.held else [])]),
-        )
-        for verdict in judged
-    ]
-    print_answer(Table(("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
+    _print_verdicts(judged)
     for tier, size in freed_bytes.items():
         verdicts = [verdict for verdict in judged if verdict.tier == tier]
         count = sum(verdict.outcome in ("pruned", "would prune") for verdict in verdicts)
+        if not count:
+            print_answer(f"{tier}: nothing to prune; all {len(verdicts)} checkpoints are kept")
+            continue
         # At most, because chunks that kept checkpoints share stay; which these are, only a prune reads.
         verb, effect = ("would prune", "would free at most") if dry_run else ("pruned", "freed")
         print_answer(f"{tier}: {verb} {count} of {len(verdicts)} checkpoints, which {effect} {format_size(size)}")
+
+
+def _print_verdicts(judged: Sequence[PruneVerdict]) -> None:
+    """Print one line for each checkpoint; on a terminal a run's name is a title."""
+    names = attempt_names(verdict.attempt for verdict in judged)
+    columns = ("TIER", "STEP", "ATTEMPT", "VERDICT", "BECAUSE")
+    by_run: dict[str, list[tuple[str, ...]]] = {}
+    for verdict in judged:
+        reasons = "; ".join(filter(None, (*verdict.reasons, verdict.held)))
+        row = (verdict.tier, str(verdict.step), names[verdict.attempt], verdict.outcome, reasons)
+        by_run.setdefault(verdict.run, []).append(row)
+    if terminal_width() is None:
+        rows = [(tier, run, *cells) for run, of_run in by_run.items() for tier, *cells in of_run]
+        print_answer(Table(("TIER", "RUN", *columns[1:]), rows))
+        return
+    for run, of_run in by_run.items():
+        print_answer(Table(columns, of_run, title=run))
+        print_answer("")
 
 
 async def _prune(where: Places, run: str | None, *, dry_run: bool) -> tuple[list[PruneVerdict], dict[str, int]]:
@@ -246,7 +257,7 @@ def _check_policies(inventory: Inventory, where: Places, run_names: list[str]) -
                 )
             if known_policy(inventory, where.config, run, name) is None and any(place.copies(run)):
                 raise ConfigError(
-                    f"{name}: nobody said what run {run!r} keeps there; give --keep-last N, or --config FILE"
+                    f"{name}: no policy of run {run!r} is there; give --keep-last N, --config FILE, or another --run"
                 )
 
 

@@ -96,6 +96,8 @@ def runs(
         print_json(overviews)
     else:
         print_table(Table(_COLUMNS, [_row(run) for run in overviews.runs]))
+        if not (overviews.runs or overviews.unreached):
+            complain("no run is there")
     for name in overviews.unreached:
         complain(f"{name} did not answer")
     if overviews.unreached:
@@ -196,7 +198,9 @@ def _holdings_table(run: str, holdings: tuple[RunSize, ...]) -> Table:
 
 def _confirm(run: str, holdings: tuple[RunSize, ...]) -> None:
     if not sys.stdin.isatty():
-        raise ConfigError(f"rm {run}: nobody is there to be asked; give --yes, or --dry-run to see what would go")
+        raise ConfigError(
+            f"rm {run}: nobody is there to be asked; give --yes, or --dry-run to see what would be deleted"
+        )
     count = max(holding.checkpoints for holding in holdings)
     question = (
         f"Delete run {run}, {count} checkpoints, from {', '.join(holding.place for holding in holdings)}, for good?"
@@ -262,12 +266,14 @@ def du(
                 usage.place,
                 str(usage.checkpoints),
                 format_size(usage.stored_bytes),
-                format_size(usage.shared_bytes) if usage.place != SPOOL else "",
+                format_size(usage.shared_bytes) if usage.place != SPOOL else "-",
                 f"{usage.unreadable} manifests cannot be used" if usage.unreadable else "",
             )
             for usage in usages.usage
         ]
         print_answer(Table(("RUN", "WHERE", "CHECKPOINTS", "STORED", "SHARED", ""), rows))
+        if not (rows or usages.unreached):
+            complain("no run is there")
         for name in usages.unreached:
             print_answer(f"{name} did not answer")
     if usages.unreached:

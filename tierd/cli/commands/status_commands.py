@@ -180,7 +180,7 @@ def _notify(answer: Members) -> Iterator[str | Table]:
         for receiver in answer["notify"]
     ]
     if rows:
-        yield from ("", Table(("RECEIVER", "DELIVERED", "DROPPED", "QUEUED", "TO"), rows, cut=True))
+        yield from ("", Table(("RECEIVER", "DELIVERED", "DROPPED", "QUEUED", "TO"), rows))
 
 
 def _events(answer: Members) -> Iterator[str | Table]:

@@ -126,7 +126,7 @@ def tier_table(status: Members, more: Mapping[str, Callable[[Members], str]] | N
         "COMPRESSION": lambda tier: tier["compression"],
     }
     rows = [[_cell(text, tier) for text in columns.values()] for tier in status["tiers"]]
-    return Table(tuple(columns), rows, cut=True)
+    return Table(tuple(columns), rows)
 
 
 def _cell(text: Callable[[Members], str], tier: Members) -> str:
@@ -151,4 +151,4 @@ def event_table(events: Sequence[Members]) -> Table:
         text = "; ".join(filter(None, (rank, subject, event["why"])))
         row = (age_of(event["at"], now), event["place"], event["what"], run, "" if step is None else str(step), attempt)
         rows.append((*row, text))
-    return Table(("AGE", "PLACE", "EVENT", "RUN", "STEP", "ATTEMPT", "WHY"), rows, cut=True)
+    return Table(("AGE", "PLACE", "EVENT", "RUN", "STEP", "ATTEMPT", "WHY"), rows)

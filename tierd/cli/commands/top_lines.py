@@ -200,7 +200,7 @@ def _checkpoint_table(
                 "; ".join(reasons),
             )
         )
-    return Table(("STEP", "ATTEMPT", "AGE", *places, "NOW", "METRICS", "KEPT BECAUSE"), rows, cut=True)
+    return Table(("STEP", "ATTEMPT", "AGE", *places, "NOW", "METRICS", "KEPT BECAUSE"), rows)
 
 
 def _copy_text(copy: Members, checkpoint: Members) -> str:

@@ -75,7 +75,12 @@ def watch(
     spool: BesideSpoolOption = None,
     keep_last: Annotated[
         int | None,
-        typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place; not given: the run's own policy."),
+        typer.Option(
+            "--keep-last",
+            metavar="N",
+            min=1,
+            help="Checkpoints to keep in each place; not given: the run's own policy.",
+        ),
     ] = None,
     unit: UnitOption = None,
     step: StepOption = None,
@@ -141,9 +146,9 @@ _COLUMNS = ("PATH", "PROGRAM", "STEP", "FROM", "FILES", "BYTES", "WHY")
 
 
 def _show_explanation(explained: WatchExplanation) -> None:
-    untaken = sum(bool(unit.not_taken) for unit in explained.units)
+    taken = sum(not unit.not_taken for unit in explained.units)
     print_answer(
-        f"{explained.directory}: {len(explained.units)} checkpoints, {untaken} of them would not be taken; "
+        f"{explained.directory}: {taken} of {len(explained.units)} checkpoints would be taken; "
         f"{explained.files} files belong to none",
         wrap=False,
     )
@@ -220,7 +225,7 @@ def prepare(
         warn_of_unknown_run(Places(own_spool, config, has_policy=False), run)
     if not prepared.units and (text := _no_checkpoint_text(directory, rules)):
         complain(text)
-    print_json(prepared) if json else _show_prepared(prepared, "WOULD BE" if dry_run else "DONE")
+    print_json(prepared) if json else _show_prepared(prepared, dry_run=dry_run)
 
 
 def _no_checkpoint_text(directory: Path, rules: UserLayout | None) -> str:
@@ -237,22 +242,27 @@ def _no_checkpoint_text(directory: Path, rules: UserLayout | None) -> str:
     )
 
 
-def _show_prepared(prepared: PrepareResult, done: str) -> None:
+def _show_prepared(prepared: PrepareResult, *, dry_run: bool) -> None:
     if not prepared.units:
         print_answer("no checkpoint is there, and no place has one of this run: nothing was done")
         return
     rows = [
-        (prepared_unit.path, str(prepared_unit.step), prepared_unit.verdict, _describe_actions(prepared_unit))
+        (
+            prepared_unit.path,
+            str(prepared_unit.step),
+            prepared_unit.verdict,
+            _describe_actions(prepared_unit, dry_run=dry_run),
+        )
         for prepared_unit in prepared.units
     ]
-    print_answer(Table(("PATH", "STEP", "FOUND", done), rows))
+    print_answer(Table(("PATH", "STEP", "FOUND", "WOULD BE" if dry_run else "DONE"), rows))
     for unit in prepared.units:
         if unit.why:
-            print_answer(f"{unit.path}: {unit.why}", wrap=False)
+            print_answer(unit.why if unit.why.startswith(unit.path) else f"{unit.path}: {unit.why}", wrap=False)
     for path in prepared.pointers:
         print_answer(f"{path}: corrected")
 
 
-def _describe_actions(unit: PreparedUnit) -> str:
-    moved = f"moved to {', '.join(unit.moved[:2])}" if unit.moved else ""
-    return "; ".join(text for text in (moved, "a verified copy is in its place" if unit.replaced else "") if text)
+def _describe_actions(unit: PreparedUnit, *, dry_run: bool) -> str:
+    moved = "" if not unit.moved else "moved to quarantine" if dry_run else f"moved to {', '.join(unit.moved[:2])}"
+    return "; ".join(text for text in ("a verified copy is in its place" if unit.replaced else "", moved) if text)
