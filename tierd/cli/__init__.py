@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from tierd import __version__
-from tierd.cli.purposes import PURPOSES
+from tierd.cli.purposes import OPTIONS, PURPOSES
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_BAD_INPUT, EXIT_HELD
 from tierd.ipc.protocol import PROTOCOL
@@ -78,14 +78,49 @@ _EXIT_CODES: dict[type[errors.TierdError], int] = {
 }
 
 
+class _Command(TyperCommand):
+    """A command whose help names its arguments as the reference does, without typer's types and braces."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [self.options_metavar or "", *(name for name, _ in self._arguments())]
+
+    def _arguments(self) -> list[tuple[str, str]]:
+        arguments: list[Any] = [param for param in self.params if param.param_type_name == "argument"]
+        names = [param.metavar or param.name.upper() for param in arguments]
+        return [
+            (name if param.required or name.startswith("[") else f"[{name}]", param.help or "")
+            for name, param in zip(names, arguments, strict=True)
+        ]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        options = [param.get_help_record(ctx) for param in self.get_params(ctx) if param.param_type_name == "option"]
+        for title, records in (("Arguments", self._arguments()), ("Options", [*filter(None, options)])):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+_OPTION = re.compile("[=|]")
+
+
 class _CompletedCommand(TyperCommand):
-    """A command whose names of options are completed. It parses no values, for which typer loads pydantic."""
+    """A command whose options are completed from `OPTIONS`, so that its module is not loaded."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = {argument.partition("=")[0] for argument in args}
-        self.params = [param for param in self.params if param.multiple or given.isdisjoint(param.opts)]
         ctx.args = args
         return args
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        completion: Any = type(super().shell_complete(ctx, "--help")[0])  # typer's class, or click's in an older one
+        options = {name: values for name, *values in map(_OPTION.split, OPTIONS[self.name or ""].split())}
+        if ctx.args and (values := options.get(ctx.args[-1])):
+            words = values  # one is empty where the shell is to complete names of files
+        elif incomplete.startswith("-"):
+            given = {argument.partition("=")[0] for argument in ctx.args}
+            words = [*(name.removesuffix("+") for name in options if name not in given), "--help"]
+        else:
+            words = []
+        return [completion(word) for word in words if word and word.startswith(incomplete)]
 
 
 class _GroupedCommands(TyperGroup):
@@ -98,11 +133,10 @@ class _GroupedCommands(TyperGroup):
                 formatter.write_dl([(name, _shortened(PURPOSES[name], width)) for name in names])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if ctx.resilient_parsing and cmd_name in OPTIONS:
+            return _CompletedCommand(cmd_name)
         module = None if cmd_name in self.commands else _module_of_command(cmd_name)
-        command = super().get_command(ctx, cmd_name) if module is None else _grammar(module).commands[cmd_name]
-        if ctx.resilient_parsing and isinstance(command, TyperCommand):
-            return _CompletedCommand(cmd_name, params=command.params)
-        return command
+        return super().get_command(ctx, cmd_name) if module is None else _grammar(module).commands[cmd_name]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         params = self.params
@@ -164,6 +198,9 @@ def _app(module: str | None) -> typer.Typer:
     app.callback(invoke_without_command=True)(_main)
     for name in MODULES if module is None else filter(None, (module,)):
         importlib.import_module(f"tierd.cli.{name}").register(app)
+    for group in (app, *(registered.typer_instance for registered in app.registered_groups)):
+        for command in group.registered_commands if group else ():
+            command.cls = _Command
     return app
 
 

@@ -90,7 +90,7 @@ def ls(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
+    """List every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
     where = resolve_places(spool, url, config, key_file=key_file, run_option=True)
     since_s = None if since is None else parse_time("--since", since)
     listing, unanswered = _report(where, run)
@@ -123,7 +123,7 @@ def show(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """One checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
+    """Show one checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
     where = resolve_places(spool, url, config, key_file=key_file)
     with naming_known_runs(where, run):
         inventory, checkpoint, manifests = _observe_checkpoint(where, run, step, full_attempt(where, run, attempt))

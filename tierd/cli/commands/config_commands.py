@@ -25,7 +25,7 @@ from tierd.stores.encryption_keys import read_key
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    config = typer.Typer(help="The configuration: check a file, or show which one commands use.", no_args_is_help=True)
+    config = typer.Typer(help="Check a configuration file, or show which one commands use.", no_args_is_help=True)
     config.callback()(lambda: None)
     config.command("check")(config_check)
     config.command("show")(config_show)

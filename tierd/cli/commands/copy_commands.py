@@ -239,9 +239,9 @@ def import_(
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Turn existing checkpoints of other programs into verified ones of a run: each is checked and taken as its files,
-    in the order of steps. PATH is not written to. What lies in a bucket is brought below $TMPDIR, one checkpoint at a
-    time. Needs no daemon."""
+    """Import other programs' checkpoints into a run: each is checked and taken as its files, in the order of steps.
+    PATH is not written to. What lies in a bucket is brought below $TMPDIR, one checkpoint at a time. Needs no
+    daemon."""
     run, where = check_run(name), _parse_place(path)
     config = make_config("/", to or [], None, key_file)
     imported = asyncio.run(_import(config, path, where, run, step, dry_run=dry_run))

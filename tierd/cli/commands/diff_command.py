@@ -47,7 +47,7 @@ def diff(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Which tensors and other entries of two checkpoints differ, and how far. Exit code 8 when some do.
+    """Compare two checkpoints: which tensors and other entries differ, and how far. Exit code 8 when some do.
 
     Chunks with equal digests are known to be equal, and a tensor of them is not read. Other tensors are streamed."""
     try:

@@ -64,7 +64,8 @@ def check(
     keep: Annotated[bool, typer.Option("--keep", help="Leave spools, records and output behind.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Run a training loop once through, and once killed and started again, and compare samples and losses."""
+    """Prove that a training loop resumes exactly: run it once through, and once killed and started again, and compare
+    samples and losses."""
     from tierd.check import check_resume  # no other command needs its imports
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the check cleans up

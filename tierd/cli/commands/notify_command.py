@@ -24,7 +24,7 @@ _EXIT_FAILED = 6
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    notify = typer.Typer(help="The receivers of events: send each an event.", no_args_is_help=True)
+    notify = typer.Typer(help="Send a test event to the receivers of events.", no_args_is_help=True)
     notify.callback()(lambda: None)
     notify.command("test")(notify_test)
     app.add_typer(notify, name="notify")

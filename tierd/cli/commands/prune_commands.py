@@ -102,8 +102,8 @@ def prune(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Apply retention to the tiers now: each run's own policy, or the one given. A spool is pruned by its daemon alone,
-    which does both by itself."""
+    """Apply retention to the tiers now, by each run's own policy or the one given. A spool is pruned by its daemon
+    alone, which does both by itself."""
     where = resolve_places(None, url, config, keep_last, key_file, tiers=True)
     judged, freed_bytes = asyncio.run(_prune(where, run, dry_run=dry_run))
     if json:

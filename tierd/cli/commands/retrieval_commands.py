@@ -75,8 +75,8 @@ def restore(
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Copy the newest verified checkpoint, or the best, out of the tiers: one directory a rank, or back in place. Needs
-    no daemon."""
+    """Copy a checkpoint out of the tiers, the newest verified one or the best: one directory a rank, or back in place.
+    Needs no daemon."""
     if (to is None) == (into is None):
         raise ConfigError("restore needs either --to DIR or --into DIR")
     goal = best_goal(best, mode, step)
@@ -199,7 +199,7 @@ def export_command(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write the newest verified checkpoint, or the best, in another format, streamed. Needs no daemon."""
+    """Export a checkpoint in another format, the newest verified one or the best, streamed. Needs no daemon."""
     if to is None:
         raise ConfigError("export needs --to DIR")
     best_goal(best, mode, step)

@@ -87,7 +87,8 @@ def runs(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Every run of whole tiers: its newest verified step, how old it is, how far newer ones are ahead, and its size."""
+    """List every run of whole tiers: its newest verified step, how old it is, how far newer ones are ahead, and its
+    size."""
     where = resolve_places(spool, url, config, key_file=key_file, tiers=True)
     if where.config is None:
         raise ConfigError("runs lists tiers: name their URLs, or give --config FILE; --spool DIR only adds its steps")
@@ -253,7 +254,7 @@ def du(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """The room that each run takes in each place, and how much of it several checkpoints share."""
+    """Show the room that each run takes in each place, and how much of it several checkpoints share."""
     where = resolve_places(spool, url, config, key_file=key_file, run_option=True)
     usages = asyncio.run(_measure_usage(where, run and check_run(run)))
     missing = run is not None and not usages.usage and not usages.unreached
