@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from check.bed.forked import check_forked
 
 import tierd
 from tierd import observing
@@ -28,10 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Whatever a check makes, it makes here, and leaves nothing."""
     with tempfile.TemporaryDirectory(prefix="tck-", dir="/tmp") as name:
         monkeypatch.setattr("tempfile.tempdir", name)
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which torch._dynamo makes, and leaves
         yield Path(name)
         assert list(Path(name).iterdir()) == []
 
@@ -75,16 +78,16 @@ def test_an_allowance_is_honoured_and_shown():
 @pytest.mark.timeout(400)
 def test_the_quickstart_resumes_exactly():
     """From the middle of an epoch of 10 steps, and from its edge, when the save of step 15 was cut short."""
-    report = assert_resumes("examples.quickstart:train", steps=22, kill_at=(8, "14+save"))
-    assert report.exact
+    report, _ = check_forked("examples.quickstart:train", steps=22, kill_at=(8, "14+save"))
+    assert report.ok and report.exact
     assert [one.began for one in report.launches] == [1, 6, 11]
 
 
 @pytest.mark.timeout(400)
 def test_a_save_that_the_daemon_has_survives_the_kill():
     """Killed while the daemon writes the checkpoint of step 6: launch 3 goes on from it. The daemon is gone as well."""
-    report = assert_resumes("support.loops:handed_over", steps=9, kill_at=(3, "6+save"))
-    assert report.exact and [one.began for one in report.launches] == [1, 3, 7]
+    report, _ = check_forked("support.loops:handed_over", steps=9, kill_at=(3, "6+save"))
+    assert report.ok and report.exact and [one.began for one in report.launches] == [1, 3, 7]
 
 
 def test_tutorial_shows_the_loop_that_is_checked():
@@ -101,8 +104,8 @@ def test_tutorial_shows_the_loop_that_is_checked():
 @pytest.mark.timeout(400)
 def test_the_state_is_that_after_the_last_step_however_long_it_takes_to_look_at():
     """A launch was stopped as soon as its last step was told; where its state came later, another moment's stood in."""
-    report = assert_resumes("support.loops:adapted_slow_at_step_9", steps=9, kill_at=(4,))
-    assert report.exact and report.entries == 4  # drift, its two values, and the note
+    report, _ = check_forked("support.loops:adapted_slow_at_step_9", steps=9, kill_at=(4,))
+    assert report.ok and report.exact and report.entries == 4  # drift, its two values, and the note
 
 
 @pytest.mark.timeout(400)
@@ -110,16 +113,15 @@ def test_the_state_is_that_after_the_last_step_however_long_it_takes_to_look_at(
 def test_state_that_a_loop_restores_into_is_not_taken_for_the_state_it_trains(loop, entries):
     """It has saved nothing since it was resumed when the last step comes, so what it would save is not known; unless
     an uninterrupted run saves the very thing that it restores into."""
-    report = assert_resumes(f"support.loops:{loop}", steps=8, kill_at=(7,))
-    assert [one.began for one in report.launches] == [1, 7] and report.entries == entries
+    report, _ = check_forked(f"support.loops:{loop}", steps=8, kill_at=(7,))
+    assert report.ok and [one.began for one in report.launches] == [1, 7] and report.entries == entries
 
 
 @pytest.mark.timeout(400)
 def test_difference_between_launches_is_no_finding_though_a_rank_was_killed_before_it_could_show():
     """Rank 1 died with rank 0 before its state was captured, so only a second uninterrupted run tells what varies."""
-    lines: list[str] = []
-    report = assert_resumes("support.loops:late_rank", steps=8, kill_at=(4,), ranks=2, on_line=lines.append)
-    assert report.exact and [one.began for one in report.launches] == [1, 3]
+    report, lines = check_forked("support.loops:late_rank", steps=8, kill_at=(4,), ranks=2)
+    assert report.ok and report.exact and [one.began for one in report.launches] == [1, 3]
     assert any(line.startswith("uninterrupted again") for line in lines)
 
 
@@ -149,7 +151,7 @@ def test_a_naive_dataset_is_caught():
 
 
 def test_random_numbers_that_are_not_saved_are_caught():
-    report = check_resume("support.loops:without_rng", steps=7, kill_at=("3+save",))
+    report, _ = check_forked("support.loops:without_rng", steps=7, kill_at=("3+save",))
     [found] = report.ranks
     assert not report.ok and kinds(report) == ["generator"] and "tierd.RngState()" in report.causes[0].says
     assert (found.divergence.what, found.divergence.launch, found.again, found.skipped) == ("loss", 2, 0, 0)

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from check.bed.forked import check_forked
 from support.training import through
 
 from examples.pipeline.stages import LENGTHS, SHARDS, Documents, ShuffleBuffer, make_pipeline, tokens_of
-from tierd.check import assert_resumes
 
 LENGTH = 64
 
@@ -81,5 +81,6 @@ def test_two_ranks_resume_exactly():
         'state["rng"]["python"]',
         'state["rng"]["numpy"]',
     )  # nobody draws from them there
-    report = assert_resumes("examples.pipeline.train:train", steps=13, kill_at=(8, "10+save"), ranks=2, ignore=unseeded)
-    assert report.exact and [one.began for one in report.launches] == [1, 7, 10]
+    loop, kills = "examples.pipeline.train:train", (8, "10+save")
+    report, _ = check_forked(loop, steps=13, kill_at=kills, ranks=2, ignore=unseeded)
+    assert report.ok and report.exact and [one.began for one in report.launches] == [1, 7, 10]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-
-from tierd.check import check_resume
+from check.bed.forked import check_forked
 
 LIGHTNING = ('state["lightning"]["loops"]', "_*")  # counters of batches, moved after a step was observed
 
@@ -25,7 +24,7 @@ LIGHTNING = ('state["lightning"]["loops"]', "_*")  # counters of batches, moved 
 def test_the_cause_of_a_mistake_is_named(loop: str, package: str, kind: str, says: str) -> None:
     pytest.importorskip(package)
     ignore = LIGHTNING if package == "lightning" else ()
-    report = check_resume(f"loaders.loops_mistakes:{loop}", steps=12, kill_at=("7",), patience=300, ignore=ignore)
+    report, _ = check_forked(f"loaders.loops_mistakes:{loop}", steps=12, kill_at=("7",), patience=300, ignore=ignore)
     first = report.causes[0]
     assert first.kind == kind and re.search(says, first.says), str(report)
     assert not any(cause.kind == "generator" for cause in report.causes), str(report)

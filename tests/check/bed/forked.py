@@ -6,15 +6,20 @@ Only loops whose fault hangs on nothing that a fork inherits are launched so: no
 from __future__ import annotations
 
 import gc
+import importlib.util
+import multiprocessing
 import os
 import sys
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from support.warm import heavy_imports, make_imports
 
-from tierd.check import resume_check, witness
+from tierd.check import Report, check_resume, resume_check, witness
 from tierd.check.launch_records import KillPoint
 from tierd.check.loop_launcher import CheckedLoop, LaunchedRank, _environment
 
@@ -51,6 +56,8 @@ class Forked(CheckedLoop):
             os.dup2(out, 1)
             os.dup2(out, 2)
             os.environ.update(environment)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()  # as an interpreter that begins; `random` does so by itself
             witness.main(msgspec.json.encode(orders).decode())
             code = 0
         except SystemExit as error:
@@ -71,3 +78,23 @@ def install() -> None:
     gc.collect()
     gc.freeze()
     resume_check.CheckedLoop = Forked  # type: ignore[misc]
+
+
+def check_forked(target: str, **options: Any) -> tuple[Report, list[str]]:
+    """Check a loop in a process of its own, which imports once what the loop's module imports.
+
+    Returns:
+        The report, and the lines that the check told meanwhile.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_check, target, options).result()
+
+
+def _check(target: str, options: dict[str, Any]) -> tuple[Report, list[str]]:
+    spec = importlib.util.find_spec(target.partition(":")[0])
+    assert spec is not None and spec.origin is not None
+    os.environ.update(KERAS_BACKEND="torch", HF_HUB_OFFLINE="1")
+    make_imports(heavy_imports(Path(spec.origin).read_text()))
+    install()
+    lines: list[str] = []
+    return check_resume(target, on_line=lines.append, **options), lines
