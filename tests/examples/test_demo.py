@@ -66,16 +66,15 @@ def test_demo(tmp_path):
     assert "ended with 0" in said
 
 
-@pytest.mark.parametrize(("part", "differs"), [("rng", "loss"), ("data", "epoch|loss|samples")])
-def test_demo_fails_when_the_resume_forgets(tmp_path, part, differs):
-    code, out = ended(demo(tmp_path, "--forget", part), tmp_path)
+def test_demo_fails_when_the_resume_forgets(tmp_path):
+    code, out = ended(demo(tmp_path, "--forget", "data"), tmp_path)
     assert code == 1, out
     said = flat(out)
     resumed = int(re.search(r"resumed from step (\d+)", said)[1])
     failure = re.search(r"demo failed: .* first at step (\d+), .*: (\w+) ", said)
     assert failure, out
     assert int(failure[1]) == resumed + 1
-    assert re.fullmatch(differs, failure[2])
+    assert failure[2] in ("epoch", "loss", "samples")
     assert "equal, bit for bit" not in said
 
 
