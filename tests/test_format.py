@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support import by_hand as hand
-from support.world import read_files
+from support.world import read
 
 from tierd.codec import chunk_codec
 from tierd.core import manifest as manifest_module
@@ -109,7 +109,7 @@ def test_a_spool_of_version_1_is_read_and_verified(tmp_path):
     assert spool.parts() == PARTS[1:]
     manifest = spool.manifest(PARTS[1])
     assert manifest.same_content(fixture_manifest(PARTS[1]))
-    assert read_files(spool, PARTS[1]) == restored(PARTS[1])
+    assert read(spool, PARTS[1]) == restored(PARTS[1])
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -160,7 +160,7 @@ async def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path
     store = FileStore(PATCHES)
     await fetch(spool, part, {"tier": store})
     await store.aclose()
-    assert {name: bytes(data) for name, data in read_files(spool, part).items()} == maker.contents(300)
+    assert {name: bytes(data) for name, data in read(spool, part).items()} == maker.contents(300)
 
 
 async def test_a_tier_and_a_spool_of_version_4_are_read_and_verified(tmp_path):
@@ -168,12 +168,12 @@ async def test_a_tier_and_a_spool_of_version_4_are_read_and_verified(tmp_path):
     for step, rank in itertools.product(maker.STEPS, range(maker.WORLD)):
         part, spool = maker.part(step, rank), Spool(tmp_path / f"{step} {rank}")
         await fetch(spool, part, {"tier": store})
-        assert {name: bytes(data) for name, data in read_files(spool, part).items()} == maker.contents(step, rank)
+        assert {name: bytes(data) for name, data in read(spool, part).items()} == maker.contents(step, rank)
     await store.aclose()
     shutil.copytree(V4 / "spool", tmp_path / "spool")
     part, spool = maker.part(300, 1), Spool(tmp_path / "spool")
     manifest = spool.manifest(part)
-    assert {name: bytes(data) for name, data in read_files(spool, part).items()} == maker.contents(300, 1)
+    assert {name: bytes(data) for name, data in read(spool, part).items()} == maker.contents(300, 1)
     assert [chunk.home for chunk in manifest.chunks()].count(0) == 4
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from support.world import described, read_files
+from support.world import described, read
 
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId
@@ -55,7 +55,7 @@ def files(size=3 * MIB + 9, shift=0):
 def check(spool, owner, expected):
     found = spool.manifest(owner)
     assert [file.path for file in found.files] == sorted(expected)
-    assert read_files(spool, owner) == {name: bytes(data) for name, data in expected.items()}
+    assert read(spool, owner) == {name: bytes(data) for name, data in expected.items()}
     for file in found.files:
         stored, begin = (spool.path(owner) / file.path).read_bytes(), 0
         for chunk in file.chunks:

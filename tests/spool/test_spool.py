@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.world import described, read_files
+from support.world import described, read
 
 from tierd.core.errors import (
     CorruptChunk,
@@ -63,7 +63,7 @@ def spool(tmp_path):
 
 
 def is_whole(spool: Spool, owner: PartId) -> bool:
-    return read_files(spool, owner) == {name: f"{name} of {owner}".encode() * 50 for name in ("one", "deep/two")}
+    return read(spool, owner) == {name: f"{name} of {owner}".encode() * 50 for name in ("one", "deep/two")}
 
 
 # -- commit -----------------------------------------------------------------------------------------------------------
@@ -654,7 +654,7 @@ def test_a_damaged_file_is_a_corrupt_chunk_that_names_it(spool):
     commit(spool, part())
     (spool.path(part()) / "deep" / "two").unlink()
     with pytest.raises(CorruptChunk, match="deep/two: the file is missing"):
-        read_files(spool, part())
+        read(spool, part())
 
 
 def test_names_that_are_no_parts_are_passed_over(spool):

@@ -15,6 +15,7 @@ from pathlib import Path
 from support.timed import Ticking
 from support.watched import SETTLE_S, Files, World
 from support.watched_run import observed
+from support.world import read
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.ids import CheckpointId, PartId
@@ -38,8 +39,7 @@ class Killed(Exception):
 
 def content(spool: Spool, part: PartId) -> Files:
     """A part's files, verified; without the description."""
-    found = spool.read(part, spool.manifest(part))
-    return {path: bytes(data) for path, data in found.items() if path != UNIT_NAME}
+    return {path: data for path, data in read(spool, part).items() if path != UNIT_NAME}
 
 
 @dataclass

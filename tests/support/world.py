@@ -59,11 +59,6 @@ def described(which: PartId, **more: Any) -> Manifest:
     return Manifest(version=VERSION, rank=which.rank, world_size=which.world, **{**named, **usual, **more})
 
 
-def read_files(spool: Spool, which: PartId) -> dict[str, memoryview]:
-    """A part's verified files, by path."""
-    return {file.path: read_file(spool.path(which) / file.path, file) for file in spool.manifest(which).files}
-
-
 def commit(
     spool: Spool,
     which: PartId,
@@ -99,7 +94,7 @@ def commit(
 
 def read(spool: Spool, which: PartId) -> dict[str, bytes]:
     """Every file of a part, verified by tierd."""
-    return {name: bytes(data) for name, data in spool.read(which, spool.manifest(which)).items()}
+    return {file.path: bytes(read_file(spool.path(which) / file.path, file)) for file in spool.manifest(which).files}
 
 
 def listing(spool: Spool) -> list[str]:

@@ -15,7 +15,7 @@ from support import layouts
 from support.timed import timed
 from support.waiting import wait_until
 from support.watched_run import RUN, Reported, files, flush, observed, take, watching
-from support.world import Daemon
+from support.world import Daemon, read
 
 from tierd.core.config import WatchConfig, from_toml, from_urls
 from tierd.core.errors import ConfigError, SpoolFull
@@ -36,7 +36,7 @@ from tierd.watching.unit_inspection import Opener
 
 def stored(spool: Spool) -> dict[str, bytes]:
     (part,) = spool.parts(RUN)
-    return {path: bytes(data) for path, data in spool.read(part, spool.manifest(part)).items() if path != "unit.json"}
+    return {path: data for path, data in read(spool, part).items() if path != "unit.json"}
 
 
 @pytest.mark.parametrize("way", ["link", "reflink", "copy"])

@@ -21,7 +21,7 @@ from faults.corruption.launch import launch
 from faults.corruption.places import OTHER, RUN, TIERS, WORLD, Places
 from faults.rounds import Lost
 from support.by_hand import chain
-from support.world import read_files, reconciler, running, settle
+from support.world import read, reconciler, running, settle
 
 from tierd.client.restoring.restorer import VerifiedPart
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound, StoreRefused
@@ -197,7 +197,7 @@ class Trials:
     def _read(self, part: PartId) -> dict[str, bytes] | None:
         """What the spool gives of a part; None where it is proven corrupt. Wrong bytes are a loss for any reader."""
         try:
-            files = read_files(self.places.spool, part)
+            files = read(self.places.spool, part)
         except (CorruptChunk, ManifestError, ObjectNotFound):
             return None
         found = {path: bytes(data) for path, data in files.items()}

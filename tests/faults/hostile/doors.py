@@ -19,7 +19,7 @@ from faults.hostile.mutation import dumped, mutated, spoiled, text
 from faults.hostile.readers import HANDED, MANIFEST, RAW, REQUESTS
 from faults.rounds import Lost
 from support.by_hand import seal
-from support.world import Daemon, commit, part, read_files
+from support.world import Daemon, commit, part, read
 
 from tierd.core.errors import TierdError
 from tierd.core.ids import chunk_key
@@ -137,7 +137,7 @@ def entries(noise: random.Random, room: Path, canary: Path) -> int:
             pass
         for which in (part(1), part(2)):
             try:
-                read_files(spool, which)
+                read(spool, which)
             except (TierdError, OSError):
                 pass
         for call in (
