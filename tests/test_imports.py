@@ -306,7 +306,7 @@ SYNC = {
     "pytest_plugin",
     "",
 }  # and each module of those
-OPENS_STORES = {"tierd/daemon/daemon_service.py", "tierd/reading/run_reader.py", "tierd/stores/open.py"}
+OPENS_STORES = {"tierd/daemon/daemon_service.py", "tierd/reading/reader_opening.py", "tierd/stores/open.py"}
 PURE = {"os", "time", "random", "asyncio", "io", "socket", "threading", "subprocess", "secrets", "pathlib", "tempfile"}
 
 

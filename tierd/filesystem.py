@@ -22,9 +22,9 @@ with importing_extras("tierd://", "torch,daemon,fsspec"):
     from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
     from tierd.exporting.streamed_tensors import ChunkReader
+    from tierd.reading.reader_opening import open as open_run
     from tierd.reading.run_on_tiers import TierFiles, error_if_pruned
     from tierd.reading.run_reader import Reader
-    from tierd.reading.run_reader import open as open_run
 
 from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId

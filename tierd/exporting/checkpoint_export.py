@@ -76,7 +76,7 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     stripped = 0
     if options.strip:
         stripped = sum(name.startswith(options.strip) for name in (*contents.tensors, *contents.values))
-        contents = _strip_prefix(contents, options.strip)
+        contents = strip_prefix(contents, options.strip)
     if not contents.tensors and options.format not in WITH_VALUES:
         raise StateMismatch(f"{first.checkpoint}: no tensor in {options.only or 'the state'!r}; format torch takes it")
     total, done_bytes = sum(tensor.nbytes for tensor in contents.tensors.values()), 0
@@ -126,7 +126,7 @@ def _omissions(work: ExportJob, format: str) -> tuple[str, ...]:
     return (*work.left_out, *names, *metadata)
 
 
-def _strip_prefix(contents: Contents, prefix: str) -> Contents:
+def strip_prefix(contents: Contents, prefix: str) -> Contents:
     """Remove a prefix from names; in the nested state, from the keys of mappings."""
 
     def new(name: str) -> str:

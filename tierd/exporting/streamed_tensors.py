@@ -222,7 +222,7 @@ class StreamedTensor:
             del source
             reader.recycle(data)
         assert target is not None
-        return _bytes_of(target)
+        return bytes_of(target)
 
 
 def convert_elements(slab: memoryview, source_dtype: torch.dtype, target_dtype: torch.dtype) -> tuple[memoryview, bool]:
@@ -233,12 +233,12 @@ def convert_elements(slab: memoryview, source_dtype: torch.dtype, target_dtype: 
     target = elements.to(target_dtype)
     infinite = target.isinf()
     overflows = bool(infinite.any()) and bool((infinite & elements.isfinite()).any())
-    return _bytes_of(target), overflows
+    return bytes_of(target), overflows
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory, without a copy."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 _READERS = 3  # slabs that are read at once, because one is mostly one chunk, which one thread decodes

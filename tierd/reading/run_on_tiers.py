@@ -173,7 +173,7 @@ class TierView:
 
 
 class TierFiles(PartRanges):
-    """Reads one checkpoint's files. Several threads may use it at once."""
+    """Reads one checkpoint's files. Several threads may use it at once. `replicas` makes the access to one part."""
 
     def __init__(
         self,
@@ -181,13 +181,13 @@ class TierFiles(PartRanges):
         checkpoint: CheckpointId,
         world: int,
         origins: Mapping[str, CheckpointId | None] = NO_ORIGINS,
+        replicas: Callable[[PartId, Mapping[str, Store]], Replicas] = Replicas,
     ) -> None:
         super().__init__(origins)
-        self._tiers, self.checkpoint, self.world = tiers, checkpoint, world
+        self._tiers, self.checkpoint, self.world, self._replicas = tiers, checkpoint, world, replicas
         self._locks: dict[PartId, Lock] = {}  # held while a part's manifests are read, so once
         self._copies: dict[PartId, Replicas] = {}
-        # The contents that tiers claim for the part; the first one counts.
-        self._contents: dict[PartId, list[Manifest]] = {}
+        self._contents: dict[PartId, list[Manifest]] = {}  # what tiers claim for the part; the first one counts
         self._corrupt: PartId | None = None
 
     def part(self, rank: int) -> PartId:
@@ -208,7 +208,7 @@ class TierFiles(PartRanges):
         return manifest
 
     def _read_manifests(self, part: PartId) -> None:
-        copies = Replicas(part, self._tiers.stores)
+        copies = self._replicas(part, self._tiers.stores)
         self._tiers.loop.run(copies.read_manifests())
         contents = copies.contents()
         if not contents:

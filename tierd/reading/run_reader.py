@@ -6,16 +6,14 @@ Invariant: outside of this process, a reader changes only the directory that `do
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tierd.core.config import from_urls
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.core.ids import check_attempt, check_run, check_step
 from tierd.core.save_rules import MetricGoal, check_goal
 from tierd.core.units import html_table
-from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.local_files import check_restore_target
 from tierd.daemon.transfer.restore_to_directory import RestoredDirectory, restore_to_directory
@@ -23,42 +21,17 @@ from tierd.reading.checkpoint_deliveries import DeliveryLog, ListedCheckpoint, f
 from tierd.reading.restore_from_tiers import Loaded, restore
 from tierd.reading.run_on_tiers import RunOnTiers, no_checkpoint_text
 from tierd.stores.base import Store
-from tierd.stores.encryption_keys import read_key
-from tierd.stores.open import open_store
 
 if TYPE_CHECKING:
     from typing import Self
 
+    import torch
+
     from tierd.reading.export_from_tiers import StateExport
+    from tierd.reading.live_weights import LiveWeights
 
 _MAX_SHOWN = 20  # checkpoints in a notebook
 PathLike: TypeAlias = str | os.PathLike[str]
-
-
-def open(url_or_urls: PathLike | Sequence[PathLike], run: str, key_file: PathLike | None = None) -> Reader:
-    """Open a run's checkpoints for reading, on one tier or on several, in order of preference.
-
-    The call connects to nothing; the first read does. A reader needs no spool and no daemon, and writes nothing to a
-    tier.
-
-    Args:
-        url_or_urls: the tiers, as in a configuration: `file:///path`, `s3://bucket/prefix`, …
-        run: the training job's name.
-        key_file: the file with the key that encrypts the tiers.
-
-    Raises:
-        ConfigError: a URL, the run's name or the key is invalid, or a package is missing; the message names it.
-    """
-    if isinstance(url_or_urls, str | bytes | os.PathLike) or not isinstance(url_or_urls, Iterable):
-        url_or_urls = [url_or_urls]
-    urls = [os.fspath(_path(url, "tierd.open(url_or_urls): a URL, a path or a list of them")) for url in url_or_urls]
-    if not urls:
-        raise ConfigError("tierd.open: name at least one tier's URL")
-    check_run(run)
-    path = Path(_path(key_file, "tierd.open(key_file): a path")).absolute() if key_file is not None else None
-    config = from_urls("/", urls, key_file=str(path) if path else None, where="tierd.open")
-    key = read_key(path) if path else None
-    return Reader({tier.name: open_store(parse_url(tier.url), key=key) for tier in config.tier}, run)
 
 
 class Reader:
@@ -178,9 +151,46 @@ class Reader:
             ConfigError: another follower uses `state`; or it is damaged, or of another run.
             StoreUnavailable: with `once`, no tier answered. Otherwise the next listing tries again.
         """
-        path = Path(_path(state, "follow(state): a path")) if state is not None else None
+        path = Path(check_path(state, "follow(state): a path")) if state is not None else None
         with DeliveryLog(path, self.run) as delivered:
             yield from follow(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
+
+    def live(
+        self,
+        state: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
+        *,
+        only: str | None = None,
+        strip: str = "",
+        rank: int | None = None,
+        period_s: float | None = 1.0,
+        cache: PathLike | None = None,
+    ) -> LiveWeights:
+        """Follow the run's newest weights in memory: fetch only chunks that differ, verify them, and say what changed.
+
+        The first weights are those that a restore would take. In memory are the weights that the caller has and the
+        next ones, besides the caller's own tensors. Close the result before the reader.
+
+        Args:
+            state: what `LiveWeights.update` copies into, by the names of the checkpoint. Only these tensors are
+                fetched, and dtypes and shapes must be the saved ones. None fetches all, and copies nothing.
+            only, strip, rank: as for `export`, which gives tensors the same names.
+            period_s: seconds between two questions to the tiers. None starts no thread: then `update` asks and fetches.
+            cache: a directory of this user, in which followers of one node share what they fetch: each object is
+                fetched once. On an encrypted tier, objects lie there decrypted.
+
+        Raises:
+            ConfigError: `state` has tensors into which whole ones cannot be copied, or others may write to `cache`.
+        """
+        from tierd.exporting.weight_image import TensorSelection, live_tensors
+        from tierd.reading.live_weights import LiveWeights
+        from tierd.reading.weight_feed import WeightFeed
+
+        targets = None if state is None else live_tensors(state)
+        names = None if targets is None else frozenset(targets)
+        directory = None if cache is None else Path(check_path(cache, "live(cache): a path"))
+        return LiveWeights(
+            WeightFeed(self.tiers, TensorSelection(only, strip, rank, names), directory), targets, period_s
+        )
 
     # -- downloading ------------------------------------------------------------------------------------------------
 
@@ -211,7 +221,7 @@ class Reader:
             ConfigError: `directory` exists and is not usable; the checkpoint has no such rank; or both the best and a
                 step were requested.
         """
-        target = Path(_path(directory, "download(directory): a path"))
+        target = Path(check_path(directory, "download(directory): a path"))
         if best is not None and step is not None:
             raise ConfigError(f"best={best!r} and step={step}: one of the two")
         goal = None if best is None else check_goal(MetricGoal(best, mode))
@@ -269,7 +279,7 @@ class Reader:
         """
         from tierd.reading.export_from_tiers import ExportOptions, export_state  # torch.distributed is slow to import
 
-        target = check_restore_target(Path(_path(directory, "export(directory): a path")))
+        target = check_restore_target(Path(check_path(directory, "export(directory): a path")))
         goal = None if best is None else MetricGoal(best, mode)
         return export_state(
             self.tiers, target, ExportOptions(format, only, dtype, strip, rank, on_progress), step, attempt, goal
@@ -288,7 +298,7 @@ class Reader:
         self.close()
 
 
-def _path(argument: object, description: str) -> PathLike:
+def check_path(argument: object, description: str) -> PathLike:
     """Return `argument` if it can be a path or a URL; else raise `ConfigError` with `description`."""
     if not isinstance(argument, str | os.PathLike):
         raise ConfigError(f"{description}, and not a {type(argument).__name__}")

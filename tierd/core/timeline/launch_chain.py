@@ -75,6 +75,16 @@ def ancestor_chain(attempt: str, origins: Mapping[str, CheckpointId | None]) -> 
     return chain
 
 
+def is_abandoned(checkpoint: CheckpointId, origins: Mapping[str, CheckpointId | None]) -> bool:
+    """Whether a later launch is known, by its origin, that went back behind a checkpoint or never descended from it."""
+    newest = max(origins, default="")
+    if newest <= checkpoint.attempt:
+        return False
+    attempts = ancestor_chain(newest, origins)
+    last_step = attempts.get(checkpoint.attempt)
+    return checkpoint.attempt not in attempts or (last_step is not None and checkpoint.step > last_step)
+
+
 def check_origin(manifest: Manifest, origins: dict[str, CheckpointId | None]) -> None:
     """Raise `ManifestError` if this manifest names another origin than the other parts of its attempt.
 

@@ -8,7 +8,7 @@ digest is sufficient proof: a chunk is right under any key, and regardless of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,6 +47,9 @@ class Replicas:
     used_tiers: set[str] = field(default_factory=set)
     reference: Manifest | None = None  # the manifest with which the others must agree
     answer_s: float = ANSWER_S
+    # Returns the raw bytes of a chunk that the caller holds already, verified by the call; None if it does not.
+    held: Callable[[Chunk], Buffer | None] | None = None
+    read_object: Callable[..., Awaitable[Buffer]] = get_object  # as `get_object`, perhaps from a cache
     # By tier, every readable manifest, also if it contradicts the reference.
     _readable: dict[str, Manifest] = field(default_factory=dict)
     # Tier -> other checkpoints that have chunks there, the newest first -> the prefixes of these chunks.
@@ -131,6 +134,10 @@ class Replicas:
             CorruptChunk: every copy is proven bad or missing.
             StoreUnavailable: no copy was right, and not all tiers could be asked.
         """
+        assert self.reference is not None
+        expected = self.reference.files[file].chunks[index]
+        if (raw := await self._held(expected)) is not None:
+            return raw
         unavailable = dict(self.unavailable)
         for name, manifest in list(self.manifests.items()):
             read = partial(self._read, name, manifest.files[file].chunks[index], (file, index), into, buffers)
@@ -141,8 +148,6 @@ class Replicas:
             except TierdError as error:
                 unavailable[name] = str(error)
                 self.manifests[name] = self.manifests.pop(name)  # for the next chunk the other tiers are asked first
-        assert self.reference is not None
-        expected = self.reference.files[file].chunks[index]
         for elsewhere in (False, True):
             for name in self.stores:
                 if name not in self.unavailable:
@@ -178,6 +183,8 @@ class Replicas:
         failed: dict[ContentId, TierdError],
     ) -> Buffer:
         """Do the work of `link`. `failed` are the contents that no tier had right during this read, and why."""
+        if (raw := await self._held(link)) is not None:
+            return raw
         if link.content in failed:
             raise failed[link.content]
         errors: list[TierdError] = []
@@ -190,6 +197,9 @@ class Replicas:
         why = next((error for error in errors if not isinstance(error, CorruptChunk)), errors[0])
         failed[link.content] = why
         raise why
+
+    async def _held(self, chunk: Chunk) -> Buffer | None:
+        return await thread_uncancelled(self.held, chunk) if self.held else None
 
     def _places(self, name: str, link: Chunk, where: ChunkPlace) -> Iterator[tuple[str, Chunk]]:
         """Yield where a link's bytes may be: each tier, and the entry of its object there."""
@@ -214,7 +224,9 @@ class Replicas:
         if stored is None:
             return decode(chunk, b"", name)  # raises an error that names the defect
         base = await self._link(name, stored.base, where, into, buffers, failed) if stored.base else None
-        get = partial(get_object, self.stores[name], f"{self.part.checkpoint.run}/{stored.key}", stored, f"{name}: ")
+        get = partial(
+            self.read_object, self.stores[name], f"{self.part.checkpoint.run}/{stored.key}", stored, f"{name}: "
+        )
         if stored.codec == RAW:
             is_read_in_place = into is not None and stored.size == len(into)
             raw = await thread_uncancelled(decode, chunk, await get(into if is_read_in_place else None), name)
