@@ -108,7 +108,7 @@ def test_follower_whose_memory_changed_fetches_the_base(publisher):
 )
 def test_head_is_a_hint_alone(publisher, content):
     model = zeros(publisher)
-    double, reader, live = follow(publisher, model)
+    _, reader, live = follow(publisher, model)
     with reader, live:
         live.update()
         tier, key = publisher.tiers[0], head_key(RUN, "0badcafe")

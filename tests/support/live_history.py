@@ -226,8 +226,9 @@ class Follower:
         now = self.live.checkpoint
         if update is None:
             assert now == before and bits(self.model) == weights, "weights changed without an update"
-            if now != self.publisher.announced:
-                assert self.live.problem, f"{now} is kept without a reason, beside {self.publisher.announced}"
+            announced = self.publisher.announced
+            if announced is not None and (now is None or announced > now):
+                assert self.live.problem, f"{now} is kept without a reason, beside {announced}"
                 happened["older kept"] += 1
             return
         assert now is not None and bits(self.model) == bits(saved[now]), f"other weights than those of {now}"

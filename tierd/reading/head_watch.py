@@ -56,11 +56,12 @@ class HeadWatch:
         """Return what to try next; None if the heads show nothing new.
 
         Raises:
-            StoreUnavailable, StoreRefused: no tier answered.
+            StoreUnavailable, StoreRefused: a tier did not answer, and the others show nothing new.
         """
         if self._listed is None or held is None:
             return self._list()
-        launches = merge_heads(self._tiers.loop.run(self._read_heads()))
+        heads, errors = self._tiers.loop.run(self._read_heads())
+        launches = merge_heads(heads)
         newest = max(launches, default="")
         step = launches[newest].newest if launches else None
         if launches != self._listed and (newest, step) != (held.checkpoint.attempt, held.checkpoint.step):
@@ -68,6 +69,8 @@ class HeadWatch:
                 named = Candidate(CheckpointId(self._tiers.run, newest, step), held.world)
                 return NewerCheckpoints((named,), _origins(self._tiers.run, launches), is_listed=False)
             return self._list()
+        if errors:
+            raise errors[0]
         limit_s = _LIST_S if launches else _LIST_WITHOUT_HEAD_S
         return self._list() if time.monotonic() - self._listed_at >= limit_s else None
 
@@ -81,11 +84,8 @@ class HeadWatch:
         order = restore_candidates(inventory, self._tiers.run)
         return NewerCheckpoints(order.candidates, order.origins, is_listed=True)
 
-    async def _read_heads(self) -> list[Head]:
-        """Read the heads of the known writers on every tier, also one that did not answer the last listing.
-
-        Raises `StoreUnavailable` or `StoreRefused` if a tier does not answer, and no other one has a head.
-        """
+    async def _read_heads(self) -> tuple[list[Head], list[StoreUnavailable | StoreRefused]]:
+        """Read the heads of the known writers on every tier, also one that did not answer the last listing."""
         errors: list[StoreUnavailable | StoreRefused] = []
 
         async def read(name: str, by: str) -> Head | None:
@@ -103,9 +103,7 @@ class HeadWatch:
 
         known = [(name, by) for name in self._tiers.stores for by in sorted(self._writers)]
         heads = [head for head in await gather_limited(8, [read(*place) for place in known]) if head]
-        if errors and not heads:
-            raise errors[0]
-        return heads
+        return heads, errors
 
 
 def _origins(run: str, launches: Mapping[str, LaunchRecord]) -> dict[str, CheckpointId | None]:

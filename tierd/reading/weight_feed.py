@@ -93,7 +93,7 @@ class WeightFeed:
             if not newer.is_listed:
                 raise StoreUnavailable(f"{checkpoint}: {fetched}")  # a listing shows whether it is there at all
             problem = problem or f"{checkpoint}: {fetched}"
-        self._report(problem)
+        self._report(problem or next(iter(self._tiers.unreached.values()), ""))
         return None
 
     def _fetch(self, candidate: Candidate, origins: Mapping[str, CheckpointId | None]) -> HeldWeights | Exception:
