@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -238,7 +238,7 @@ def convert_elements(slab: memoryview, source_dtype: torch.dtype, target_dtype: 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in host memory, without a copy."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 _READERS = 3  # slabs that are read at once, because one is mostly one chunk, which one thread decodes
