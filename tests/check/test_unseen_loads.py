@@ -73,27 +73,19 @@ def unseen(what: str, first: dict[str, object], whole: dict[str, object], killed
     return found(what, at(-1, "forward", **first, **more), both, at(-1, "forward", **killed, **more))
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
+@pytest.mark.timeout(400)
+def test_loops_that_load_by_hand_are_judged_before_their_first_forward_pass():
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     command = [sys.executable, "-m", "support.own_loads"]
     done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {one.target: one for one in (msgspec.json.decode(line, type=Report) for line in done.stdout.splitlines())}
-
-
-@pytest.mark.timeout(400)
-def test_right_loop_that_loads_by_hand_and_logs_tensors_is_exact(reports: dict[str, Report]):
-    report = reports["support.own_loads:right"]
-    assert report.exact and not report.missing, str(report)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("forgotten", FORGOTTEN)
-def test_loops_that_load_by_hand_are_judged_before_their_first_forward_pass(forgotten: str, reports: dict[str, Report]):
-    report, (kind, path) = reports[f"support.own_loads:without.{forgotten}"], FORGOTTEN[forgotten]
-    assert not report.ok and {one.kind for one in report.causes} == {kind}, str(report)
-    assert path in " ".join(one.says for one in report.causes)
+    reports = {one.target: one for one in (msgspec.json.decode(line, type=Report) for line in done.stdout.splitlines())}
+    right = reports["support.own_loads:right"]  # and logs tensors
+    assert right.exact and not right.missing, str(right)
+    for forgotten, (kind, path) in FORGOTTEN.items():
+        report = reports[f"support.own_loads:without.{forgotten}"]
+        assert not report.ok and {one.kind for one in report.causes} == {kind}, str(report)
+        assert path in " ".join(one.says for one in report.causes), forgotten
 
 
 # -- objects that a load fills -----------------------------------------------------------------------------------------

@@ -74,51 +74,53 @@ def error(code: str, message: str = "as the test wants it") -> str:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "expected", "says"),
-    [
-        (404, "NoSuchBucket", StoreRefused, "no such bucket"),
-        (403, "AccessDenied", StoreRefused, "credentials"),
-        (403, "InvalidAccessKeyId", StoreRefused, "credentials"),
-        (403, "SignatureDoesNotMatch", StoreRefused, "credentials"),
-        (400, "ExpiredToken", StoreRefused, "credentials"),
-        (401, "Unauthorized", StoreRefused, "credentials"),
-        (403, "RequestTimeTooSkewed", StoreUnavailable, "clock"),
-        (403, "QuotaExceeded", StoreUnavailable, "full"),
-        (507, "InsufficientStorage", StoreUnavailable, "full"),
-        (500, "InternalError", StoreUnavailable, "InternalError 500"),
-        (500, "Whatever", StoreUnavailable, "Whatever 500"),
-        (503, "SlowDown", StoreUnavailable, "SlowDown"),
-        (503, "Whatever", StoreUnavailable, "Whatever 503"),
-        (429, "TooManyRequests", StoreUnavailable, "429"),
-        (400, "RequestTimeout", StoreUnavailable, "RequestTimeout"),
-        (400, "BadDigest", StoreUnavailable, "BadDigest"),
-        (409, "OperationAborted", StoreUnavailable, "OperationAborted"),
-        (301, "PermanentRedirect", StoreRefused, "region"),
-        (400, "AuthorizationHeaderMalformed", StoreRefused, "region"),
-        (400, "InvalidStorageClass", StoreRefused, "InvalidStorageClass"),
-        (400, "InvalidArgument", StoreRefused, "InvalidArgument"),
-        (405, "MethodNotAllowed", StoreRefused, "405"),
-        (501, "NotImplemented", StoreRefused, "501"),
-    ],
-)
-def test_answers_of_s3_are_translated_to_tierds_errors(
-    status: int, code: str, expected: type[Exception], says: str
-) -> None:
+ANSWERS = [
+    (404, "NoSuchBucket", StoreRefused, "no such bucket"),
+    (403, "AccessDenied", StoreRefused, "credentials"),
+    (403, "InvalidAccessKeyId", StoreRefused, "credentials"),
+    (403, "SignatureDoesNotMatch", StoreRefused, "credentials"),
+    (400, "ExpiredToken", StoreRefused, "credentials"),
+    (401, "Unauthorized", StoreRefused, "credentials"),
+    (403, "RequestTimeTooSkewed", StoreUnavailable, "clock"),
+    (403, "QuotaExceeded", StoreUnavailable, "full"),
+    (507, "InsufficientStorage", StoreUnavailable, "full"),
+    (500, "InternalError", StoreUnavailable, "InternalError 500"),
+    (500, "Whatever", StoreUnavailable, "Whatever 500"),
+    (503, "SlowDown", StoreUnavailable, "SlowDown"),
+    (503, "Whatever", StoreUnavailable, "Whatever 503"),
+    (429, "TooManyRequests", StoreUnavailable, "429"),
+    (400, "RequestTimeout", StoreUnavailable, "RequestTimeout"),
+    (400, "BadDigest", StoreUnavailable, "BadDigest"),
+    (409, "OperationAborted", StoreUnavailable, "OperationAborted"),
+    (301, "PermanentRedirect", StoreRefused, "region"),
+    (400, "AuthorizationHeaderMalformed", StoreRefused, "region"),
+    (400, "InvalidStorageClass", StoreRefused, "InvalidStorageClass"),
+    (400, "InvalidArgument", StoreRefused, "InvalidArgument"),
+    (405, "MethodNotAllowed", StoreRefused, "405"),
+    (501, "NotImplemented", StoreRefused, "501"),
+]
+
+
+def test_answers_of_s3_are_translated_to_tierds_errors() -> None:
+    answer = (0, "")
+
     async def use(store: S3Store) -> None:
+        nonlocal answer
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: store.put("k", b"1"),
             lambda: store.get("k"),
             lambda: store.delete(["k"]),
             lambda: keys(store),
         ]
-        for call in calls:
-            with pytest.raises(expected) as caught:
-                await call()
-            assert says in str(caught.value)
-            assert "s3://bucket/p" in str(caught.value)
+        for status, code, expected, says in ANSWERS:
+            answer = (status, error(code))
+            for call in calls:
+                with pytest.raises(expected) as caught:
+                    await call()
+                assert says in str(caught.value), (status, code)
+                assert "s3://bucket/p" in str(caught.value)
 
-    against(lambda *_: (status, error(code)), use)
+    against(lambda *_: answer, use)
 
 
 @pytest.mark.parametrize("body", ["", "<html>proxy says no</html>", "not xml <"])
