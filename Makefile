@@ -41,9 +41,9 @@ $(READY): pyproject.toml constraints/development.txt constraints/torch.txt
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Three processes on two cores, because much of the tests' time is waiting.
+# Four processes on two cores, because most of the tests' time is waiting.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not system and not loaders and not long'
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not system and not loaders and not long'
 
 long: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long

@@ -26,7 +26,7 @@ LIST = ROOT / "tests" / "slow.txt"
 CASE_S = 0.05  # CPU seconds, because thousands of cases have to fit into two minutes on two cores
 FUNCTION_S = 2.0
 NEAR = 2.0
-LONG_S = 5.0  # CPU seconds of all cases; 52 of 3,400 functions, and half of the cost of all
+LONG_S = 3.0  # CPU seconds of all cases; most such functions start whole programs
 HEADER = f"""\
 # What `make check` leaves to `make test`: functions whose mean case costs more than {CASE_S:g} CPU seconds, or all of
 # whose cases together cost more than {FUNCTION_S:g}. Of {LONG_S:g} or more, they are left to `make long`.

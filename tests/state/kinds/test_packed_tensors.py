@@ -199,7 +199,7 @@ values = st.builds(lambda v, f, g: g(f(v)), plain, forms, forms)
 states = st.dictionaries(st.sampled_from(["a", "b", "c"]), values, min_size=1, max_size=3)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(states, min_size=2, max_size=5))
 def test_any_series_of_states_is_captured_as_by_a_fresh_walk(found):
     """With runs of three values, so that every kind of change crosses the threshold."""
