@@ -13,6 +13,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,13 +27,20 @@ from faults.fences import Fence, collect, planted
 from faults.fences.edits import Misfit
 from faults.hands import Trial, spread
 from faults.rounds import Kit, Lost, Round
-from faults.warm import Warm
+from support.warm import WarmInterpreter
 
 UNIT = "fences"
 KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "watched")
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 420.0  # that a run which finds a fence may take
 _TRIAL_LIMIT_S = 900  # with it, and without it
+# What most tests load, and no module of tierd or of its tests: each run reads these as they are then.
+_IMPORTS = """
+import torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch._dynamo, torchdata.stateful_dataloader, numpy
+import pytest, hypothesis, aiobotocore.session, aiohttp, cryptography.hazmat.primitives.ciphers.aead, typer.testing
+import xxhash, zstandard, watchdog.observers, safetensors
+"""
+_PYTEST = "import os, sys, pytest; os.chdir(sys.argv[1]); sys.exit(pytest.main(sys.argv[2:]))"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", ".demo", ".hypothesis")
 
 
@@ -65,7 +73,7 @@ def run(work: Round) -> None:
     def prepare() -> Trial:
         own = work.room / f"tree-{os.getpid()}"
         shutil.copytree(tree, own)
-        warm = Warm(own, _environment(own))
+        warm = WarmInterpreter(_IMPORTS, _environment(own))
 
         @functools.cache
         def green(by: str) -> bool:
@@ -100,12 +108,12 @@ def _down(fence: Fence, tree: Path) -> Iterator[None]:
         path.write_text(source)
 
 
-def _reds(by: str, reported: str, tree: Path, warm: Warm) -> bool:
+def _reds(by: str, reported: str, tree: Path, warm: WarmInterpreter) -> bool:
     """Whether what `by` names fails in `tree`, because of what it found there, and says `reported` of it."""
     what, *arguments = shlex.split(by)  # `-k 'one or another'` is one argument
     plain = what == "pytest"
     if plain:
-        status, said = warm.pytest(["-q", "-x", "-p", "no:cacheprovider", *arguments], _LIMIT_S)
+        status, said = _pytest(arguments, tree, warm)
     else:
         command = [sys.executable, "-m", "faults", what, *arguments]
         done = subprocess.run(
@@ -125,6 +133,17 @@ def _reds(by: str, reported: str, tree: Path, warm: Warm) -> bool:
     if not any(word in said for word in reported.split(" | ")):
         raise Lost(f"{by} is red, but not by {reported!r}:\n{said[-4000:]}")
     return True
+
+
+def _pytest(arguments: list[str], tree: Path, warm: WarmInterpreter) -> tuple[int, str]:
+    """The exit status of pytest in `tree`, and all that it wrote."""
+    output = tree.parent / f"{tree.name}.output"
+    output.unlink(missing_ok=True)
+    options = [str(tree), "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    status = warm.wait(warm.start(_PYTEST, options, output), _LIMIT_S)
+    if status == -signal.SIGKILL:
+        raise subprocess.TimeoutExpired(["pytest", *arguments], _LIMIT_S)
+    return status, output.read_text(errors="replace")
 
 
 def _environment(tree: Path) -> dict[str, str]:

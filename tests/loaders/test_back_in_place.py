@@ -17,7 +17,7 @@ import pytest
 from support import layouts
 from support.programs import ROWS, SCRIPTS, table
 from support.script import Script
-from support.warm import WarmInterpreter
+from support.warm import WarmInterpreter, heavy_imports
 
 from tierd.watching.unit import LAYOUTS
 
@@ -82,7 +82,7 @@ def test_it_resumes_as_if_nothing_had_happened(name: str, tmp_path: Path) -> Non
     script = SCRIPTS[name]
     if not script.is_installed:
         pytest.skip(f"{script.package} is not installed")
-    with WarmInterpreter(script.whole, script.environment) as warm:
+    with WarmInterpreter(heavy_imports(script.whole), script.environment) as warm:
         resumes_as_if_nothing_had_happened(warm, script, tmp_path)
 
 

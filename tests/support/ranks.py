@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from support.warm import WarmInterpreter
+from support.warm import WarmInterpreter, heavy_imports
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,7 +137,7 @@ def processes(
 ) -> list[str]:
     """Run `script` once for each list of arguments, all at a time; what each printed. Fails where one fails."""
     with ExitStack() as stack:
-        interpreter = warm or stack.enter_context(WarmInterpreter(script, environment()))
+        interpreter = warm or stack.enter_context(WarmInterpreter(heavy_imports(script), environment()))
         room = Path(stack.enter_context(TemporaryDirectory(prefix="ranks-")))
         outputs = [room / str(number) for number in range(len(arguments))]
         running = [interpreter.start(script, own, output) for own, output in zip(arguments, outputs, strict=True)]
@@ -154,7 +154,7 @@ def launched_twice(script: str, home: Path) -> list[list[str]]:
     Each is called with its rank, a free port, `home`, and "first" or "again".
     """
     outputs = []
-    with WarmInterpreter(script, environment(KERAS_BACKEND="torch")) as warm:
+    with WarmInterpreter(heavy_imports(script), environment(KERAS_BACKEND="torch")) as warm:
         for word in ("first", "again"):
             port = str(free_port())
             own = [[rank, port, str(home), word] for rank in ("0", "1")]

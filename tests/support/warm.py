@@ -30,23 +30,23 @@ _HEAVY = {
 
 
 class WarmInterpreter:
-    """An interpreter that has imported the large packages that a script imports, and forks for each script.
+    """An interpreter that has imported what scripts need, and forks for each script.
 
     Args:
-        script: whose imports it makes.
+        imports: the statements, such as `heavy_imports` of a script.
         environment: of the interpreter and of its forks.
     """
 
-    def __init__(self, script: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, imports: str, environment: Mapping[str, str]) -> None:
         here = str(Path(__file__).parents[1])
-        path = os.pathsep.join([here, *filter(None, [environment.get("PYTHONPATH")])])
+        path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), here])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.warm"],
             env={**environment, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._ask(imports=heavy_imports(script))
+        self._ask(imports=imports)
 
     def __enter__(self) -> WarmInterpreter:
         return self

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.warm import WarmInterpreter
+from support.warm import WarmInterpreter, heavy_imports
 from support.watched_run import RUN, Home, files, flush
 
 from tierd.cli import run
@@ -234,7 +234,7 @@ def test_program_loads_its_newest_checkpoint_after_its_directory_was_lost(
         pytest.skip(f"{absent[0]} is not installed")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
     environment["KERAS_BACKEND"] = "torch"
-    with WarmInterpreter(_HEAD + program.saves, environment) as warm:
+    with WarmInterpreter(heavy_imports(_HEAD + program.saves), environment) as warm:
         play(warm, program.saves, root, output)
         puts_back_what_was_lost(program, home, capsys)
         play(warm, program.loads, root, output)
