@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.killed import records
+from support.killed import trained
 
 pytestmark = [pytest.mark.loaders, pytest.mark.timeout(900)]
 
@@ -24,8 +24,7 @@ def test_trainer_resumes_exactly_with_plateau_and_early_stopping(
     loop: str, moments: dict[str, int], tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    whole, _ = records(f"loaders.killed_transformers:{loop}", tmp_path / "whole")
-    killed, resumed = records(f"loaders.killed_transformers:{loop}", tmp_path / "killed", *moments)
+    whole, killed, resumed = trained(f"loaders.killed_transformers:{loop}", tmp_path, *moments)
     assert whole["end"][1] > 0 and len({values[2] for name, values in whole.items() if name.startswith("step")}) > 1
     assert killed == whole and resumed == [0, *moments.values()]
 
@@ -41,8 +40,7 @@ def test_keras_resumes_exactly_with_plateau_early_stopping_and_a_schedule(
     loop: str, moments: dict[str, int], tmp_path: Path
 ) -> None:
     assert find_spec("keras"), "the program imports it, with its backend"
-    whole, _ = records(f"loaders.killed_keras:{loop}", tmp_path / "whole")
-    killed, resumed = records(f"loaders.killed_keras:{loop}", tmp_path / "killed", *moments)
+    whole, killed, resumed = trained(f"loaders.killed_keras:{loop}", tmp_path, *moments)
     assert killed == whole and resumed == [0, *moments.values()]
 
 
@@ -63,8 +61,7 @@ def test_lightning_resumes_exactly_with_schedulers_and_early_stopping(
     loop: str, moments: dict[str, int], tmp_path: Path
 ) -> None:
     pytest.importorskip("lightning")
-    whole, _ = records(f"loaders.killed_lightning:{loop}", tmp_path / "whole")
-    killed, resumed = records(f"loaders.killed_lightning:{loop}", tmp_path / "killed", *moments)
+    whole, killed, resumed = trained(f"loaders.killed_lightning:{loop}", tmp_path, *moments)
     assert len({values[2] for name, values in whole.items() if name.startswith("step")}) > 2, "the rate changes"
     assert killed == whole and resumed == [0, *moments.values()]
 
@@ -72,8 +69,7 @@ def test_lightning_resumes_exactly_with_schedulers_and_early_stopping(
 def test_accelerate_resumes_exactly_with_a_seedable_sampler_and_a_generator(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     moments = {"step 7": 5, "step 10": 10, "step 12": 10, "step 26": 25}
-    whole, _ = records("loaders.killed_accelerate:seedable", tmp_path / "whole")
-    killed, resumed = records("loaders.killed_accelerate:seedable", tmp_path / "killed", *moments)
+    whole, killed, resumed = trained("loaders.killed_accelerate:seedable", tmp_path, *moments)
     assert killed == whole and resumed == [0, *moments.values()]
 
 
@@ -81,7 +77,6 @@ def test_accelerate_resumes_as_the_page_says_without_them(tmp_path: Path) -> Non
     pytest.importorskip("accelerate")
     differs = {}
     for loop in ("unseeded", "without_generator"):
-        whole, _ = records(f"loaders.killed_accelerate:{loop}", tmp_path / f"{loop}-whole")
-        killed, _ = records(f"loaders.killed_accelerate:{loop}", tmp_path / loop, "step 26")
+        whole, killed, _ = trained(f"loaders.killed_accelerate:{loop}", tmp_path / loop, "step 26")
         differs[loop] = [whole["step 26"][number] != killed["step 26"][number] for number in (0, 1)]
     assert differs == {"unseeded": [True, True], "without_generator": [False, True]}

@@ -1,8 +1,8 @@
 """Training that is killed by SIGKILL at given moments and resumed, compared with training that is not killed.
 
-`python -m support.killed MODULE:FUNCTION HOME MOMENT...` imports the module once and forks a process for each launch,
-because importing a framework takes longer than the training. It calls `FUNCTION(home, moment)` with a `Moment` for each
-launch, the last of which is not killed. It never trains itself.
+`python -m support.killed MODULE:FUNCTION HOME MOMENT... -- HOME MOMENT...` imports the module once and forks a process
+for each launch of two trainings, because importing a framework takes longer than the training. It calls
+`FUNCTION(home, moment)` with a `Moment` for each launch, the last of which is not killed. It never trains itself.
 """
 
 from __future__ import annotations
@@ -47,34 +47,44 @@ class Moment:
             file.write(json.dumps([name, value]) + "\n")
 
 
-def records(function: str, home: Path, *moments: str) -> tuple[dict[str, Any], list[Any]]:
-    """Train with a launch killed at each moment, and once more to the end.
+def trained(function: str, home: Path, *moments: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Train without a kill, and train with a launch killed at each moment and once more to the end.
 
     Returns:
-        What was recorded last under each name; and each value of ``"resumed"``.
+        What each training recorded last under each name; and each value of ``"resumed"`` of the second.
     """
-    home.mkdir()
-    command = [sys.executable, "-m", "support.killed", function, str(home), *moments, "never"]
+    whole, killed = home / "whole", home / "killed"
+    for each in (whole, killed):
+        each.mkdir(parents=True)
+    command = [sys.executable, "-m", "support.killed", function, str(whole), "never", "--"]
+    command += [str(killed), *moments, "never"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    return records(whole)[0], *records(killed)
+
+
+def records(home: Path) -> tuple[dict[str, Any], list[Any]]:
+    """What a training recorded last under each name; and each value of ``"resumed"``."""
     lines = [json.loads(line) for line in (home / "records").read_text().splitlines()]
     resumed = [value for name, value in lines if name == "resumed"]
     return {name: value for name, value in lines if name != "resumed"}, resumed
 
 
-def _main(function: str, home: Path, moments: list[str]) -> None:
+def _main(function: str, *trainings: list[str]) -> None:
     module, _, name = function.partition(":")
     train = getattr(importlib.import_module(module), name)
-    for moment in moments:
-        child = os.fork()
-        if child == 0:
-            train(home, Moment(home, moment))
-            sys.stdout.flush()
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        expected = 0 if moment == "never" else -signal.SIGKILL
-        assert os.waitstatus_to_exitcode(status) == expected, f"{moment}: {os.waitstatus_to_exitcode(status)}"
+    for home, *moments in trainings:
+        for moment in moments:
+            child = os.fork()
+            if child == 0:
+                train(Path(home), Moment(Path(home), moment))
+                sys.stdout.flush()
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+            expected = 0 if moment == "never" else -signal.SIGKILL
+            assert os.waitstatus_to_exitcode(status) == expected, f"{moment}: {os.waitstatus_to_exitcode(status)}"
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    end = sys.argv.index("--")
+    _main(sys.argv[1], sys.argv[2:end], sys.argv[end + 1 :])
