@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from check.bed.forked import check_forked
 from torch import nn
 
 import tierd
 from tierd.adapters.trainable import TrainableState
-from tierd.check import check_resume
 from tierd.core.errors import ConfigError, StateMismatch
 
 
@@ -194,7 +194,7 @@ def test_killed_lora_training_resumes_exactly() -> None:
     """Killed in the middle of an epoch, at its end, and during a save."""
     pytest.importorskip("peft")
     pytest.importorskip("accelerate")
-    report = check_resume("loaders.loops_peft:train", steps=24, kill_at=("4", "12", "17+save"), patience=300)
+    report, _ = check_forked("loaders.loops_peft:train", steps=24, kill_at=("4", "12", "17+save"), patience=300)
     assert report.ok and report.exact, str(report)
     assert tuple(launch.began for launch in report.launches) == (0, 3, 12, 15), str(report)
 
