@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -130,3 +131,14 @@ def test_help_and_completion_load_no_module_of_another_command(arguments, comple
         assert (not commands and "status" in done.stdout) or "format" in done.stdout
         assert not {"tierd.daemon", "tierd.stores", "tierd.spool", "rich.console", "numpy", "torch"} & loaded
         assert completed is None or "pydantic" not in loaded
+
+
+@pytest.mark.parametrize(("command", "shown"), [("verify", False), ("run", True), ("watch", True)])
+def test_what_a_store_tries_again_is_in_the_log_of_a_service_alone(command: str, shown: bool, monkeypatch) -> None:
+    handlers: list[logging.Handler] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: handlers.extend(options["handlers"]))
+    assert cli.run([command, "--help"]) == 0
+    record = logging.LogRecord("tierd.stores.retry", logging.INFO, "", 0, "attempt 1 of 5 failed", None, None)
+    assert bool(handlers[0].filter(record)) == shown
+    record.levelno = logging.WARNING
+    assert handlers[0].filter(record)

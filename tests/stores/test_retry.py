@@ -163,11 +163,11 @@ def test_delays_double_up_to_a_bound_and_are_jittered_in_full() -> None:
 def test_each_retry_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     store = Failing(StoreUnavailable("first cause"), StoreUnavailable("second cause"))
     asyncio.run(store.put("k", b"1"))
-    with caplog.at_level(logging.WARNING, logger="tierd"):
+    with caplog.at_level(logging.INFO, logger="tierd"):
         assert get_through(store, sleep=no_sleep, rng=lambda: 1.0) == b"1"
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
-        ("WARNING", "get k: attempt 1 of 5 failed, again in 0.25 s: first cause"),
-        ("WARNING", "get k: attempt 2 of 5 failed, again in 0.50 s: second cause"),
+        ("INFO", "get k: attempt 1 of 5 failed, again in 0.25 s: first cause"),
+        ("INFO", "get k: attempt 2 of 5 failed, again in 0.50 s: second cause"),
     ]
 
 

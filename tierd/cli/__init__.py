@@ -47,6 +47,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help
     "commands.watch_commands": ("watch", "prepare"),
     "commands.copy_commands": ("copy", "import"),
 }
+_SERVICES = ("commands.daemon_commands", "commands.watch_commands")  # their log is what a person reads
 GROUPS: dict[str, tuple[str, ...]] = {  # the help's and the reference's sections
     "The daemon and its node": (
         "run",
@@ -233,9 +234,12 @@ def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(make_formatter())
+    module = _module_of(sys.argv[1:] if arguments is None else arguments)
+    if module not in _SERVICES:  # their answers say what the last try said
+        handler.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("tierd.stores"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
-        grammar = _grammar(_module_of(sys.argv[1:] if arguments is None else arguments))
+        grammar = _grammar(module)
         code = grammar(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except SystemExit as end:

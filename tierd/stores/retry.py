@@ -274,7 +274,7 @@ class RetryingStore(StoreWrapper):
         delay = self._rng() * min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (failed - 1))
         if isinstance(error, StoreThrottled):
             delay += error.wait_s
-        _log.warning("%s: attempt %d of %d failed, again in %.2f s: %s", doing, failed, self._attempts, delay, error)
+        _log.info("%s: attempt %d of %d failed, again in %.2f s: %s", doing, failed, self._attempts, delay, error)
         await self._sleep(delay)
 
 

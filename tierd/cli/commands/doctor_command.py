@@ -6,7 +6,6 @@ Invariant: it ends within a minute or so, leaves nothing behind, and shows no se
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -77,13 +76,7 @@ def doctor(
     the time to end. Print what is wrong, the worst first, with what to do.
 
     Run it as the account that trains. Exit code 10: there are warnings; 11: something will fail."""
-    retries = logging.getLogger("tierd.stores.retry")
-    level = retries.level
-    retries.setLevel(logging.ERROR)  # a finding says what a last try said
-    try:
-        findings = asyncio.run(_examine(url, spool, config, key_file))
-    finally:
-        retries.setLevel(level)
+    findings = asyncio.run(_examine(url, spool, config, key_file))
     answer = Diagnosis(worst_severity(findings), tuple(findings))
     if json:
         print_json(answer)
