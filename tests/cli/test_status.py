@@ -16,6 +16,7 @@ from support.world import Daemon, commit, part, reconciler, running, settle
 
 from tierd.cli import run
 from tierd.cli.command_runtime import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.commands.status_lines import activity_text
 from tierd.core.errors import StoreUnavailable
 from tierd.core.event_kinds import EVENT_KINDS
 from tierd.core.planning.place import SPOOL
@@ -24,7 +25,7 @@ from tierd.daemon import status_file
 from tierd.daemon.component_status import ScrubStatus
 from tierd.daemon.daemon_status import Status, make_status
 from tierd.daemon.reconciling.tier_worker import action_subject, action_verb
-from tierd.daemon.status_problems import status_problems
+from tierd.daemon.status_problems import all_problems, status_problems
 from tierd.events.journal import AlertStatus
 from tierd.spool.spool import Spool
 
@@ -117,6 +118,40 @@ async def test_silent_tier_counts_as_last_observed(spool: Spool) -> None:
     await daemon.observe(SPOOL)
     ((state, step),) = [(lag.state, lag.oldest_step) for lag in daemon.lags.judge()]
     assert (state, step) == ("late", 4)
+
+
+async def test_tier_that_falls_silent_costs_no_second_plan_of_each_run(spool: Spool, monkeypatch) -> None:
+    for number in range(3):
+        commit(spool, part(1, run=f"run{number}"))
+    store = Double()
+    daemon = reconciler(spool, {"tier": store})
+    async with running(daemon):
+        await settle(daemon)
+    daemon.lags.judge()
+    store.error = StoreUnavailable("503 Slow Down")
+    with pytest.raises(StoreUnavailable):
+        await daemon.observe("tier")
+    planned: list[str] = []
+    monkeypatch.setattr("tierd.core.planning.plan.RunPlan", lambda *of: planned.append(of[2]))
+    assert [lag.text for lag in daemon.lags.judge()] == ["step 1 is on a tier"] * 3
+    assert planned == []
+
+
+async def test_quarantined_copies_of_all_places_are_one_problem(spool: Spool) -> None:
+    daemon = reconciler(spool, {"a": Double(), "b": Double()})
+    daemon.journal.quarantined.update({"local": 1, "a": 1, "b": 0})
+    problems = all_problems(make_status(daemon, 0, 0), daemon.journal)
+    (quarantined,) = [problem for problem in problems if "quarantined" in problem.why]
+    assert quarantined.why == "2 copies were quarantined since the daemon's start, also on local"
+    assert quarantined.command == f"tierd ls --spool {spool.root}"
+
+
+def test_table_of_tiers_names_the_step_without_the_attempt() -> None:
+    tier: dict[str, object] = {"retry_in_s": 0.0}
+    tier["doing"] = "flushing r step 5 (attempt 01a22f905f95-1eacc8cc) rank 0 of 1"
+    assert activity_text(tier) == "flushing r step 5"
+    tier["doing"] = "flushing r step 5 (attempt 01a22f905f95-1eacc8cc) rank 0 of 16"
+    assert activity_text(tier) == "flushing r step 5 rank 0 of 16"
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in EVENT_KINDS.items() if kind.level == "alert"])

@@ -62,10 +62,13 @@ def all_problems(
     """Return what is wrong by a status, by the journal, which also remembers what ended, and by what tiers lack."""
     stayed = [_lasting_problem(status, event, count) for event, count in journal.staying_events.values()]
     lasting = [_warning(status, *warning) for warning in journal.warnings.items()]
-    for place, copies in sorted(journal.quarantined.items()):
+    if quarantined := +journal.quarantined:  # in one problem, because a checkpoint may be corrupt in every place
+        copies, (first, *others) = quarantined.total(), sorted(quarantined)
         count = "1 copy was" if copies == 1 else f"{copies} copies were"
-        why = f"{count} quarantined since the daemon's start"
-        lasting.append(problem("warning", place, why, "quarantined", spool=status.spool, url=_url(status, place)))
+        where = f", also on {', '.join(others)}" if others else ""
+        url = "" if others else _url(status, first)
+        why = f"{count} quarantined since the daemon's start{where}"
+        lasting.append(problem("warning", first, why, "quarantined", spool=status.spool, url=url))
     lasting += [
         problem("warning", entry.tier, str(entry), "other node", url=_url(status, entry.tier)) for entry in unsent
     ]

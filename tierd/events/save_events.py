@@ -125,7 +125,7 @@ class SaveEvents:
         self._journal = journal
         self._first_seen = NewCheckpoints()
         self._refused: set[PartId] = set()  # parts whose trainers learn from the daemon that the commit failed
-        self._rolled_back: dict[tuple[str, str], str] = {}  # by tier and run, the reported reason
+        self._rolled_back: set[tuple[str, str]] = set()  # the reported tiers and runs
         self._append_only: set[str] = set()  # tiers
         # Observations that showed this tier, run and attempt.
         self._unvouched: Counter[tuple[str, str, str]] = Counter()
@@ -198,11 +198,11 @@ class SaveEvents:
 
     def report_rollback(self, tier: str, run: str, why: str | None) -> None:
         """Process an observation of a tier: report once, while it lasts, that a run's history there was rolled back."""
-        if why and self._rolled_back.get((tier, run)) != why:
+        if not why:
+            self._rolled_back.discard((tier, run))
+        elif (tier, run) not in self._rolled_back:  # the reason changes when this node puts its next head there
+            self._rolled_back.add((tier, run))
             self._journal.record("rolled back", tier, run, why, run=run)
-        self._rolled_back = {key: reported for key, reported in self._rolled_back.items() if key != (tier, run)}
-        if why:
-            self._rolled_back[tier, run] = why
 
     def report_append_only(self, tier: str, why: str) -> None:
         """Record whether a tier permits deletions. A refusal is reported once, until the tier permits them again: `why`

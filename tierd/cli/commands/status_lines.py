@@ -7,6 +7,7 @@ daemon of another version does not send raises `KeyError`.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -28,6 +29,8 @@ FAILURE_KINDS = (
     "rolled back",
     "replicas differ",
 )
+
+_ATTEMPT = re.compile(r" \(attempt [^)]*\)( rank 0 of 1\b)?")
 
 
 def problem_texts(status: Members) -> Iterator[tuple[str, str]]:
@@ -91,14 +94,15 @@ def does_answer(tier: Members) -> bool:
 
 
 def activity_text(tier: Members) -> str:
-    """Say what the daemon does for a tier, and since when it waits for an answer."""
+    """Say what the daemon does for a tier, and since when it waits for an answer. An attempt has no room in a table."""
+    doing = _ATTEMPT.sub("", tier["doing"] or "")
     asked = f"; waits until {tier['asked_until'][11:19]} UTC, as the server asked" if tier.get("asked_until") else ""
     if since := tier.get("waiting_since"):
         waits = f"no answer for {age_of(since)}"
-        return f"{tier['doing']}; {waits}{asked}" if tier["doing"] else f"{waits}{asked}"
-    if not tier["doing"] and tier["retry_in_s"]:
+        return f"{doing}; {waits}{asked}" if doing else f"{waits}{asked}"
+    if not doing and tier["retry_in_s"]:
         return f"tries again in {tier['retry_in_s']:.0f} s{asked}"
-    return f"{tier['doing'] or 'idle'}{asked}"
+    return f"{doing or 'idle'}{asked}"
 
 
 def pending_text(tier: Members) -> str:

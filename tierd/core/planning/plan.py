@@ -149,6 +149,10 @@ class Planner:
         self._cached_plans = plans
         return {run: plan for run, (_, _, plan) in plans.items()}
 
+    def adopt(self, other: Planner) -> None:
+        """Begin with the plans that another planner has cached."""
+        self._cached_plans = other._cached_plans
+
     def demand(self, inventory: Inventory, config: Config, run: str) -> Demand:
         """A run's demand, from its cached plan."""
         plan = self.runs(inventory, config).get(run)

@@ -31,5 +31,6 @@ class TierLags:
             planned = frozenset((flush.part, flush.tier) for flush in plan)
         else:
             planned = self._backlog.flushes(inventory)
+            self._planner.adopt(self._live.planner)
         unknown = [name for name in silent if name not in last_known]
         return flush_lags(inventory, planned, unknown, self._saves.times_of, time.time())
