@@ -70,6 +70,22 @@ def test_tier_that_stops_answering_keeps_its_entry_and_a_run_without_copies_lose
     assert content(spool.control) == []
 
 
+def test_next_daemon_keeps_entries_of_a_tier_until_it_has_observed_it(
+    spool: Spool, inventories: list[Inventory]
+) -> None:
+    place = solo(Place(), checkpoint(1, 5))
+    inventories.append(Inventory(place, {"a": place, "b": place}))
+    LastVerified(spool.control, lambda: inventories[-1]).write()
+    newer = solo(place, checkpoint(1, 6))
+    inventories.append(Inventory(newer, {"a": newer, "b": None}))
+    LastVerified(spool.control, lambda: inventories[-1]).write()
+    assert [(entry["tier"], entry["step"]) for entry in content(spool.control)] == [("a", 6), ("b", 5)]
+    inventories.append(Inventory(newer, {"a": newer}))  # the configuration names the other one no more
+    (spool.control / LAST_VERIFIED).write_bytes(b"damaged")
+    LastVerified(spool.control, lambda: inventories[-1]).write()
+    assert [entry["tier"] for entry in content(spool.control)] == ["a"]
+
+
 def test_full_disk_changes_nothing_else(
     spool: Spool, inventories: list[Inventory], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -54,11 +54,13 @@ class VerifiedCheckpoints:
 
 
 class LastVerified:
-    """Keeps the file of a spool. A tier that stops answering keeps its entries until the daemon ends."""
+    """Keeps the file of a spool. A tier that does not answer keeps the entries that the file has of it."""
 
     def __init__(self, control: Path, inventory: Callable[[], Inventory]) -> None:
         self._path, self._inventory = control / LAST_VERIFIED, inventory
         self._by_tier: dict[str, list[VerifiedCheckpoint]] = {}
+        for checkpoint in _read(self._path):
+            self._by_tier.setdefault(checkpoint.tier, []).append(checkpoint)
 
     async def keep(self) -> None:
         """Write the file where it has changed, until cancelled, and then once more."""
@@ -83,6 +85,14 @@ class LastVerified:
             replace_private(self._path, content)
         except OSError as error:  # for example a full disk
             log.info("local: %s is not written: %s", LAST_VERIFIED, error)
+
+
+def _read(path: Path) -> tuple[VerifiedCheckpoint, ...]:
+    """Read the file of an earlier daemon; nothing if it is absent or damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=VerifiedCheckpoints).checkpoints
+    except (OSError, msgspec.MsgspecError):
+        return ()
 
 
 def _newest(inventory: Inventory, tier: str) -> list[VerifiedCheckpoint]:
