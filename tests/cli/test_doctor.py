@@ -159,6 +159,20 @@ def test_the_receivers_and_the_port_are_tried(tmp_path: Path, capsys, alone) -> 
     assert "secret" not in json.dumps([*found.values()])
 
 
+def test_the_port_of_a_daemon_that_is_stopped_is_not_tried(tmp_path: Path, capsys, alone, monkeypatch) -> None:
+    silent = node_checks.DaemonAnswer(finding("local", "silent daemon", "it may be stopped"))
+    monkeypatch.setattr(node_checks, "ask_daemon", lambda root: silent)
+    (tmp_path / "tier").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        file = tmp_path / "tierd.toml"
+        file.write_text(
+            f'spool = "{tmp_path}/spool"\n[[tier]]\nname = "nas"\nurl = "{tmp_path}/tier"\n'
+            f'[http]\nlisten = "127.0.0.1:{listener.getsockname()[1]}"\n'
+        )
+        _, found = asked(capsys, "--config", str(file))
+    assert found["local", "daemon"]["finding"] == "silent daemon" and ("http", "HTTP port") not in found
+
+
 def test_a_missing_bucket_is_one_problem(capsys, monkeypatch, credentials) -> None:
     with serving(Bucket()) as bucket:
         bucket.deny("ListBucket", "GetObject", "PutObject", "DeleteObject", status=404, code="NoSuchBucket")

@@ -47,16 +47,17 @@ async def examine(examined: ExaminationScope) -> list[Finding]:
     for of, group in zip(examined.tiers, tiers, strict=True):
         findings += [*group, *_view(of, group, failures)]
         findings += [shared_finding for shared_finding in shared if shared_finding.place == of.place]
-    return [*findings, *await _outside(examined)]
+    is_silent = any(entry.finding == "silent daemon" for entry in findings)
+    return [*findings, *await _outside(examined, is_silent)]
 
 
-async def _outside(examined: ExaminationScope) -> list[Finding]:
-    """Examine the receivers of events, and the port for HTTP."""
+async def _outside(examined: ExaminationScope, is_silent: bool) -> list[Finding]:
+    """Examine the receivers of events, and the port for HTTP if no silent daemon may have it."""
     receivers, http = examined.receivers, examined.http
     findings = await _call_check(
         "receiver", lambda: examine_receivers(receivers), examined.group_s, "notify", "receiver silent"
     )
-    if http is not None:
+    if http is not None and not is_silent:
         findings += await _call_check("HTTP port", lambda: examine_port(http), examined.group_s, "http")
     return findings
 

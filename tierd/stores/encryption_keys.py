@@ -15,7 +15,7 @@ from pathlib import Path
 from tierd.core.errors import ConfigError
 
 _HEX = re.compile(rb"[0-9a-fA-F]{64}\n?")
-_MAKE = "openssl rand -hex 32 > FILE makes one"
+_MAKE = "for a new tier alone, openssl rand -hex 32 > FILE makes one"
 
 
 class EncryptionKey:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.divided import DividedPart, divided, divided_state, elsewhere_of, h
 from support.state_files import files_of
 from support.world import described
 
+from tierd.cli import run
 from tierd.client.restoring.ranged_reader import PartFiles
 from tierd.client.restoring.saved_entries import read_elsewhere, read_entries, read_header
 from tierd.client.restoring.tensor_locations import TensorComparison, TensorLocator, read_layout, read_tensor
@@ -253,3 +255,10 @@ def test_header_longer_than_any_of_tierds_is_not_read(spool, parts):
     files = written(spool, [DividedPart({**parts[0].files, TENSORS: bytes(tensors)}, parts[0].division), *parts[1:]])
     with pytest.raises(StateMismatch, match="a header of"):
         read_layout(files, files.part(0))
+
+
+def test_verify_promises_no_repair_of_a_division_that_differs(spool, parts, capsys):
+    write_divided(spool, 1, [*parts[:3], replace(parts[3], division=parts[3].division[:16] + "5e" * 8)])
+    assert run(["verify", "--spool", str(spool.root)]) == 5
+    said = " ".join(capsys.readouterr().err.split())
+    assert "without that entry in `replicated`" in said and "repairs" not in said

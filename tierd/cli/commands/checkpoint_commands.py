@@ -252,7 +252,7 @@ def verify(
 ) -> None:
     """Re-read every byte of every copy and compare digests. Changes nothing. Exit code 5 when something is corrupt."""
     where = resolve_places(spool, url, config, key_file=key_file, run_option=True)
-    checks, unreached, steps = asyncio.run(_verify(where, run, step))
+    checks, damaged, unreached, steps = asyncio.run(_verify(where, run, step))
     if json:
         print_json({"checks": checks, "unreached": unreached})
     else:
@@ -261,6 +261,8 @@ def verify(
         complain(
             "what differs was not changed: the daemon repairs it from another place when its scrub reads it, within "
             "`scrub` (default 30d); to have that done now: docs/howto/recovery.md"
+            if damaged
+            else "nothing can repair what ranks divided differently: save again without that entry in `replicated`"
         )
         raise typer.Exit(5)
     if unreached or any(check.unchecked for check in checks):
@@ -396,8 +398,10 @@ async def _read_manifest(spool: Spool | None, stores: dict[str, Store], name: st
     return await read_manifest(stores[name], part)
 
 
-async def _verify(where: Places, run: str | None, step: int | None) -> tuple[list[CopyCheck], list[str], set[int]]:
-    """Verify all copies; also return the tiers that did not answer, and the steps that there are."""
+async def _verify(
+    where: Places, run: str | None, step: int | None
+) -> tuple[list[CopyCheck], bool, list[str], set[int]]:
+    """Verify all copies; also return whether bytes are wrong, the tiers that did not answer, and the steps there."""
     checks: list[CopyCheck] = []
     divisions: dict[tuple[str, CheckpointId], dict[PartId, str]] = defaultdict(dict)
     async with AsyncExitStack() as stack:
@@ -418,6 +422,7 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
                 division = divisions[name, checkpoint]
                 for _, part, _ in copy:
                     checks.append(await _check(where.spool, stores, name, part, meter.advance, defects, division))
+    damaged = any(check.wrong for check in checks)
     mismatched = {
         (name, part): str(division_mismatch(part, other))
         for (name, _), division in divisions.items()
@@ -429,7 +434,7 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
     ]
     all_checkpoints = {checkpoint for place in inventory.places.values() for checkpoint in place.checkpoints}
     steps = {checkpoint.step for checkpoint in all_checkpoints if run in (None, checkpoint.run)}
-    return checks, [name for name, place in inventory.tiers.items() if place is None], steps
+    return checks, damaged, [name for name, place in inventory.tiers.items() if place is None], steps
 
 
 async def _check(

@@ -228,7 +228,10 @@ FINDINGS: dict[str, FindingKind] = {
         "Mount it writable (mount -o remount,rw), or give this account its rights there (chown, chmod).",
     ),
     "refused": FindingKind(
-        "operations", "error", "See the error: allow listing, puts and gets below the prefix, as docs/howto/s3.md does."
+        "operations",
+        "error",
+        "Do what the error says. If it only refuses, allow listing, puts and gets below the prefix, as "
+        "docs/howto/s3.md does.",
     ),
     "no answer": FindingKind(
         "operations", "error", f"Check that the server works, host and port of the endpoint, {_NETWORK_PATH}."
