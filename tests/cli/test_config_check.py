@@ -147,3 +147,16 @@ def test_a_watched_directory_that_does_not_exist_is_named(tmp_path: Path, capsys
     (tmp_path / "out").unlink()
     (tmp_path / "out").mkdir()
     assert run(["config", "check", str(tmp_path / "tierd.toml")]) == 0
+
+
+def test_the_configuration_of_the_environment_is_checked(tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "tier").mkdir()
+    file = tmp_path / "tierd.toml"
+    file.write_text(f'spool = "{tmp_path}/spool"\n' + _TIER.format(home=tmp_path))
+    monkeypatch.setenv("TIERD_CONFIG", str(file))
+    assert run(["config", "check"]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: in order")
+    monkeypatch.delenv("TIERD_CONFIG")
+    monkeypatch.setattr("tierd.cli.places.config_files", lambda: ())
+    assert run(["config", "check"]) == 3
+    assert "no configuration to check: give FILE, or " in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_help_names_arguments_without_their_types(capsys: pytest.CaptureFixture[
     for name in (*ALL, "config check", "notify test", "bench overhead"):
         assert cli.run([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
-    assert " show [OPTIONS] RUN STEP [URL]...\n" in text and " config check [OPTIONS] FILE\n" in text
+    assert " show [OPTIONS] RUN STEP [URL]...\n" in text and " config check [OPTIONS] [FILE]\n" in text
     assert not re.search("[<{](?!directory|step|attempt|run|name)", text) and max(map(len, text.splitlines())) <= 80
 
 

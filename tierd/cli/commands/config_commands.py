@@ -11,9 +11,10 @@ import typer
 
 from tierd.cli.options import JsonOption
 from tierd.cli.output import print_answer, print_json
-from tierd.cli.places import default_places, default_sources, load_config
+from tierd.cli.places import DEFAULTS, default_config_file, default_places, default_sources, load_config
 from tierd.cli.tables import Table
 from tierd.core.config import Config, without_addresses
+from tierd.core.errors import ConfigError
 from tierd.core.urls import parse_url
 from tierd.daemon.daemon_service import open_all
 from tierd.daemon.tiers.tier_identity import check_identities
@@ -49,7 +50,10 @@ def config_show(json: JsonOption = False) -> None:
 
 
 def config_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A tierd.toml.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A tierd.toml; not given: the one that `tierd config show` names."),
+    ] = None,
     reach: Annotated[
         bool, typer.Option("--reach", help="Also try whether every tier answers, and what it allows.")
     ] = False,
@@ -57,6 +61,9 @@ def config_check(
 ) -> None:
     """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer
     or takes nothing, or a watched directory does not exist."""
+    file = file or default_config_file()
+    if file is None:
+        raise ConfigError(f"no configuration to check: give FILE, or {DEFAULTS}")
     config = load_config(file)
     Spool(Path(config.spool), write=False)
     reached = asyncio.run(_reach_tiers(config, reach=reach))
