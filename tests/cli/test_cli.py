@@ -143,6 +143,8 @@ def test_verify_finds_one_flipped_bit_and_changes_nothing(
     shown = capsys.readouterr()
     assert "differ from their digest" in " ".join(shown.out.split())
     assert "the daemon repairs it" in " ".join(shown.err.split())
+    assert run(["verify", "--spool", str(spool), "--step", "11"]) == 4
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("where", ["tier", "spool"])

@@ -74,6 +74,8 @@ def test_each_problem_has_a_command_with_the_places_it_concerns(calm: Status) ->
     (tier,) = calm.tiers
     tier = replace(tier, name="a", url="file:///my tier", failures=1, last_error="why")
     problems = status_problems(replace(calm, spool="/my spool", tiers=(tier,), paused="until resumed"))
+    bucket = replace(tier, url="s3://b/p?region=x", last_error="s3://b/p?region=x: put: 403")
+    assert [problem.why for problem in status_problems(replace(calm, tiers=(bucket,)))] == ["put: 403"]
     commands = ["tierd doctor --spool '/my spool' 'file:///my tier'", "tierd resume --spool '/my spool'"]
     assert [problem.command for problem in problems] == commands
 

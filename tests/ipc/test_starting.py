@@ -16,7 +16,7 @@ from tierd.spool.spool_access import account_name
 
 def test_the_ways_to_start_a_daemon_begin_with_the_units_that_are_installed(tmp_path: Path) -> None:
     root, units = tmp_path / "spool", tmp_path / "units"
-    by_hand = f"tierd run --spool {root} --to URL"
+    by_hand = f"tierd run --config FILE or tierd run --spool {root} --to URL"
     assert ways_to_start(root, [units]) == by_hand
     units.mkdir()
     (units / "tierd@.service").touch()

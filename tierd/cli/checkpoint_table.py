@@ -135,7 +135,7 @@ def _verdict(copy: Copy, note: str) -> str:
 
 def _size_text(copy: Copy, size: int) -> str:
     bound_mark = "≥ " if copy.read < len(copy.ranks) - len(copy.defects) else ""  # not every rank's manifest was read
-    return bound_mark + format_size(size)
+    return bound_mark + format_size(size) if size or not bound_mark else "-"
 
 
 def _row(checkpoint: Checkpoint, copy: Copy, names: Mapping[str, str]) -> list[str]:

@@ -37,7 +37,7 @@ def status_problems(status: Status) -> tuple[Problem, ...]:
     alerted = {alert.place for alert in status.alerts if alert.doing != REPLICAS}
     for tier in status.tiers:
         if tier.name not in alerted and (tier.failures or not tier.reached or tier.unanswered):
-            why = tier.unanswered or tier.last_error or "it has not answered a listing yet"
+            why = tier.unanswered or _without_url(tier.last_error, tier.url) or "it has not answered a listing yet"
             warnings.append(problem("warning", tier.name, why, "tier", spool=spool, url=tier.url))
     for policy in status.policies:
         if policy.disagrees:
@@ -79,11 +79,16 @@ def _url(status: Status, place: str) -> str:
     return next((tier.url for tier in status.tiers if tier.name == place), "")
 
 
+def _without_url(error: str | None, url: str) -> str:
+    """An error without the URL of its tier, which a problem names; the command below it has the URL."""
+    return (error or "").removeprefix(f"{url}: " if url else "")
+
+
 def _alert(status: Status, alert: AlertStatus) -> Problem:
     url = _url(status, alert.place)
     by_action = {REPLICAS: "replicas", READ: "reads differ"}
     step = by_action.get(alert.doing) or ("tier" if url else "spool" if alert.place == SPOOL else "receiver")
-    why = f"{_describe_failure(alert)}{alert.why}"
+    why = f"{_describe_failure(alert)}{_without_url(alert.why, url)}"
     return problem("alert", alert.place, why, step, spool=status.spool, url=url)
 
 

@@ -36,7 +36,7 @@ def ways_to_start(root: Path, directories: Sequence[Path] = UNIT_DIRECTORIES) ->
     the caller may not be allowed to read it.
     """
     ways = [f"systemctl start {unit}" for unit in _units(root, directories)]
-    ways.append(f"tierd run --spool {root} --to URL")
+    ways.append(f"tierd run --config FILE or tierd run --spool {root} --to URL")
     return " or ".join(ways)
 
 

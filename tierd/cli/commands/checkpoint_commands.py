@@ -255,7 +255,7 @@ def verify(
     checks, damaged, unreached, steps = asyncio.run(_verify(where, run, step))
     if json:
         print_json({"checks": checks, "unreached": unreached})
-    else:
+    elif checks:
         _print_checks(checks)
     if any(check.wrong for check in checks):
         complain(
@@ -274,7 +274,7 @@ def verify(
 
 def _print_checks(checks: Sequence[CopyCheck]) -> None:
     """Print a line for each part; on a terminal one for all ranks of which the same is true, run by run."""
-    if terminal_width() is None or not checks:
+    if terminal_width() is None:
         columns = ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE")
         parts = [(c.place, c.run, str(c.step), c.attempt, str(c.rank), format_size(c.size)) for c in checks]
         rows = [(*part, _describe_check(check)) for part, check in zip(parts, checks, strict=True)]

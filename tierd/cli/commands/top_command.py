@@ -124,9 +124,8 @@ def _screen(view: DaemonView, out: Console, at: int) -> tuple[int, Group]:
     width, height = out.size
     head = [Text(headline(view.status) if view.status else "tierd", style="bold")]
     if view.outage_text:
-        head.append(Text(view.outage_text, style="bold red"))
-    for line in head:
-        line.truncate(width, overflow="ellipsis")
+        head += Text(view.outage_text, style="bold red").wrap(out, width)  # whole, because it has the way out
+    head[0].truncate(width, overflow="ellipsis")
     body = top_lines(view.status, view.runs, width) if view.status else []
     room = max(1, height - len(head) - 1)
     at = min(at, max(0, len(body) - room))

@@ -101,7 +101,7 @@ class Repairer:
             self.journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
         if fetched.chunks:
             self.journal.counters["healed_chunks"] += fetched.chunks
-            why = f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}"
+            why = f"{_count(fetched.chunks)} from {', '.join(fetched.tiers)}"
             self.journal.record("repaired", SPOOL, part, why, chunks=fetched.chunks)
         return fetched
 
@@ -211,7 +211,7 @@ class Repairer:
         self.journal.counters["repaired_chunks"] += work.repaired
         if work.repaired or also:
             sources = f" from {', '.join(sorted(work.sources))}" if work.repaired else ""
-            self.journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)
+            self.journal.record("repaired", tier, part, f"{also}{_count(work.repaired)}{sources}", chunks=work.repaired)
 
 
 async def _quarantine_as_read(store: Store, part: PartId, read: Manifest | None) -> bool:
@@ -219,3 +219,7 @@ async def _quarantine_as_read(store: Store, part: PartId, read: Manifest | None)
     readable. Return whether this call moved it. Raises as `quarantine`, and ObjectNotFound if there is none."""
     judged, now = await reread_manifest(store, part)
     return now == read and await quarantine(store, part, judged)
+
+
+def _count(chunks: int) -> str:
+    return "1 chunk" if chunks == 1 else f"{chunks} chunks"
