@@ -217,7 +217,7 @@ def test_status_names_who_saves_and_since_when_also_for_a_single_launch(spool, c
 
             assert run(["status", "--spool", str(spool.root)]) == 0
             reported = " ".join(capsys.readouterr().out.split())
-            who = rf"saves rank 0 \(pid {os.getpid()}\) for \d+ s; last checkpoint \d+ s ago"
+            who = rf"saves rank 0 \(pid {os.getpid()}\) for \d+ s, last \d+ s ago"
             assert re.search(f"run run: attempt {ckpt.attempt} {who}", reported)
         daemon.settle()
         with DaemonConnection(spool) as link:

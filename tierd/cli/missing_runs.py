@@ -37,7 +37,7 @@ def checkpoint_not_found(
     subject += "" if step is None else f" step {step}"
     subject += "" if attempt is None else f" of attempt {attempt}"
     steps_text = describe_steps(step, steps) if step is not None else ""
-    why = f"{subject.strip() or 'the places named'}: there is no such checkpoint; it was never saved, or is retired or quarantined"
+    why = f"{subject.strip() or 'the places named'}: there is no such checkpoint: never saved, retired or quarantined"
     return CheckpointNotFound(why + (f"\n  {steps_text}" if steps_text else ""))
 
 

@@ -83,7 +83,7 @@ def lease_lines(status: Members) -> Iterator[str]:
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(str(lease['rank']) for lease in ranks)}"
         pids = ", ".join(dict.fromkeys(str(lease["pid"]) for lease in ranks))
         newest = max((lease["renewed"] for lease in ranks), default="")
-        last = f"; last checkpoint {age_of(newest)} ago" if newest else ""
+        last = f", last {age_of(newest)} ago" if newest else ""
         since = age_of(min(lease["since"] for lease in ranks))
         yield f"run {run}: attempt {names[attempt]} saves {who} (pid {pids}) for {since}{last}"
 

@@ -14,6 +14,8 @@ function plain(value, digits = 4) {
   return value && Math.abs(value) < 0.001 ? value.toExponential(1) : String(Number(value.toFixed(Math.min(6, digits))));
 }
 
+function measure(value) { return value && Math.abs(value) < 0.001 ? value.toExponential(3) : String(Number(value.toPrecision(4))); }
+
 /** The next number of the form 1, 2 or 5 times a power of ten. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));

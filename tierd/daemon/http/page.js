@@ -137,9 +137,9 @@ function kindOf(checkpoint) {
 function copyChip(copy, world) {
   const kind = { verified: "good", corrupt: "alert", quarantined: "alert", incomplete: "warning", unreadable: "warning" }[copy.state];
   const why = copy.reasons.length ? copy.reasons.join("; ") : "no rule was given";
-  const verdict = copy.keep ? `kept: ${why}` : `to be pruned: ${why}`;
-  const words = `${copy.place}: ${copy.state}, ${copy.ranks.length} of ${world} ranks, ${bytes(copy.stored_size || copy.size)}, ${verdict}`;
-  return make("div", {}, chip(words, kind), copy.defects.map((one) => chip(one, "alert")));
+  const size = copy.stored_size || copy.size, ranks = world > 1 && `${copy.ranks.length} of ${world} ranks`;
+  const facts = [copy.state, ranks, size && bytes(size), `${copy.keep ? "kept" : "to be pruned"}: ${why}`];
+  return make("div", {}, chip(`${copy.place}: ${facts.filter(Boolean).join(", ")}`, kind), copy.defects.map((one) => chip(one, "alert")));
 }
 
 function moving(checkpoint) {
@@ -151,7 +151,7 @@ function moving(checkpoint) {
   if (runs.held.includes(identity(checkpoint))) found.push(chip("held by a restore", "warning"));
   if (checkpoint.pinned) found.push(chip("pinned"));
   if (checkpoint.resumes) found.push(chip("a restore tries this first", "good"));
-  if (!checkpoint.complete) found.push(chip(`incomplete: not all of ${checkpoint.world_size} ranks`, "warning"));
+  if (!checkpoint.complete && kindOf(checkpoint) !== "alert") found.push(chip(`incomplete: not all of ${checkpoint.world_size} ranks`, "warning"));
   return found;
 }
 
@@ -205,7 +205,7 @@ function timeline(launches) {
 
 function metricsOf(checkpoint) {
   const found = Object.entries(checkpoint.metrics).slice(0, MEASURED);
-  const words = found.map(([name, value]) => `${name} ${value === null ? "none" : Number(value.toPrecision(4))}`);
+  const words = found.map(([name, value]) => `${name} ${value === null ? "none" : measure(value)}`);
   return make("div", { class: "soft" }, words.join(", "));
 }
 
