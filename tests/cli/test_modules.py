@@ -134,7 +134,7 @@ def test_help_and_completion_load_no_module_of_another_command(arguments, comple
 
 
 @pytest.mark.parametrize(("command", "shown"), [("verify", False), ("run", True), ("watch", True)])
-def test_what_a_store_tries_again_is_in_the_log_of_a_service_alone(command: str, shown: bool, monkeypatch) -> None:
+def test_retries_of_a_store_are_logged_by_services_alone(command: str, shown: bool, monkeypatch) -> None:
     handlers: list[logging.Handler] = []
     monkeypatch.setattr(logging, "basicConfig", lambda **options: handlers.extend(options["handlers"]))
     assert cli.run([command, "--help"]) == 0
