@@ -57,7 +57,7 @@ CELLS = st.text(st.characters(categories=["L", "N", "P"]) | st.just(" "), max_si
 
 
 @given(st.integers(12, 120), st.data())
-def test_no_line_is_too_wide_and_each_row_is_one(width: int, data: st.DataObject) -> None:
+def test_layout_gives_each_row_a_line_of_the_width(width: int, data: st.DataObject) -> None:
     columns = tuple(f"C{number}" for number in range(data.draw(st.integers(1, 6))))
     rows = data.draw(st.lists(st.tuples(*[CELLS] * len(columns)), max_size=5))
     lines = lay_out_table(columns, rows, width)

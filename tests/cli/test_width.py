@@ -20,6 +20,7 @@ from support.waiting import wait_until
 from support.world import Daemon, attempt, commit, corrupt, part
 
 from tierd.cli import run
+from tierd.cli.output import print_page
 from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
 from tierd.daemon.daemon_service import open_tiers
@@ -99,6 +100,18 @@ def test_each_row_is_one_line_of_80_columns(
         lines = narrow(*command)
         assert [line for line in lines if cell_len(line) > 80] == [] and not any(line.startswith(" ") for line in lines)
         assert count < len(lines) < count + 4, lines
+
+
+def test_page_in_markdown_has_tables_of_80_columns(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    page = "# Title\n\n![picture](x.png)\n\n| arm | p95 |\n| --- | --- |\n| none |  |\n| " + "a" * 90 + " | **met** |\n"
+    print_page(page)
+    assert capsys.readouterr().out == page + "\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_page(page)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# Title" and max(map(len, lines)) <= 80 and lines[3].split() == ["arm", "p95"]
+    assert lines[4] == "none" and lines[5].endswith("  met")
 
 
 def test_empty_place_is_said_in_words(tmp_path: Path, narrow, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

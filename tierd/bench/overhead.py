@@ -64,6 +64,7 @@ def overhead(
             sizes=[],
         )
         for size, count in zip(sizes, counts, strict=True):
+            say(f"{size:g} GB: start {len(arms)} processes, one for each arm")
             result.sizes.append(interleaved_run.measure_size(size, arms, count, steps_per_save, place, say, device))
             result.advise = advise_input(result.sizes)
             if out is not None:

@@ -66,9 +66,9 @@ EXIT_CODES: dict[int, str] = {
     "`advise --notice`: the state is not in time",
     EXIT_ALERT: "`status --check`: an alert: somebody has to act, or checkpoints may be lost; "
     "`doctor`: something that is needed will fail",
+    EXIT_UNDELIVERED: "`follow --once`: a checkpoint could not be delivered, or its command failed",
     EXIT_NOTHING_TAKEN: "`--until-idle`: no checkpoint of a watched directory was ever taken, because it has none that "
     "tierd knows, or is empty",
-    EXIT_UNDELIVERED: "`follow --once`: a checkpoint could not be delivered, or its command failed",
 }
 
 

@@ -6,6 +6,7 @@ is markup, because anybody may choose names in a bucket.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -49,6 +50,21 @@ def print_lines(text: object, *, error: bool = False) -> None:
     """Print text of several lines unchanged."""
     lines = map(printable, str(text).split("\n"))
     print("\n".join(lines), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def print_page(page: str) -> None:
+    """Print a page in Markdown: as it is through a pipe; on a terminal without pictures, its tables as tables."""
+    if terminal_width() is None:
+        print_lines(page)
+        return
+    lines = [line for line in page.replace("**", "").split("\n") if not line.startswith("![")]
+    for is_table, block in itertools.groupby(lines, lambda line: line.startswith("| ")):
+        if is_table:
+            head, _, *rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in block]
+            print_answer(Table(head, rows))
+        else:
+            for line in block:
+                print_answer(line)
 
 
 def print_json(answer: Any) -> None:

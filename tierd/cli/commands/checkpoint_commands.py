@@ -105,8 +105,7 @@ def ls(
             complain(f"{name} did not answer")
         if not (listing.checkpoints or listing.unreached or unanswered):
             complain("no checkpoint is there" if since is None else f"no checkpoint there was made within {since}")
-    is_encrypted = _complain_of_encryption(listing.checkpoints)
-    if listing.unreached or unanswered or is_encrypted:
+    if _complain_of_encryption(listing.checkpoints) or listing.unreached or unanswered:
         raise typer.Exit(6)
     with naming_known_runs(where, run):
         if missing:
@@ -292,11 +291,11 @@ def _print_checks(checks: Sequence[CopyCheck]) -> None:
             size = format_size(sum(check.size for check in of_ranks))
             lines.append((str(step), names[attempt], place, ranks, size, state))
         print_answer(Table(("STEP", "ATTEMPT", "WHERE", "RANKS", "BYTES", "BYTES ARE"), lines, title=run))
-    for check in checks:
-        if check.wrong or check.unchecked:
-            print_answer(
-                f"{check.place}, run {check.run}, step {check.step}, rank {check.rank}: {_describe_check(check)}"
-            )
+    problems = [check for check in checks if check.wrong or check.unchecked]
+    for check in problems:
+        print_answer(f"{check.place}, run {check.run}, step {check.step}, rank {check.rank}: {_describe_check(check)}")
+    if not problems:
+        print_answer(f"every byte is right: {len(checks)} parts, {format_size(sum(check.size for check in checks))}")
 
 
 def _describe_check(check: CopyCheck) -> str:

@@ -15,7 +15,7 @@ import typer
 
 from tierd.cli.command_runtime import EXIT_NOT_EXACT
 from tierd.cli.options import JsonOption
-from tierd.cli.output import print_json, print_lines
+from tierd.cli.output import print_json, print_lines, print_page
 from tierd.core.errors import ConfigError, printable_json
 from tierd.core.installation import install_command
 
@@ -138,7 +138,7 @@ def overhead(
     if json:
         print_json({"result": result, "verdicts": overhead_result.target_verdicts(result)})
     else:
-        print_lines(overhead_page(result))
+        print_page(overhead_page(result))
 
 
 def growth(
@@ -171,7 +171,7 @@ def growth(
     if json:
         print_json({"result": outcome, "verdicts": growth_result.goal_verdicts(outcome)})
     else:
-        print_lines(growth_page(outcome))
+        print_page(growth_page(outcome))
 
 
 def _numbers(option: str, text: str) -> list[float]:
