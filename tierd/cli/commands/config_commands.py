@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def config_show(json: JsonOption = False) -> None:
-    """The places that commands use if their command line names none, and where each of them is from."""
+    """Show the places that commands use by default, and their sources."""
     sources = tuple(default_sources())
     _, file = default_places()
     config = None if file is None else without_addresses(load_config(file))
@@ -59,8 +59,8 @@ def config_check(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer
-    or takes nothing, or a watched directory does not exist."""
+    """Check a configuration file as `run` does. Exit code 3: it cannot be used; 6: a tier does not answer or takes
+    nothing, or a watched directory does not exist."""
     file = file or default_config_file()
     if file is None:
         raise ConfigError(f"no configuration to check: give FILE, or {DEFAULTS}")

@@ -116,7 +116,8 @@ def overhead(
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Train on it: cpu or cuda.")] = "cpu",
     json: JsonOption = False,
 ) -> None:
-    """Blocking, added and durable time, CPU and memory of tierd's saves and of its peers', in one interleaved run."""
+    """Measure what saves take from training, of tierd and its peers. Blocking, added and durable time, CPU and memory,
+    in one interleaved run."""
     try:
         from tierd.bench import overhead_result
         from tierd.bench.overhead import overhead as run
@@ -158,7 +159,8 @@ def growth(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Costs that must not grow with a state, a run or a node, beside torch.save and its peers, and each goal."""
+    """Measure costs that must not grow with a state, a run or a node. Beside them: torch.save and its peers, and each
+    goal."""
     try:
         from tierd.bench.growth import growth_result
         from tierd.bench.growth.growth_run import TITLES, growth_page

@@ -117,7 +117,7 @@ def prune(
         verdicts = [verdict for verdict in judged if verdict.tier == tier]
         count = sum(verdict.outcome in ("pruned", "would prune") for verdict in verdicts)
         if not count:
-            print_answer(f"{tier}: nothing to prune; all {len(verdicts)} checkpoints are kept")
+            print_answer(f"{tier}: nothing to prune, {len(verdicts)} kept")
             continue
         # At most, because chunks that kept checkpoints share stay; which these are, only a prune reads.
         verb, effect = ("would prune", "would free at most") if dry_run else ("pruned", "freed")

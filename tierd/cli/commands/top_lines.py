@@ -58,7 +58,7 @@ def headline(status: Members) -> str:
     free = f"{status['spool_free']:.0%} of the spool's disk free" if "spool_free" in status else ""
     facts = [
         f"tierd {status.get('version', '?')}",
-        f"pid {status['pid']}" if status.get("pid") else "",  # a daemon that has ended has none
+        f"pid {status['pid']}" if status.get("pid") else "not running",
         f"{count} trainer{'' if count == 1 else 's'}",
         free,
         f"{str(status.get('at'))[11:19]} UTC",

@@ -142,7 +142,7 @@ def _explain(directory: Path, layout: UserLayout | None, *, json: bool) -> None:
     print_json(explained) if json else _show_explanation(explained)
 
 
-_COLUMNS = ("PATH", "PROGRAM", "STEP", "FROM", "FILES", "BYTES", "WHY")
+_COLUMNS = ("PATH", "PROGRAM", "STEP", "FROM", "WHY", "FILES", "BYTES")
 
 
 def _show_explanation(explained: WatchExplanation) -> None:
@@ -153,7 +153,7 @@ def _show_explanation(explained: WatchExplanation) -> None:
         wrap=False,
     )
     rows = [
-        (unit.path, unit.program, _step_text(unit), unit.order, str(unit.files), format_size(unit.bytes), unit.why)
+        (unit.path, unit.program, _step_text(unit), unit.order, unit.why, str(unit.files), format_size(unit.bytes))
         for unit in explained.units
     ]
     if rows:
