@@ -75,7 +75,8 @@ def config_check(
         print_answer(f"{file}: in order; spool {config.spool}, rescan {config.rescan}, drain {config.drain}")
         for tier in config.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
-            print_answer(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
+            text = f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}"
+            print_answer(text.rstrip())
         for index, watch in enumerate(config.watch):
             where = Path(watch.directory)
             note = "" if where.is_dir() else "  not a directory" if where.exists() else "  does not exist yet"

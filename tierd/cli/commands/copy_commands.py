@@ -300,7 +300,8 @@ def _show_imported(answer: ImportResult) -> None:
     rows += [(refusal.path, "", "", "", f"no: {refusal.status}") for refusal in imported.refused]
     print_table(Table(("PATH", "PROGRAM", "STEP", "BYTES", f"AS RUN {imported.run}"), rows))
     for refusal in imported.refused:
-        print_answer(f"{refusal.path}: not imported, {refusal.status}: {refusal.reason}", wrap=False)
+        reason = refusal.reason.removeprefix(f"{refusal.path}: ")
+        print_answer(f"{refusal.path}: not imported, {refusal.status}: {reason}", wrap=False)
     if answer.dry_run:
         fresh = [unit.size for unit in imported.units if not unit.was_there]
         print_answer(

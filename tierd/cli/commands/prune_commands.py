@@ -15,9 +15,10 @@ from typing import Annotated
 
 import typer
 
+from tierd.cli.checkpoint_table import runs_in, shown_attempts
 from tierd.cli.missing_runs import check_run_exists, full_attempt, naming_known_runs
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, RunArgument, RunOption, SpoolOption, UrlArgument
-from tierd.cli.output import attempt_names, print_answer, print_json, terminal_width
+from tierd.cli.output import print_answer, print_json, terminal_width
 from tierd.cli.places import Places, resolve_places
 from tierd.cli.tables import Table
 from tierd.core.errors import (
@@ -88,6 +89,11 @@ class PruneVerdict:
             return "keep"
         return "pruned" if self.pruned else "held back" if self.held else "would prune"
 
+    def cells(self, names: Mapping[str, str]) -> tuple[str, ...]:
+        """The cells of a table, with each attempt as `names` has it."""
+        reasons = "; ".join(filter(None, (*self.reasons, self.held)))
+        return str(self.step), names[self.attempt], self.outcome, reasons
+
 
 def prune(
     url: UrlArgument = None,
@@ -126,20 +132,17 @@ def prune(
 
 def _print_verdicts(judged: Sequence[PruneVerdict]) -> None:
     """Print one line for each checkpoint; on a terminal a run's name is a title."""
-    names = attempt_names(verdict.attempt for verdict in judged)
-    columns = ("TIER", "STEP", "ATTEMPT", "VERDICT", "BECAUSE")
-    by_run: dict[str, list[tuple[str, ...]]] = {}
-    for verdict in judged:
-        reasons = "; ".join(filter(None, (*verdict.reasons, verdict.held)))
-        row = (verdict.tier, str(verdict.step), names[verdict.attempt], verdict.outcome, reasons)
-        by_run.setdefault(verdict.run, []).append(row)
+    columns = ("STEP", "ATTEMPT", "VERDICT", "BECAUSE")
     if terminal_width() is None:
-        rows = [(tier, run, *cells) for run, of_run in by_run.items() for tier, *cells in of_run]
-        print_answer(Table(("TIER", "RUN", *columns[1:]), rows))
+        names = {verdict.attempt: verdict.attempt for verdict in judged}
+        rows = [(verdict.tier, verdict.run, *verdict.cells(names)) for verdict in judged]
+        print_answer(Table(("TIER", "RUN", *columns), rows))
         return
-    for run, of_run in by_run.items():
-        print_answer(Table(columns, of_run, title=run))
-        print_answer("")
+    by_run = sorted(judged, key=lambda verdict: verdict.run)
+    for run, of_run in runs_in(by_run, lambda verdict: verdict.run):
+        names = shown_attempts(verdict.attempt for verdict in of_run)
+        rows = [(verdict.tier, *verdict.cells(names)) for verdict in of_run]
+        print_answer(Table(("TIER", *columns), rows, title=run))
 
 
 async def _prune(where: Places, run: str | None, *, dry_run: bool) -> tuple[list[PruneVerdict], dict[str, int]]:

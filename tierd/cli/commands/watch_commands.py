@@ -264,5 +264,9 @@ def _show_prepared(prepared: PrepareResult, *, dry_run: bool) -> None:
 
 
 def _describe_actions(unit: PreparedUnit, *, dry_run: bool) -> str:
-    moved = "" if not unit.moved else "moved to quarantine" if dry_run else f"moved to {', '.join(unit.moved[:2])}"
+    if dry_run:
+        return "; ".join(
+            filter(None, ("replaced by a verified copy" * unit.replaced, "quarantined" * bool(unit.moved)))
+        )
+    moved = f"moved to {', '.join(unit.moved[:2])}" if unit.moved else ""
     return "; ".join(text for text in ("a verified copy is in its place" if unit.replaced else "", moved) if text)
