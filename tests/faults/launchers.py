@@ -5,7 +5,9 @@ number on other nodes, hold replicated tensors, or DTensors on a mesh of two dim
 
 A rank is killed, stopped, or raises, before, in or after a save or in a restore; where nodes have daemons of their own,
 a daemon is killed or stopped, or a node is lost with its spool. In most divided launches a chunk on the tier is spoiled
-that the newest checkpoint needs. Required: ranks resume together, from nothing older
+that the newest checkpoint needs. In restores of divided launches on new nodes, a rank is killed while ranks send each
+other chunks, or its connections are shut down; or it, or its daemon, is killed or stopped at a chunk that comes past
+the spool. Required: ranks resume together, from nothing older
 than what all were told is durable, under a later attempt that they share; the end is that of an uninterrupted run, bit
 for bit; and tierd keeps no rank waiting for more than 60 s.
 """
@@ -39,6 +41,8 @@ MET = (
         for what in ("raise", "stop", "stop-kill", "daemon-kill", "daemon-stop", "daemon-kill+kill", "node-lost")
     ),
     "spoiled, a chunk on the tier",
+    *("kill, sending", "disconnect, sending", "kill, filling", "daemon-kill, filling", "daemon-stop, filling"),
+    "replicated chunks were sent between ranks",
 )
 
 

@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import by_hand
-from support.divided_ranks import PLACES, RUN, Harm, Plan, launch
+from support.divided_ranks import FILLING, PLACES, RUN, SENDING, Harm, Plan, launch
 from support.launchers import end_all
 
 import tierd
 
+# What happens in a restore on new nodes, and where.
+RESTORE_HARMS = (
+    *(("kill", SENDING), ("disconnect", SENDING)),
+    *((kind, FILLING) for kind in ("kill", "daemon-kill", "daemon-stop")),
+)
 _KEPT = 3  # checkpoints that the default policy keeps
 _LONGEST = 60.0  # seconds for which tierd may keep a rank waiting
 
@@ -91,6 +96,8 @@ class Cycle:
         chance = self.chance
         for _ in range(chance.choice((2, 3, 3, 4))):
             self.launch(self._placing(), harmed=True)
+            if self.told().whole("file") and chance.random() < 0.6:
+                self._harm_restore()
         self.launch(self._placing(chance.choice(("same", "fresh"))), harmed=False)
         self.lose(range(self.fresh_nodes))  # nothing is flushed or pruned while the tier is listed
         kept = self._kept()
@@ -189,12 +196,27 @@ class Cycle:
             place = chance.choice(PLACES)
             after_s = chance.choice((0.0, chance.uniform(0, 0.02), chance.uniform(0, 0.3), chance.uniform(0, 2.0)))
             save = 0 if place.startswith("rest") else chance.randint(1, saves)
-            daemon = chance.random() < 0.4
-            made.append(Harm(chance.randrange(world), place, save, after_s, daemon))
-            self.notes.append(f"{'daemon-kill' if daemon else 'kill'}, {place}")
+            kind = "daemon-kill" if chance.random() < 0.4 else "kill"
+            made.append(Harm(chance.randrange(world), place, save, after_s, kind))
+            self.notes.append(f"{kind}, {place}")
         return tuple(made)
 
-    def launch(self, placed: tuple[int, ...], *, harmed: bool, steps: tuple[Point, ...] = ()) -> None:
+    def _harm_restore(self) -> None:
+        """Launch as many ranks on new nodes, and harm their restore where chunks come, or are sent between them."""
+        chance, world = self.chance, len(self.placed)
+        count = min(world, chance.choice((2, 3)))
+        placed = tuple(sorted(self.fresh_nodes + rank % count for rank in range(world)))
+        self.fresh_nodes += count
+        kind, place = chance.choice(RESTORE_HARMS)
+        after_s = chance.choice((0.0, 0.0, chance.uniform(0, 0.02)))
+        harm = Harm(chance.randrange(world), place, 0, after_s, kind, chance.choice((0.5, 3.0, 20.0)))
+        self.launch(placed, harmed=True, harms=(harm,))
+        for event in self.told().of(self.number - 1, "harmed"):
+            self.notes.append(f"{event['kind']}, {event['place']}")
+
+    def launch(
+        self, placed: tuple[int, ...], *, harmed: bool, steps: tuple[Point, ...] = (), harms: tuple[Harm, ...] = ()
+    ) -> None:
         if self.spoils and not self.spoiled_keys and not steps:
             self.spoil()
         chance, before = self.chance, self.told()
@@ -206,7 +228,7 @@ class Cycle:
             nodes=placed,
             kind=self.kind,
             waits=waits,
-            harms=self._harms(len(placed), len(waits)) if harmed else (),
+            harms=harms or (self._harms(len(placed), len(waits)) if harmed else ()),
             refuses=chance.random() < 0.3,
             steps=steps,
             patience_s=chance.choice((0.0, 0.2, 2.0, 30.0)),
@@ -219,7 +241,10 @@ class Cycle:
         told = self.told()
         where = f"seed {self.seed}, launch {self.number}, {plan}"
         self._judge(told, before, plan, where)
-        assert harmed or not failed, f"{where}: {told.of(self.number, 'raised')}"
+        is_deadly = harmed and any(harm.kind != "disconnect" for harm in plan.harms)
+        assert is_deadly or not failed, f"{where}: {told.of(self.number, 'raised')}"
+        if told.of(self.number, "sends"):
+            self.notes.append("replicated chunks were sent between ranks")
         self.placed, self.number = placed, self.number + 1
 
     # -- what must be true

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -30,29 +31,36 @@ from support.trainer import note
 from torch import distributed
 
 import tierd
+from tierd.client.ranks.peer_group import PeerGroup
+from tierd.client.restoring import slot_ring
 from tierd.core.errors import StateMismatch, TierdError
 
 RUN = "job"
 OWN = ("own", "noise", "apart")
 _LONGEST_S = 240  # of a launch
 PLACES = ("restoring", "restored", "saving", "saved")
+FILLING = "filling"  # a chunk came past the spool, in a restore
+SENDING = "sending"  # ranks begin to send each other chunks, in a restore
 
 
 @dataclass(frozen=True)
 class Harm:
-    """SIGKILL of a rank, or of the daemon of its node.
+    """SIGKILL of a rank or of the daemon of its node, or what else `kind` says.
 
     Attributes:
-        place: at which of `PLACES` of the rank.
+        place: at which of `PLACES` of the rank, or `FILLING` or `SENDING`.
         save: which of the launch's saves it is, from 1; 0 for a restore.
         after_s: seconds after the rank came there. Training goes on meanwhile.
+        kind: "kill", "daemon-kill"; "daemon-stop", which stops the daemon for `stopped_s`; or "disconnect", which shuts
+            the connections down over which this rank's group sends, so that the group fails and nobody dies.
     """
 
     rank: int
     place: str
     save: int
     after_s: float
-    daemon: bool = False
+    kind: str = "kill"
+    stopped_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,8 @@ class Rank:
         self.node = plan.nodes[rank]
         self.spool = self.home / f"spool-{self.node}"
         self.saves = 0
+        self._begun: set[Harm] = set()
+        self._connections: set[int] = set()  # the descriptors over which this rank sends
 
     def report(self, event: str, **facts: Any) -> None:
         common = {"event": event, "launch": self.plan.number, "rank": self.rank, "at": round(time.time(), 3)}
@@ -111,21 +121,54 @@ class Rank:
 
     def harm(self, place: str) -> None:
         for harm in self.plan.harms:
-            if (harm.rank, harm.place, harm.save) == (self.rank, place, self.saves):
-                timer = threading.Timer(harm.after_s, self._kill, [harm])
+            if (harm.rank, harm.place, harm.save) == (self.rank, place, self.saves) and harm not in self._begun:
+                self._begun.add(harm)
+                timer = threading.Timer(harm.after_s, self._inflict, [harm])
                 timer.daemon = True
-                timer.start() if harm.after_s else self._kill(harm)
+                timer.start() if harm.after_s else self._inflict(harm)
 
-    def _kill(self, harm: Harm) -> None:
-        self.report("killed", daemon=harm.daemon, place=harm.place)
+    def _inflict(self, harm: Harm) -> None:
+        self.report("harmed", kind=harm.kind, place=harm.place)
+        if harm.kind == "disconnect":
+            for fd in self._connections:
+                with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+            return
         pid = os.getpid()
-        if harm.daemon:
+        if harm.kind != "kill":
             lock = self.spool / ".tierd" / "lock"
             if not lock.exists() or not (text := lock.read_text().strip()):
                 return
             pid = int(text)
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGSTOP if harm.kind == "daemon-stop" else signal.SIGKILL)
+        if harm.kind == "daemon-stop" and not os.fork():  # of a process of its own, because this rank may end
+            time.sleep(harm.stopped_s)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+
+    def _watch_restores(self) -> None:
+        """Come to `FILLING` with each chunk that the daemon brought, and to `SENDING` with each group of ranks."""
+        copy, enter, send = slot_ring.copy_bytes, PeerGroup.__enter__, PeerGroup.broadcast
+
+        def filled(*memories: memoryview) -> None:
+            self.harm(FILLING)
+            copy(*memories)
+
+        def entered(group: PeerGroup) -> PeerGroup:
+            before = _connections()
+            enter(group)
+            self._connections = _connections() - before
+            return group
+
+        def sent(group: PeerGroup, pieces: Any) -> None:
+            self.report("sends")
+            self.harm(SENDING)
+            send(group, pieces)
+
+        slot_ring.copy_bytes = filled
+        PeerGroup.__enter__, PeerGroup.broadcast = entered, sent  # type: ignore[assignment, method-assign]
 
     def run(self) -> None:
         plan, world = self.plan, len(self.plan.nodes)
@@ -133,6 +176,7 @@ class Rank:
         meeting = f"file://{self.home / f'meeting-{plan.number}'}"
         distributed.init_process_group("gloo", meeting, timedelta(seconds=60), rank=self.rank, world_size=world)
         training = self._training()
+        self._watch_restores()
         with self.timed("Checkpointer"):
             checkpointer = tierd.Checkpointer(
                 self.spool, RUN, to=[f"file://{self.home / 'tier'}"], replicated=training.replicated, rank_timeout=20.0
@@ -213,6 +257,16 @@ class Rank:
                 except (TierdError, TimeoutError) as error:
                     self.report("not durable", place=place, why=f"{type(error).__name__}: {error}", **which)
             time.sleep(0.02)
+
+
+def _connections() -> set[int]:
+    """The descriptors of this process's TCP connections; gloo ends the process if its listening socket fails."""
+    descriptors = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+                descriptors.add(int(entry))
+    return descriptors
 
 
 def launch(plan: Plan) -> int:

@@ -6,7 +6,8 @@ timeline as all ranks of a launch, export from the tiers, scrub and flush until 
 keep few. What must come out was worked out before, byte by byte and by none of tierd's code
 (`faults.corruption.judge`). Required: no wrong byte is given, no harmed copy is taken as good, counted, or left to be
 found, no right one is called corrupt or touched, whatever can be put together from right pieces is, and what is passed
-over is named with the reason. Beside each trial stands one of the run's history (`faults.corruption.histories`).
+over is named with the reason. Beside each trial stands one of the run's history (`faults.corruption.histories`), and
+beside some a trainer on a fresh node, which reads the harmed tiers past its spool (`faults.corruption.streams`).
 `test_corruption.py` does the same through real clients.
 """
 
@@ -21,9 +22,9 @@ from pathlib import Path
 
 import pytest
 from faults import hands
-from faults.corruption import histories, planted
+from faults.corruption import histories, planted, streams
 from faults.corruption.places import build, noise_of
-from faults.corruption.trials import KINDS
+from faults.corruption.trials import KINDS, STREAM
 from faults.rounds import Round
 from support.world import hurry
 
@@ -37,6 +38,7 @@ MET = (
     *(f"asked: scrub: {answer}" for answer in ("right", "mended", "set aside", "flushed anew", "absent")),
     *(f"asked: {kind}: {answer}" for kind in ("restore", "export") for answer in ("passed over 0", "passed over 1")),
     "asked: export: nothing",
+    *(f"asked: stream: {answer}" for answer in (*streams.ANSWERS, "a tier stopped, then through the spool")),
     *("asked: settle: right", "asked: settle: what could be"),
     *("asked: prune: scrubbed, pruned", "asked: prune: unscrubbed, pruned"),
     *(f"harm: tier: {what}" for what in ("chunk", "swap", "foreign", "twin", "manifest", "other manifest", "forged")),
@@ -50,6 +52,7 @@ MET = (
 
 
 _ENCRYPTED = 0.25  # of all trials have the tier `near` encrypted
+_STREAMED = 0.1  # of all trials have a restore on a fresh node beside them
 _DEADLINE = 300  # seconds of a trial, of which none takes five: what a loaded machine cannot reach
 
 
@@ -83,6 +86,10 @@ def prepare(home: Path) -> hands.Trial:
         history = random.Random(f"history {seed}")
         which = worlds["encrypted" if history.random() < _ENCRYPTED else "plain"]
         more = runner.run(which.resume(history))
+        fresh = random.Random(f"stream {seed}")
+        if fresh.random() < _STREAMED:
+            streamed, answers = runner.run(worlds[name].one(fresh, STREAM))
+            units, more = units + streamed, [*more, *answers]
         return units, [*notes, f"near {name}: {notes[0].split(': ')[1]}", *more]
 
     return trial

@@ -19,7 +19,8 @@ from faults.corruption.launch import launch
 from faults.corruption.places import RUN, TIERS, WORLD, Places
 from faults.corruption.planted import History
 from faults.corruption.remembered import HEAD, Known, is_foreign, observe_all
-from faults.corruption.trials import _REASON, Trials, _skipped, restored_together
+from faults.corruption.streams import Streams
+from faults.corruption.trials import _REASON, _skipped, restored_together
 from faults.rounds import Lost
 from support.doubles import Double
 
@@ -103,7 +104,7 @@ class Came:
         return self.got is None and self.error is None
 
 
-class Histories(Trials):
+class Histories(Streams):
     """The trials of one process, on its own world."""
 
     def __init__(self, places: Places, root: Path) -> None:

@@ -46,6 +46,7 @@ Whole = dict[tuple[str, PartId], bool]  # a place and a part -> whether its copy
 
 PLACES = (LOCAL, *TIERS)
 KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2, "prune": 2}
+STREAM = "stream"  # asked beside a trial of these kinds, so that their seeds stay what they are
 _REASON = 20  # characters that say why, at least
 _RANK = re.compile(r"/(\d{5})/[0-9a-f]{32}|rank (\d+)")
 _PATIENCE = 240.0  # seconds that a daemon may take to settle: only a hang is meant
@@ -86,10 +87,10 @@ class Trials:
     def __init__(self, places: Places, root: Path) -> None:
         self.places, self.judge, self._root = places, Judge(places), root
 
-    async def one(self, noise: random.Random) -> tuple[int, list[str]]:
+    async def one(self, noise: random.Random, kind: str = "") -> tuple[int, list[str]]:
         """Harm, ask, compare, put back."""
         mark_foreground()  # a machine that others load has no idle time to give
-        kind = noise.choices(list(KINDS), list(KINDS.values()))[0]
+        kind = kind or noise.choices(list(KINDS), list(KINDS.values()))[0]
         try:
             mine = [part for part in self.places.parts if part.checkpoint.run == RUN]
             focus = mine[min(int(noise.expovariate(0.35)), len(mine) - 1) * -1 - 1]
@@ -100,10 +101,10 @@ class Trials:
                 for part in mine[: noise.randrange(len(mine))]:
                     if part not in self.places.gone:
                         self.places.drop(part)
-            harms = Harms(self.places, focus, noise, deep=kind in ("heal", "restore", "export"))
+            harms = Harms(self.places, focus, noise, deep=kind in ("heal", "restore", "export", STREAM))
             many = kind in ("settle", "prune")
             number = noise.randrange(8, 26) if many else 1 + min(int(noise.expovariate(0.3)), 11)
-            chosen = TIERS if kind == "export" else (LOCAL, *TIERS)
+            chosen = TIERS if kind in ("export", STREAM) else (LOCAL, *TIERS)
             done = harms.inflict(number, chosen, everywhere=0.6 if kind == "prune" else 0.1)
             before, journal = self._whole(), Journal()
             answer = await getattr(self, f"_{kind}")(focus, noise, before, journal)

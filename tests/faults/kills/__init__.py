@@ -4,7 +4,8 @@ hangs; and when faults stop, nothing is left over and each place holds what its 
 daemon is started on the spool, which must refuse, or a second launch beside one that lives on (P10).
 
 A seed is one life of a spool with `_KILLS` kills: when who is killed follows from it, where the operating system lets
-the two race. Some are at random times, some at the n-th system call of a kind, which a victim counts itself.
+the two race. Some are at random times, some at the n-th system call of a kind, which a victim counts itself. On a node
+whose spool is lost, the daemon or a rank is killed at a chunk of the restore, or the daemon is stopped there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 
 from faults.hands import spread
+from faults.kills.fresh_nodes import STOPPED
 from faults.kills.lives import KilledLife
 from faults.kills.victims import CALLS
 from faults.rounds import Round
@@ -28,6 +30,7 @@ MET = (
     *(f"writer in the middle of {verb}" for verb in ("save", "stage", "persist", "restore")),
     *(f"restores from {place}" for place in ("memory", "local", "first")),
     *("spools lost with their node", "launches beside one that lives on", "second daemons refused"),
+    STOPPED,
 )
 
 _KILLS = 25  # in one life

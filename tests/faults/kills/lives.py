@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.kills.expected import Expected
+from faults.kills.fresh_nodes import strike_restore
 from faults.kills.remains import check_remains, leftovers, waiting
 from faults.kills.victims import CALLS, RUN, Orders, Page, daemon, fork, rank
 from faults.rounds import Lost
@@ -31,7 +32,7 @@ _DAEMONS = ("fsync", "rename", "unlink", "mkdir", "write")  # calls that it is k
 _WRITERS = ("tell", "tell", "send", "send", "copy", "copy", "mkdir", "rename")
 
 # Why a writer may end by itself where its daemon or another rank was killed: its launcher tries again.
-_EXCUSED = ("DaemonUnavailable", "StoreUnavailable")
+_EXCUSED = ("DaemonUnavailable", "DaemonSilent", "StoreUnavailable")
 _EXCUSED_RANKS = (
     *_EXCUSED,
     "ConfigError: the ranks do not find each other",
@@ -112,6 +113,7 @@ class KilledLife:
         self.former: Victim | None = None  # of a launch that lives on beside the latest
         self.zombies: set[int] = set()  # launches that have lived on beside another
         self.unasking: set[int] = set()  # launches without the daemon
+        self.is_fresh_node = False  # its spool was lost, and nobody was killed since
         self.resting = False  # nothing is killed any more
         self.launch = 0
         self.launched = 0.0  # when, monotonic seconds
@@ -188,8 +190,8 @@ class KilledLife:
         if self.daemon is None or not self.daemon.alive():
             self.start_daemon()
         if not self.ranks or not self._all_alive():
-            self._end_launch()
-            if not self.alone and self.noise.random() < 0.04 and self.expected.latest_is_on_a_tier():
+            self.end_launch()
+            if not self.alone and self.noise.random() < 0.5 and self.expected.latest_is_on_a_tier():
                 self._lose_node()
             self.start_launch()
         elif self.world == 1 and self.former is None and self.noise.random() < 0.15:
@@ -234,7 +236,7 @@ class KilledLife:
 
     def _await_lock(self, daemon: Victim) -> Path:
         lock = Path(self.config.spool) / ".tierd" / "lock"
-        self._await(lambda: _says(lock) == str(daemon.pid) or not daemon.alive(), "the daemon holds its spool")
+        self.wait_for(lambda: _says(lock) == str(daemon.pid) or not daemon.alive(), "the daemon holds its spool")
         return lock
 
     def _all_alive(self) -> bool:
@@ -243,16 +245,20 @@ class KilledLife:
     def _lose_node(self) -> None:
         """Its spool is gone with it. The next node is another one, which tiers' marks are not the own ones of."""
         self._end_former()
-        self._kill("daemon")
+        self.kill("daemon")
         self.expected.lost_spool()
         shutil.rmtree(self.config.spool, ignore_errors=True)
         self.notes["spools lost with their node"] += 1
         self.record("the spool is lost")
+        self.is_fresh_node = True
         self.start_daemon()
 
     def _strike(self) -> None:
         """Choose who dies and when, and wait for that."""
-        noise = self.noise
+        noise, is_fresh_node, self.is_fresh_node = self.noise, self.is_fresh_node, False
+        if is_fresh_node and noise.random() < 0.8:
+            strike_restore(self)
+            return
         if noise.random() < 0.1 or not self.kills:  # once in every life at least
             self._intrude()
         if self.former and (not self.former.alive() or noise.random() < 0.2):
@@ -261,10 +267,10 @@ class KilledLife:
         writers = [*self.ranks, *([self.former] if self.former else [])]
         victim = noise.choice(writers) if who != "daemon" else self.daemon
         assert victim is not None
-        self._await(lambda: victim.page.at_work or not victim.alive(), f"{victim.name} is at work")
+        self.wait_for(lambda: victim.page.at_work or not victim.alive(), f"{victim.name} is at work")
         if noise.random() < 0.75:  # else it may be still at its start
             count = self.seen["returned"] + noise.randint(1, 4)
-            self._await(lambda: self.seen["returned"] >= count or not self._all_alive(), "some saves return")
+            self.wait_for(lambda: self.seen["returned"] >= count or not self._all_alive(), "some saves return")
         if noise.random() < (0.45 if victim.name != "daemon" else 0.7):
             self._at_a_call(victim)
         else:
@@ -274,15 +280,15 @@ class KilledLife:
             if noise.random() < 0.5:
                 order.reverse()
             for name in order:
-                self._kill(name, "both: ")
+                self.kill(name, "both: ")
                 self._await_more(pause)  # what the other is told of it
         else:
-            self._kill(victim.name)
+            self.kill(victim.name)
         if victim is self.former:
             self._end_former()
         elif victim.name != "daemon":
             self._await_more(noise.random() * 0.02)
-            self._end_launch()
+            self.end_launch()
         if self.daemon and not self.daemon.alive():
             self._await_more(noise.random() * noise.choice((0.0, 0.05, 0.3)))  # until it is started again
 
@@ -309,7 +315,7 @@ class KilledLife:
             self.observe()
             time.sleep(_TICK)
 
-    def _kill(self, name: str, why: str = "") -> None:
+    def kill(self, name: str, why: str = "") -> None:
         """Kill one, unless it did it itself, and count that."""
         victim = next(one for one in (self.daemon, self.former, *self.ranks) if one and one.name == name)
         assert victim is not None
@@ -331,7 +337,7 @@ class KilledLife:
         self.record(f"{why}{name} killed{f' at {hit}' if hit else ''} in {', '.join(victim.page.verbs) or 'nothing'}")
         self.observe()
 
-    def _end_launch(self) -> None:
+    def end_launch(self) -> None:
         """One rank is gone: a launcher ends the others, and reads what they were told."""
         for victim in self.ranks:
             if victim.alive():
@@ -411,7 +417,7 @@ class KilledLife:
             raise Lost(f"a writer died of itself: {why}\n{line['trace']}")
         self.notes["launches ended by an error, and begun again"] += 1
 
-    def _await(self, condition: Callable[[], Any], what: str) -> None:
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
         begun = time.monotonic()
         while not condition():
             if time.monotonic() > max(begun, self.heard) + DEADLINE:
@@ -437,20 +443,20 @@ class KilledLife:
     def _come_to_rest(self) -> None:
         """Faults stop: a last launch saves some more, and then nothing but that is left."""
         self._end_former()
-        self._end_launch()
+        self.end_launch()
         assert self.daemon is not None
         self.daemon.page.disarm()
         time.sleep(0.05)
         again = self.noise.random() < 0.5 or not self.daemon.alive()
         if again:
-            self._kill("daemon")
+            self.kill("daemon")
             self.start_daemon(last=True)
         if self.notes["spools lost with their node"]:
             self._let_a_day_pass()
         self.excuse, self.resting = -1e9, True
         steps = max(self.keep.values()) + 2
         self.start_launch(steps)
-        self._await(lambda: not any(victim.alive() for victim in self.ranks), "the last launch ends")
+        self.wait_for(lambda: not any(victim.alive() for victim in self.ranks), "the last launch ends")
         self.observe()
         if any(victim.status for victim in self.ranks):
             raise Lost(f"the last launch ended with {[victim.status for victim in self.ranks]}")

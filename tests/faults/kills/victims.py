@@ -35,6 +35,7 @@ from support.timed import give, give_client
 from torch import distributed
 
 import tierd
+from tierd.client.restoring import slot_ring
 from tierd.client.saving import save_pipeline, snapshot
 from tierd.client.saving import snapshot_handoff as giving
 from tierd.core.config import Config
@@ -43,13 +44,14 @@ from tierd.core.planning import flush_order
 from tierd.daemon import daemon_service
 from tierd.daemon import handoff_socket as taking
 from tierd.daemon.reconciling import flusher, pruner, repairs
+from tierd.daemon.transfer import slot_fills
 
 RUN = "run"
 FROZEN = 1_100_000  # bytes: a chunk of its own, the same in every checkpoint, and large enough for direct I/O
 STAGED = 7  # a step before a multiple of this is written through `stage`
 AGAIN = 11  # and after one before a multiple of this the process restores
 
-CALLS = ("fsync", "rename", "unlink", "mkdir", "write", "send", "tell", "copy")
+CALLS = ("fsync", "rename", "unlink", "mkdir", "write", "send", "tell", "copy", "fill")
 VERBS = ("save", "stage", "restore", "persist", "flush", "prune", "mend", "fetch")
 
 _Report = Callable[..., None]
@@ -105,19 +107,24 @@ class Page:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
 
-    def arm(self, calls: int, kinds: set[int], verb: str | None, *, after: bool) -> None:
-        """Have the victim kill itself at one of its next calls of some kinds, before it is done or after; only calls
-        in the middle of `verb` count, if there is one."""
+    def arm(self, calls: int, kinds: set[int], verb: str | None, *, after: bool, stops: bool = False) -> None:
+        """Have the victim kill itself at one of its next calls of some kinds, before it is done or after, or stop
+        itself; only calls in the middle of `verb` count, if there is one."""
         self._memory[14] = 1 + VERBS.index(verb) if verb else 0
+        self._memory[15] = stops
         struct.pack_into("<II", self._memory, 4, sum(1 << kind for kind in kinds), after)
         struct.pack_into("<i", self._memory, 0, calls)
 
     def disarm(self) -> None:
         struct.pack_into("<i", self._memory, 0, 0)
 
+    def forget_hit(self) -> None:
+        """Have a victim that stopped itself count as unhurt, now that it goes on."""
+        self._memory[12] = 0
+
     @property
     def hit(self) -> str | None:
-        """The call that it killed itself at."""
+        """The call that it killed or stopped itself at."""
         kind = self._memory[12]
         return CALLS[kind - 1] if kind else None
 
@@ -163,8 +170,10 @@ class Page:
             if left > 1:
                 return call(*args, **named)
             memory[12] = kind + 1
-            if after:
-                call(*args, **named)
+            answer = call(*args, **named) if after else None
+            if memory[15]:
+                kill(pid, signal.SIGSTOP)
+                return answer if after else call(*args, **named)
             kill(pid, signal.SIGKILL)
             raise AssertionError("SIGKILL was survived")
 
@@ -180,6 +189,7 @@ _COUNTED: dict[str, list[tuple[Any, str]]] = {
     "send": [(socket, "send_fds")],
     "tell": [],  # what a rank writes down of a snapshot that was taken
     "copy": [(snapshot.Snapshot, "copy")],  # over what the daemon may still show a successor
+    "fill": [(slot_fills.SlotSession, "request"), (slot_ring, "copy_bytes")],  # a chunk of a restore past the spool
 }
 
 

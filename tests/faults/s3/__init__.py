@@ -53,6 +53,7 @@ MET = (  # tierd puts one object by one request: no upload has parts, and so eac
     "page 2 or later of a listing",
     "chunks deleted by a prune",
     "a restore came through its storm",
+    *("a restore past the spool", "a restore through the spool"),
 )
 
 _SCRIPT = Path(__file__).parents[2] / "system" / "s3server.sh"

@@ -14,6 +14,7 @@ from pathlib import Path
 from faults.rounds import Lost
 from faults.s3.proxy import BROKEN, DAMAGED, HARMLESS, LOST, REFUSALS, SAID, UNHEARD, Fault, Request
 from faults.s3.slot import PREFIX, Slot, calm, chunks_of
+from faults.streamed import read_streamed, serving
 from support import by_hand
 from support.world import commit, config, part, running
 
@@ -23,8 +24,6 @@ from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, O
 from tierd.core.ids import PartId
 from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.core.planning.plan import plan
-from tierd.daemon.control_socket import ControlServer
-from tierd.daemon.handoff_socket import HandoffServer
 from tierd.daemon.reconciler import Reconciler
 from tierd.spool.spool import Spool
 
@@ -255,8 +254,13 @@ class _Journey:
         self._check_quiet(daemon)
 
     async def _restore(self) -> None:
-        """On new nodes: in a storm, with one object that nobody gets, and at last a calm one."""
+        """On new nodes: in a storm, with one object that nobody gets, and at last a calm one.
+
+        A restore of directories goes through the spool, and what a trainer reads past it where it can.
+        """
+        chance = random.Random(f"stream {self.run}")
         for number in range(3):
+            restore = chance.choice((self._check_directories, self._check_streamed))
             with self._node(number) as spool:
                 async with self._serving(spool) as daemon:
                     if number == 0:
@@ -266,10 +270,10 @@ class _Journey:
                         rng = random.Random(self.run)  # of its own: how much a storm draws, a race decides
                         self.slot.judge = Siege(rng, rng.choice(self._newest()), 60)
                     with _no_fallback("a restore"):
-                        self._check_restored(await asyncio.to_thread(self._restored, spool))
+                        await restore(spool)
                         self.slot.notes["a restore came through its storm"] += number < 2
                     self.slot.judge = calm
-                    self._check_restored(await asyncio.to_thread(self._restored, spool))
+                    await restore(spool)
 
     def _newest(self) -> list[str]:
         """The keys in the bucket of what a restore on rank 0 needs of the newest checkpoint: the manifest as often as
@@ -287,15 +291,20 @@ class _Journey:
 
     @contextlib.asynccontextmanager
     async def _serving(self, spool: Spool) -> AsyncIterator[Reconciler]:
-        """A daemon of that spool, as `daemon/daemon_service.py` puts it together."""
-        with spool.lock():
-            daemon = self._reconciler(spool, 100)
-            handoff = HandoffServer(spool, lambda part, outcome: None)
-            control = ControlServer(daemon, handoff)
-            with handoff.listening(5):
-                async with control.listening(), running(daemon):
-                    yield daemon
-            self._check_quiet(daemon)
+        """A daemon of that spool."""
+        async with serving(self._reconciler(spool, 100)) as daemon:
+            yield daemon
+        self._check_quiet(daemon)
+
+    async def _check_directories(self, spool: Spool) -> None:
+        self._check_restored(await asyncio.to_thread(self._restored, spool))
+
+    async def _check_streamed(self, spool: Spool) -> None:
+        newest = part(self.steps[-1], world=self.world, run=self.run)
+        files, is_past = await asyncio.to_thread(read_streamed, spool, newest)
+        if files != self.files[newest]:
+            raise Lost("a restore past the spool gave wrong bytes")
+        self.slot.notes[f"a restore {'past' if is_past else 'through'} the spool"] += 1
 
     def _restored(self, spool: Spool) -> Restored | None:
         attempt = tierd.new_attempt()
