@@ -72,7 +72,7 @@ class Streams(Trials):
             if can:
                 raise Lost(f"{focus} can be had and was given up: {error}") from error
             if self.judge.exists(focus, spool=False) and tier.error is None:
-                raise Lost(f"{focus} is proven corrupt everywhere and was not set aside") from error
+                raise Lost(f"{focus} is proven corrupt everywhere and was not quarantined") from error
             return "lost"
         except ObjectNotFound as error:  # also if it was proven corrupt, and set aside, before the restore read it
             if can or self.judge.exists(focus, spool=False):
