@@ -1,6 +1,7 @@
 """Commands that bring checkpoints out of tiers: `restore`, `export` and `follow`.
 
-Invariant: torch and the reading modules are imported only when `export` or `follow` runs.
+Invariant: torch and the reading modules are imported only when `export` or `follow` runs, and those that know other
+programs' checkpoints only for `restore --into`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import typer
@@ -39,14 +40,15 @@ from tierd.core.installation import install_command
 from tierd.core.retention.policy import parse_duration
 from tierd.core.save_rules import MetricGoal
 from tierd.core.units import format_size
-from tierd.daemon.intake.in_place_restore import RestoredUnit
-from tierd.daemon.intake.series_restore import restore_in_place
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.restore_forecast import RestoreForecast, forecast_restore
 from tierd.daemon.transfer.restore_to_directory import RestoredDirectory, restore_to_directory
 from tierd.stores.base import Store
 from tierd.stores.open import open_tiers
 from tierd.threads import mark_foreground
+
+if TYPE_CHECKING:
+    from tierd.daemon.intake.in_place_restore import RestoredUnit
 
 T = TypeVar("T")
 
@@ -91,6 +93,8 @@ def restore(
         print_json(forecast) if json else _show_forecast(forecast)
         return
     if into is not None:
+        from tierd.daemon.intake.series_restore import restore_in_place
+
         directory = into.absolute()
         with naming_known_runs(where, run):
             put_back = asyncio.run(
