@@ -11,13 +11,11 @@ import argparse
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tierd.bench.growth.checkpoint_counts import put_runs_on_tier
-from tierd.bench.growth.growth_result import Figures, median_figure, timed
+from tierd.bench.growth.growth_result import Figures, median_figure, run_tierd, timed
 from tierd.bench.report_page import write_result
 
 SAMPLES = 5
@@ -25,8 +23,7 @@ SAMPLES = 5
 
 def measured(command: list[str]) -> Figures:
     """What a command takes, as a process of its own."""
-    command = [sys.executable, "-m", "tierd", *command]
-    return timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))[1]
+    return timed(lambda: run_tierd(*command))[1]
 
 
 def main() -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -18,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import tierd
-from tierd.bench.growth.growth_result import Clock, Figures, Rows, Samples, timed
+from tierd.bench.growth.growth_result import Clock, Figures, Rows, Samples, run_tierd, timed
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, StoredChunk
@@ -202,9 +200,9 @@ def ls_command(home: Path, runs: int, checkpoints: int, ranks: int) -> Samples:
     samples: Samples = {TIERD_NAME: [], "least": []}
     for _ in range(2):
         clock = Clock()
-        out = subprocess.run([sys.executable, "-m", "tierd", "ls", f"file://{home}"], capture_output=True, check=True)
+        lines = run_tierd("ls", f"file://{home}")
         samples[TIERD_NAME].append(clock.read())
-        assert out.stdout.count(b"\n") >= runs * checkpoints
+        assert lines.count(b"\n") >= runs * checkpoints
         count, floor = timed(partial(_count_listed, home))
         assert count == runs * checkpoints
         samples["least"].append(floor)

@@ -28,7 +28,7 @@ import torch
 
 import tierd
 from tierd.bench import process_counters
-from tierd.bench.growth.growth_result import Clock, Figures, Rows, Samples
+from tierd.bench.growth.growth_result import Clock, Figures, Rows, Samples, run_tierd
 from tierd.codec.chunk_codec import decode
 from tierd.core.config import from_urls
 from tierd.core.manifest import Chunk
@@ -149,9 +149,8 @@ def restore_verified(kind: str, url: str, work: Path) -> tuple[dict[str, torch.T
 def restore_by_command(_: str, url: str, work: Path) -> tuple[None, Figures]:
     """`tierd restore --to`: the command verifies the files; nothing loads them."""
     target = work / f"to-{os.getpid()}"
-    command = [sys.executable, "-m", "tierd", "restore", url, "--run", RUN, "--to", str(target)]
     clock = Clock()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    run_tierd("restore", url, "--run", RUN, "--to", str(target))
     figures = clock.read()
     shutil.rmtree(target)
     return None, figures
