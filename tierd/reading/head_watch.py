@@ -20,7 +20,7 @@ from tierd.reading.run_on_tiers import RunOnTiers
 from tierd.stores.base import octets
 
 _LIST_S = 300.0  # seconds between listings while a head can be read, which also find what no head tells
-_LIST_WITHOUT_HEAD_S = 30.0
+_LIST_WITHOUT_HEAD_S = 5.0  # as before a run's first head, which follows its first manifest
 _ANSWER_S = 5.0  # seconds that a tier may take for its head
 
 
