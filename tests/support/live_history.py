@@ -172,6 +172,19 @@ class Publisher:
 
         in_thread(work)
 
+    def lose_newest(self) -> None:
+        """Somebody deletes the newest checkpoint and the head, and the trainer goes on as if nothing had happened."""
+        if complete := self._complete():
+            self.happened["newest deleted"] += 1
+            names = f"/manifests/{complete[-1].name}/", "/timeline/"
+            lost = [key for tier in self.tiers for key in tier.keys if any(name in key for name in names)]
+            in_thread(lambda: self._delete(lost))
+            self.announced = max(self._complete(), default=None)
+
+    async def _delete(self, keys: list[str]) -> None:
+        for tier in self.tiers:
+            await tier.delete(keys)
+
     def rot(self) -> None:
         """Flip a bit of an object of the first tier."""
         tier = self.tiers[0]
@@ -228,7 +241,9 @@ class Follower:
             assert now == before and bits(self.model) == weights, "weights changed without an update"
             announced = self.publisher.announced
             if announced is not None and (now is None or announced > now):
-                assert self.live.problem, f"{now} is kept without a reason, beside {announced}"
+                # Without a head, a follower lists every few seconds, and knows nothing in between.
+                knows = self.live.problem or happened["newest deleted"]
+                assert knows, f"{now} is kept without a reason, beside {announced}"
                 happened["older kept"] += 1
             return
         assert now is not None and bits(self.model) == bits(saved[now]), f"other weights than those of {now}"
@@ -290,6 +305,8 @@ def play(seed: int, home: Path, happened: Counter[str], patch: Any) -> None:
                 publisher.rot()
             elif act < 0.85:
                 draw.choice(followers).restart()
+            elif act < 0.9:
+                publisher.lose_newest()
             for follower in followers:
                 if draw.random() < 0.7:
                     fault = draw.choice((None, None, fail, publisher.prune, publisher.rot))
@@ -301,7 +318,8 @@ def play(seed: int, home: Path, happened: Counter[str], patch: Any) -> None:
             follower.poll()
             if follower.live.checkpoint != publisher.announced:
                 follower.poll()
-            assert happened["rotten"] or follower.live.checkpoint == publisher.announced, follower.live.problem
+            excused = happened["rotten"] or happened["newest deleted"]
+            assert excused or follower.live.checkpoint == publisher.announced, follower.live.problem
     finally:
         for follower in followers:
             follower.close()
