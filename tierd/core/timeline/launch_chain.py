@@ -81,8 +81,10 @@ def is_abandoned(checkpoint: CheckpointId, origins: Mapping[str, CheckpointId | 
     if newest <= checkpoint.attempt:
         return False
     attempts = ancestor_chain(newest, origins)
-    last_step = attempts.get(checkpoint.attempt)
-    return checkpoint.attempt not in attempts or (last_step is not None and checkpoint.step > last_step)
+    if checkpoint.attempt not in attempts:
+        return next(reversed(attempts)) in origins  # else it may lie behind the launch whose origin is unknown
+    last_step = attempts[checkpoint.attempt]
+    return last_step is not None and checkpoint.step > last_step
 
 
 def check_origin(manifest: Manifest, origins: dict[str, CheckpointId | None]) -> None:
