@@ -132,7 +132,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `copied_from` names the runs from which `tierd copy --as` copied the checkpoint, the original one first.
     `started_from` is as the trainer told it. `division` is the digest of how the ranks of a node divide replicated
-    tensors; parts that lack some tensors belong together if it is the same. It is empty for a part that has all.
+    tensors; parts that lack some tensors belong together if it is the same. It is empty where a node has one rank.
     `replicas` are fingerprints of some tensors that should be the same on all ranks, as this rank held them. `senders`
     has, by home, this node's number among the nodes that hold the home's chunks, how many they are, and whether their
     parts have the same of them.

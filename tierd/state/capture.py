@@ -259,7 +259,7 @@ class Capture:
     _holes: Sequence[object]
     rounds: tuple[tuple[str, ...], ...] = ()  # as in `ReplicaShare`
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all tensors, if there are rounds
-    division: str = ""  # the digest of the division of replicated tensors; empty if nothing is divided
+    division: str = ""  # as `ReplicaShare.digest`
     senders: Mapping[int, tuple[int, int, bool]] = field(default_factory=dict)  # as in `ReplicaShare`
 
     def replicas(self, number: int) -> dict[str, torch.Tensor]:

@@ -78,15 +78,19 @@ class Capturer:
         """Return the capture without the tensors that lie in other ranks' files."""
         if self._share is UNSHARED:
             return capture
-        elsewhere = self._share.elsewhere
+        whole = capture.tensors
+        if elsewhere := self._share.elsewhere:
+            capture = dataclasses.replace(
+                capture,
+                tensors={name: tensor for name, tensor in whole.items() if name not in elsewhere},
+                dtensors=[(name, tensor) for name, tensor in capture.dtensors if name not in elsewhere],
+            )
         return dataclasses.replace(
             capture,
-            tensors={name: tensor for name, tensor in capture.tensors.items() if name not in elsewhere},
-            dtensors=[(name, tensor) for name, tensor in capture.dtensors if name not in elsewhere],
             division=self._share.digest,
             senders=self._share.senders,
             rounds=self._share.rounds,
-            whole=capture.tensors,
+            whole=whole,
         )
 
     def _recapture(self, capture: Capture, optimizers: list[Optimizer]) -> Capture:

@@ -73,7 +73,8 @@ class ReplicaGroup:
             sizes = {name: tensors[name].nbytes for name, held_by in holders.items() if held_by == ranks}
             owners |= divide(sizes, sorted(set(ranks) & node))
         if not entries and not owners:
-            return UNSHARED
+            # Another rank of the node may have divided an entry that this state lacks.
+            return replace(UNSHARED, digest=self._division(()))
         forms = {
             name: TensorEntry(0, tensors[name].nbytes, tensors[name].dtype, tuple(tensors[name].shape))
             for name in sorted(owners)
@@ -90,7 +91,7 @@ class ReplicaGroup:
             entries=tuple(entries),
             forms={name: forms[name] for name in elsewhere},
             rounds=_rounds({name: tensors[name].nbytes for name, ranks in holders.items() if len(ranks) == self.world}),
-            digest=self._division(facts) if facts or entries else "",
+            digest=self._division(facts),
             senders=self._senders(groups),
         )
 

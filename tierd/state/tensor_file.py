@@ -105,8 +105,8 @@ class ReplicaShare:
     entries: tuple[str, ...] = ()  # the state's entries that were declared replicated
     # dtype and shape of the tensors elsewhere, at offset 0
     forms: Mapping[str, TensorEntry] = field(default_factory=dict)
-    # of the names, dtypes, shapes and owners of what is the same on all ranks, 32 hex digits. It is the same on all
-    # ranks that divide alike, and empty if nothing is divided.
+    # of the node's ranks, and of the names, dtypes, shapes and owners of what is the same on all ranks, 32 hex digits.
+    # It is the same on all ranks that divide alike, also if they divide nothing, and empty if the node has one rank.
     digest: str = ""
     # by home, the number of this rank's node among the nodes that hold these tensors, how many they are, and whether
     # equally many ranks of each divide them

@@ -189,6 +189,40 @@ def test_ranks_that_divide_different_states_fail_and_store_everything_next(tmp_p
 
 
 @pytest.mark.parametrize("first", [0, 1])
+def test_save_fails_if_one_rank_alone_has_a_replicated_entry(tmp_path, launch, first):
+    """The rank that has it left some of its tensors to the other one, which stores nothing of them."""
+    together, first_saved = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    failed: list[tuple[int, int]] = []
+
+    def state(rank: int, step: int) -> dict:
+        return {name: value for name, value in state_of(rank, step).items() if rank == 0 or name != "model"}
+
+    def work(checkpointer, rank):
+        for step in (1, 2, 3):
+            if rank != first:
+                first_saved.wait()
+            try:
+                checkpointer.save(step, state(rank, step)).wait()
+            except SaveFailed as error:
+                assert "model" in str(error)
+                failed.append((rank, step))
+            if rank == first:
+                first_saved.wait()
+            together.wait()
+
+    assert launch(2, [tmp_path], work) == [None] * 2
+    assert (1 - first, 1) in failed and not any(step == 3 for _, step in failed)
+
+    def restore(checkpointer, rank):
+        mine = state(rank, 50)
+        assert checkpointer.restore(mine).step == 3
+        return mine
+
+    mine = launch(2, [tmp_path], restore)[0]
+    assert all(torch.equal(mine["model"][name], tensor) for name, tensor in state_of(0, 3)["model"].items())
+
+
+@pytest.mark.parametrize("first", [0, 1])
 def test_launch_that_saves_one_checkpoint_of_different_states_fails(tmp_path, launch, first):
     """A later launch restores the checkpoint before."""
     first_saved = threading.Barrier(2, timeout=60)
