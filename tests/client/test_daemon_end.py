@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from support.peers import OtherDaemon
 from support.training import tensors
 from support.waiting import wait_until
 
 import tierd
 from tierd.core.errors import DaemonUnavailable
 from tierd.ipc.daemon_connection import DaemonConnection
+from tierd.ipc.protocol import PROTOCOL
 from tierd.spool.spool import Spool
 
 ENDING = """
@@ -53,3 +55,20 @@ def test_a_daemon_that_ends_by_an_error_is_replaced_and_the_log_says_why(tmp_pat
     ckpt.close(wait="file", timeout=60)
     assert caplog.text.count("the reason why") == 1 and "exit status 1" in caplog.text
     assert len(list(tier.glob("r/manifests/*/*"))) == (1 if at_close else 2)
+
+
+def test_daemon_that_ends_while_a_launch_registers_is_replaced(tmp_path):
+    """An idle daemon of the launch before ends at any moment, and its socket may remain."""
+    (tmp_path / "tier").mkdir()
+    spool = Spool(tmp_path / "spool")
+
+    def answer(request: dict) -> dict | None:
+        if request["op"] == "hello":
+            return {"ok": True, "protocol": str(PROTOCOL), "version": "0.1.0"}
+        spool.socket.unlink(missing_ok=True)
+        return None
+
+    with OtherDaemon(spool, answer) as ending:
+        with tierd.Checkpointer(spool.root, run="r", to=[str(tmp_path / "tier")]) as ckpt:
+            ckpt.save(1, tensors(1)).wait("file", timeout=120)
+    assert [request["op"] for request in ending.asked] == ["hello", "attach"]

@@ -236,11 +236,9 @@ class Attachment:
     def _attach(self, to: Sequence[str] | None) -> None:
         config = from_urls(str(self._spool.root), to) if to is not None else None
         self._let_go()
+        urls = tuple(tier.url for tier in config.tier) if config is not None else ()
         try:
-            link = self._link = self._reach(to)  # a signal handler may close and forget it at any line
-            link.greet()
-            urls = tuple(tier.url for tier in config.tier) if config is not None else ()
-            answer = link.ask(Attach(run=self._run, to=urls), None if to is not None else self._timings.names_s)
+            answer = self._register(to, urls)
         except VersionMismatch as error:
             # That daemon flushes what it finds in the spool, with or without a registration.
             self._let_go()
@@ -255,6 +253,25 @@ class Attachment:
         self._tiers = tiers = answer["tiers"]
         self.keep_last = answer.get("keep_last")
         self._check_tiers(urls, tiers, answer)
+
+    def _register(self, to: Sequence[str] | None, urls: Sequence[str]) -> dict[str, Any]:
+        """Register, and once more if the daemon ends meanwhile, as an idle one does, because `_reach` starts another.
+
+        Returns the daemon's answer to `Attach`. Raises as `_reach` and `DaemonConnection.ask`.
+        """
+        for may_retry in (to is not None, False):
+            link = self._link = self._reach(to)  # a signal handler may close and forget it at any line
+            try:
+                link.greet()
+                return link.ask(
+                    Attach(run=self._run, to=tuple(urls)), None if to is not None else self._timings.names_s
+                )
+            except DaemonUnavailable as error:
+                if not may_retry or isinstance(error, DaemonSilent | VersionMismatch):
+                    raise
+                log.info("the daemon ended while it was asked: %s", error)
+                self._let_go()
+        raise AssertionError  # the second try returns or raises
 
     def _check_tiers(self, urls: Sequence[str], tiers: Mapping[str, str], answer: Mapping[str, Any]) -> None:
         """Log which tiers of `to` the daemon does not have, and the way out."""
