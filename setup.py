@@ -10,6 +10,7 @@ PURE = "TIERD_PURE" in os.environ
 LOOPS = Extension(
     "tierd.codec._plane_loops",
     ["tierd/codec/_plane_loops.c"],
+    depends=["tierd/codec/_delta_loops.h"],
     extra_compile_args=["-O3", "-g0"],
     py_limited_api=True,
     optional=True,

@@ -25,7 +25,7 @@ DAEMON_ONLY |= {"obstore", "zstandard"}
 # A component may import these components of tierd. A component is a package, or a module at the top; in packages that
 # many import, each module is a component of its own, because a trainer loads some of them and not the others.
 EACH = ("codec", "ipc", "spool")
-ZSTANDARD = ("codec.chunk_codec", "codec.byte_planes", "codec.zstd_frames", "codec.chunk_codec")  # what imports it
+ZSTANDARD = ("codec.chunk_codec", "codec.byte_planes", "codec.zstd_frames", "codec.block_patches")  # what imports it
 MAY: dict[str, set[str]] = {
     "core": {"core"},
     "formats": {"formats", "core"},
@@ -83,8 +83,18 @@ MAY: dict[str, set[str]] = {
         "codec.zstd_frames",
         "spool.direct_io",
     },
-    "codec.chunk_codec": {
+    "codec.block_patches": {"codec.byte_planes", "codec.number_layout", "codec.zstd_frames", "spool.direct_io"},
+    "codec.element_deltas": {
+        "codec.block_patches",
         "codec.byte_planes",
+        "codec.number_layout",
+        "codec.numpy_loops",
+        "spool.direct_io",
+    },
+    "codec.chunk_codec": {
+        "codec.block_patches",
+        "codec.byte_planes",
+        "codec.element_deltas",
         "codec.zstd_frames",
         "spool.direct_io",
         "codec.number_layout",

@@ -164,12 +164,12 @@ def test_any_mixture_in_small_blocks_unpacks_to_itself(parts):
 def test_a_block_takes_little_more_than_its_bytes_even_under_a_wrong_layout():
     data = np.frombuffer(noise(100_003), np.uint8)
     for width in (1, 2, 4, 8):
-        out = byte_planes._Writer(memoryview(bytearray(200_000)))
+        out = byte_planes.Writer(memoryview(bytearray(200_000)))
         at = number_layout.NumberLayout(width, width - 1, width > 1, (True,) * (width // 2 - 1), True)
-        byte_planes._write_block(out, data, at)
+        byte_planes.write_block(out, data, at)
         assert out.at <= len(data) + 64
         back = np.empty(len(data), np.uint8)
-        byte_planes._read_block(byte_planes._Reader(out.array[: out.at].data), back)
+        byte_planes.read_block(byte_planes.Reader(out.array[: out.at].data), back)
         assert back.tobytes() == data.tobytes()
 
 

@@ -140,8 +140,8 @@ def test_patch_that_does_not_read_back_is_not_stored(monkeypatch):
     of = Chunk(size=MB, xxh3_128=digest(base), stored=encoded(base).stored)
     described = Chunk(size=MB, xxh3_128=digest(raw), stored=None)
     assert chunk_codec.encode_patch(PART, described, raw, of, base) is not None
-    make = chunk_codec.make_patch
-    monkeypatch.setattr(chunk_codec, "make_patch", lambda raw, base: make(b"V" + bytes(raw)[1:], base))
+    make, apply = chunk_codec.PATCHES["patch"]
+    monkeypatch.setitem(chunk_codec.PATCHES, "patch", (lambda raw, base: make(b"V" + bytes(raw)[1:], base), apply))
     assert chunk_codec.encode_patch(PART, described, raw, of, base) is None
 
 

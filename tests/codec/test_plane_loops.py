@@ -127,6 +127,9 @@ def test_any_stored_pairs_are_read_as_numpy_reads_them(halves: bytes, base: int,
         ("join", (bytearray(16), 4, 0, bytes(4), bytes(4))),
         ("join", (bytearray(16), 2, 0, bytes(8), bytes(8), bytes(16))),
         ("join", (bytearray(16), 8, 0, bytes(2), bytes(2), bytes(4), bytes(4), bytes(3))),
+        ("find_changes", (bytes(16), bytes(15), 2, bytearray(8), bytearray(16))),
+        ("find_changes", (bytes(16), bytes(16), 3, bytearray(8), bytearray(16))),
+        ("add_changes", (bytearray(16), 0, bytes(1), bytes(2))),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(function: str, arguments: tuple[object, ...]) -> None:
@@ -135,15 +138,17 @@ def test_buffers_that_do_not_fit_are_refused(function: str, arguments: tuple[obj
 
 
 @compiled
-@pytest.mark.parametrize("function", ["split_top", "take_words", "pack_pairs", "unpack_pairs", "join"])
-def test_memory_that_may_not_be_written_is_refused(function: str) -> None:
+def test_memory_that_may_not_be_written_is_refused() -> None:
     read_only = bytes(64)
-    arguments = {
+    functions = {
         "split_top": (read_only, 2, 0, read_only, read_only),
         "take_words": (read_only, 4, 0, read_only),
         "pack_pairs": (read_only, 0, read_only, read_only),
         "unpack_pairs": (read_only, 0, b"", read_only),
         "join": (read_only, 2, 0, read_only, read_only),
-    }[function]
-    with pytest.raises((BufferError, TypeError)):
-        getattr(_plane_loops, function)(*arguments)
+        "find_changes": (read_only, read_only, 2, read_only, read_only),
+        "add_changes": (read_only, 2, read_only, read_only),
+    }
+    for function, arguments in functions.items():
+        with pytest.raises((BufferError, TypeError)):
+            getattr(_plane_loops, function)(*arguments)

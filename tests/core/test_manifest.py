@@ -26,6 +26,7 @@ from tierd.core.manifest import (
     MAX_PATCHES,
     PATCHED,
     VERSION,
+    WITH_DELTAS,
     Chunk,
     File,
     Manifest,
@@ -373,6 +374,10 @@ def _patch(number: int, base: object, *, old: bool = False) -> dict[str, object]
     return _stored(number, f"patch{number:011x}", old=old, base=base)
 
 
+def _delta(number: int) -> dict[str, object]:
+    return _stored(number, f"delta{number:011x}", base=_stored(0))
+
+
 def _long(patches: int, *, old: bool = False) -> dict[str, object]:
     entry = _stored(0, old=old)
     for number in range(patches):
@@ -392,6 +397,16 @@ def test_a_patch_names_its_bases_down_to_a_whole_chunk():
     assert old.directories == {f"chunks/{PART.checkpoint.name}/00001/"}
 
 
+def test_a_manifest_is_of_the_newest_version_only_while_it_names_a_delta_or_one_below_a_patch():
+    for entry in (_delta(1), _patch(2, _delta(1))):
+        found = decode(_of_patches(entry, WITH_DELTAS), PART)
+        assert decode(encode(found), PART) == found
+        (chunk,) = found.chunks()
+        assert found.with_chunks({(0, 0): chunk}).version == WITH_DELTAS
+        whole = msgspec.structs.replace(chunk, stored=None)
+        assert found.with_chunks({(0, 0): whole}).version == VERSION
+
+
 @pytest.mark.parametrize(
     ("chunk", "version", "why"),
     [
@@ -402,8 +417,13 @@ def test_a_patch_names_its_bases_down_to_a_whole_chunk():
         (_patch(1, _stored(2, "raw", key="chunks/elsewhere")), VERSION, "is no key"),
         (_long(MAX_PATCHES + 1), VERSION, f"more than {MAX_PATCHES} patches"),
         (_long(1, old=True), FIRST, "is a patch, in a manifest of version 1"),
+        (_patch(2, _delta(1)), VERSION, "is a delta, in a manifest of version 4"),
+        (_stored(1, "delta00000000000"), WITH_DELTAS, "no stored base"),
     ],
-    ids=["without", "unstored", "of a whole chunk", "of another size", "elsewhere", "too many", "version 1"],
+    ids=[
+        *("without", "unstored", "of a whole chunk", "of another size", "elsewhere", "too many", "version 1"),
+        *("delta in version 4", "delta without"),
+    ],
 )
 def test_a_patch_that_nobody_could_read_is_refused(chunk, version, why):
     with pytest.raises(ManifestError, match=why):
@@ -413,7 +433,7 @@ def test_a_patch_that_nobody_could_read_is_refused(chunk, version, why):
 # -- other versions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [2, 5, 10**6])
+@pytest.mark.parametrize("version", [2, 6, 10**6])
 def test_a_newer_format_is_too_new_and_not_corrupt(version):
     """Whatever else it holds: only `version` and the seal are promised."""
     for found in (members(version=version), {"version": version}, {"version": version, "files": "elsewhere"}):

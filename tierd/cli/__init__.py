@@ -171,9 +171,9 @@ def _main(
         if json:
             from tierd.cli.output import print_json
 
-            print_json({"version": __version__, "protocol": str(PROTOCOL), "format": manifest.VERSION})
+            print_json({"version": __version__, "protocol": str(PROTOCOL), "format": manifest.WITH_DELTAS})
         else:
-            print(f"tierd {__version__}, protocol {PROTOCOL}, format {manifest.VERSION}")
+            print(f"tierd {__version__}, protocol {PROTOCOL}, format {manifest.WITH_DELTAS}")
         raise typer.Exit()
     if json:
         raise typer.BadParameter("before a command, it is for --version alone; give it after the command", context)

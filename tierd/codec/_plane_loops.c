@@ -1,4 +1,5 @@
-/* The inner loops of the codec `planes`: split elements into planes, pack pairs of codes, and join planes again.
+/* The inner loops of the codecs `planes` and `delta`: split elements into planes, pack pairs of codes, join planes
+ * again, and find and add the differences of elements.
  *
  * Invariant: every size is checked against the buffers before a byte is touched, and the results are the bytes that
  * NumPy's code in byte_planes.py makes. The loops are plain C, written so that a compiler vectorises them; AVX2 or NEON
@@ -353,11 +354,15 @@ static PyObject *join(PyObject *module, PyObject *args) {
     return end(&buffers, 1);
 }
 
+#include "_delta_loops.h"
+
 static PyMethodDef methods[] = {
     {"split_top", split_top, METH_VARARGS, split_top_doc},
     {"take_words", take_words, METH_VARARGS, take_words_doc},
     {"pack_pairs", pack_pairs_of, METH_VARARGS, pack_pairs_doc},
     {"unpack_pairs", unpack_pairs_of, METH_VARARGS, unpack_pairs_doc},
+    {"find_changes", find_changes, METH_VARARGS, find_changes_doc},
+    {"add_changes", add_changes, METH_VARARGS, add_changes_doc},
     {"join", join, METH_VARARGS, join_doc},
     {NULL, NULL, 0, NULL},
 };

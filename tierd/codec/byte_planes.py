@@ -73,10 +73,10 @@ class _Tools(threading.local):
         self.read_back = np.empty(1 << BLOCK_LOG, np.uint8)
 
 
-_tools = _Tools()
+tools = _Tools()
 
 
-def _memory(size: int) -> memoryview:
+def mapped_memory(size: int) -> memoryview:
     # Mapped, because malloc would retain up to a chunk of freed memory per thread, and a daemon has dozens of threads.
     return memory_for(size) if size >= _MAPPED else np.empty(size, np.uint8).data
 
@@ -96,7 +96,7 @@ def pack(raw: Buffer, into: memoryview | None = None) -> memoryview | None:
     """
     data = np.frombuffer(raw, np.uint8)
     size = 1 << BLOCK_LOG
-    out = _Writer(_memory(packing_size(len(data))) if into is None else into)
+    out = Writer(mapped_memory(packing_size(len(data))) if into is None else into)
     out.put(HEAD.pack(MAGIC, len(data), BLOCK_LOG, bytes(3)))
     layout, age, expected = NumberLayout(), 0, 0
     for start in range(0, len(data), size):
@@ -104,18 +104,18 @@ def pack(raw: Buffer, into: memoryview | None = None) -> memoryview | None:
         fresh = layout.width == 1 or age == _STRETCH
         if fresh:
             layout = detect_layout(block)
-        top = _write_block(out, block, layout)
+        top = write_block(out, block, layout)
         # The numbers differ from those in the block from which the layout was detected.
         if not fresh and abs(top - expected) * 8 > expected:
             fresh = True
             detected = detect_layout(block)
             if detected != layout:
                 layout, out.at = detected, at
-                top = _write_block(out, block, layout)
+                top = write_block(out, block, layout)
         if not _block_reads_back(out.view[at : out.at], block):
             log.error("a block of %d bytes does not come back from %s, and is not split", len(block), layout)
             out.at = at
-            _write_block(out, block, NumberLayout())
+            write_block(out, block, NumberLayout())
             if not _block_reads_back(out.view[at : out.at], block):
                 return None
         age, expected = (1, top) if fresh else (age + 1, expected)
@@ -124,9 +124,9 @@ def pack(raw: Buffer, into: memoryview | None = None) -> memoryview | None:
 
 def _block_reads_back(encoded: memoryview, block: Bytes) -> bool:
     """Whether reading a block that was just written gives its bytes."""
-    decoded, reader = _tools.read_back[: len(block)], _Reader(encoded)
+    decoded, reader = tools.read_back[: len(block)], Reader(encoded)
     try:
-        _read_block(reader, decoded)
+        read_block(reader, decoded)
         reader.end()
     except Exception as error:  # whatever a fault here or in the processor raises
         log.error("a block cannot be read as it was written: %r", error)
@@ -135,7 +135,7 @@ def _block_reads_back(encoded: memoryview, block: Bytes) -> bool:
     return not int(libc.memcmp(decoded.ctypes.data, block.ctypes.data, len(block)))
 
 
-class _Writer:
+class Writer:
     """The object so far is `array[:at]`. New memory beyond it is untouched, so the kernel has not allocated it."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -159,31 +159,31 @@ class _Writer:
         return self.array[self.at - size : self.at]
 
 
-def _write_block(out: _Writer, block: Bytes, layout: NumberLayout) -> int:
+def write_block(out: Writer, block: Bytes, layout: NumberLayout) -> int:
     # Returns the length of the top plane's body.
     width, lead = layout.width, layout.lead
     count = max(0, len(block) - lead) // width
     end = lead + count * width
     out.put(BLOCK_HEAD.pack(width | FOLDED * layout.folded, lead))
     if width == 1:
-        return _write_plane(out, block, _tools.search)
+        return write_plane(out, block, tools.search)
     out.put(block[:lead].data)
     out.put(block[end:].data)
-    elements, (first, second) = block[lead:end], _tools.scratch
+    elements, (first, second) = block[lead:end], tools.scratch
     for index, worth in enumerate(layout.words):
         word = first[: 2 * count] if worth else out.room(2 * count)
         loops.take_words(elements, width, index, word)
         if worth:
-            _write_plane(out, word, _tools.search)
+            write_plane(out, word, tools.search)
     low = first[:count] if layout.low else out.room(count)
     high = second[:count]
     loops.split_top(elements, width, layout.folded, low, high)
     if layout.low:
-        _write_plane(out, low, _tools.entropy)
-    return _write_pairs(out, high)
+        write_plane(out, low, tools.entropy)
+    return write_pairs(out, high)
 
 
-def _write_plane(out: _Writer, plane: Bytes, compressor: zstandard.ZstdCompressor) -> int:
+def write_plane(out: Writer, plane: Bytes, compressor: zstandard.ZstdCompressor) -> int:
     packed = compressor.compress(plane.data)
     if len(packed) < len(plane):
         out.put_plane(ZSTD, packed)
@@ -192,24 +192,24 @@ def _write_plane(out: _Writer, plane: Bytes, compressor: zstandard.ZstdCompresso
     return len(plane)
 
 
-def _write_pairs(out: _Writer, plane: Bytes) -> int:
+def write_pairs(out: Writer, plane: Bytes) -> int:
     if len(plane) < _MIN_PAIRS_BYTES:
-        return _write_plane(out, plane, _tools.entropy)
+        return write_plane(out, plane, tools.entropy)
     base, most = neighbour_base(plane), len(plane) // _ESCAPE_SHARE
     half = (len(plane) + 1) // 2
-    halves, escapes = _tools.scratch[0][:half], _tools.scratch[0][half : half + most]
+    halves, escapes = tools.scratch[0][:half], tools.scratch[0][half : half + most]
     number = loops.pack_pairs(plane, base, halves, escapes)
     if number < 0:
-        return _write_plane(out, plane, _tools.entropy)
-    packed = _tools.entropy.compress(halves.data)
+        return write_plane(out, plane, tools.entropy)
+    packed = tools.entropy.compress(halves.data)
     start = out.at
     out.put_plane(PAIRS, PAIRS_HEAD.pack(base, number))
     if number:
-        _write_plane(out, escapes[:number], _tools.search)
+        write_plane(out, escapes[:number], tools.search)
     out.put(packed)
     if (length := out.at - start - PLANE_HEAD.size) >= len(plane):
         out.at = start
-        return _write_plane(out, plane, _tools.entropy)
+        return write_plane(out, plane, tools.entropy)
     PLANE_HEAD.pack_into(out.array.data, start, PAIRS, length)
     return length
 
@@ -222,19 +222,19 @@ def unpack(data: Buffer, size: int, into: memoryview | None = None) -> memoryvie
 
     Raises ValueError if `data` is not an object of exactly `size` bytes.
     """
-    reader = _Reader(data)
+    reader = Reader(data)
     magic, promised, log, zeros = reader.heads(HEAD)
     if magic != MAGIC or promised != size or log not in BLOCK_LOGS or any(zeros):
         raise ValueError(f"its head does not promise {size} bytes")
-    memory = _memory(size)[:size] if into is None else into
+    memory = mapped_memory(size)[:size] if into is None else into
     out = np.frombuffer(memory, np.uint8)
     for start in range(0, size, 1 << log):
-        _read_block(reader, out[start : start + (1 << log)])
+        read_block(reader, out[start : start + (1 << log)])
     reader.end()
     return memory
 
 
-class _Reader:
+class Reader:
     """Parse an object from front to back."""
 
     def __init__(self, data: Buffer) -> None:
@@ -276,25 +276,25 @@ class _Reader:
 
 def _expand(body: memoryview, size: int) -> Bytes:
     try:
-        return np.frombuffer(expand_frame(body, size, _tools.expander), np.uint8)
+        return np.frombuffer(expand_frame(body, size, tools.expander), np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"a plane is no zstd frame: {error}") from error
 
 
 def _unpack_pairs(body: memoryview, size: int) -> Bytes:
-    reader = _Reader(body)
+    reader = Reader(body)
     base, number = reader.heads(PAIRS_HEAD)
     if number > size:
         raise ValueError(f"{number} of {size} bytes are other ones")
     escapes = reader.plane(number) if number else np.empty(0, np.uint8)
     halves = _expand(reader.bytes(len(body) - reader.at), (size + 1) // 2)
-    plane = _tools.scratch[0][:size]
+    plane = tools.scratch[0][:size]
     if not loops.unpack_pairs(halves, base, escapes, plane):
         raise ValueError(f"its codes need another number of other bytes than {number}")
     return plane
 
 
-def _read_block(reader: _Reader, out: Bytes) -> None:
+def read_block(reader: Reader, out: Bytes) -> None:
     form, lead = reader.heads(BLOCK_HEAD)
     width, folded = form & ~FOLDED, bool(form & FOLDED)
     if width not in WIDTHS or lead >= width or lead > len(out) or (folded and width == 1):

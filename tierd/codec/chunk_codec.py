@@ -1,26 +1,28 @@
-"""Encode and decode one chunk: numbers as byte planes, text as zstd, noise raw, few changes as a patch. Synchronous."""
+"""Encode and decode one chunk: numbers as byte planes, text as zstd, noise raw, few changes as a patch or delta.
+
+Synchronous.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from tierd.codec import byte_planes
+from tierd.codec.block_patches import MOST_SHARE, apply_patch, differing_share, make_patch
 from tierd.codec.byte_planes import Buffer
+from tierd.codec.element_deltas import apply_delta, delta_share, make_delta
 from tierd.codec.number_layout import ChunkKind, chunk_kind
-from tierd.codec.zstd_frames import declared_size, expand_frame
+from tierd.codec.zstd_frames import WINDOW, expand_frame
 from tierd.core.errors import CorruptChunk, FormatTooNew
 from tierd.core.ids import PartId, chunk_key
-from tierd.core.manifest import PATCH, Chunk, StoredChunk, is_patch
-from tierd.spool.direct_io import memory_for
+from tierd.core.manifest import DELTA, PATCH, Chunk, StoredChunk, patch_kind
 from tierd.spool.file_io import digest
 
 log = logging.getLogger("tierd.daemon")
@@ -28,12 +30,13 @@ log = logging.getLogger("tierd.daemon")
 RAW = "raw"
 ZSTD = "zst"
 PLANES = "planes"
-CODECS = (RAW, ZSTD, PLANES)  # what `encode` chooses from; `encode_patch` makes patches
+CODECS = (RAW, ZSTD, PLANES)  # what `encode` chooses from; `encode_patch` makes patches and deltas
+PATCHES = {PATCH: (make_patch, apply_patch), DELTA: (make_delta, apply_delta)}
 _BASE_DIGITS = 11  # of a base's digest, in the codec of its patches; a codec has 16 characters
 _LEVEL = 1  # because data other than numbers is mostly small: headers and JSON
 _SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a small sample is unreliable
+_SURE = 1 / 128  # of a chunk; samples do not tell smaller shares, and more versions of tierd read patches
 _PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
-_WINDOW = 128 << 20  # bytes that a decoder may be made to allocate
 # So many threads of this process split or join numbers at a time, because more of them wait for the interpreter's lock
 # and for each other's CPU caches. Background work has fewer threads than that, so a restore always finds a free one.
 _CORES = max(2, os.cpu_count() or 2)  # two on one core as well, because background work has one thread there
@@ -79,19 +82,35 @@ def _with_stored(chunk: Chunk, stored: StoredChunk) -> Chunk:
     return Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored, home=chunk.home)
 
 
-def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer) -> EncodedChunk | None:
-    """Encode one chunk of `part` as a patch of `base`, which is stored on the same tier.
+def cheapest_patch(raw: Buffer, base: Buffer) -> str:
+    """Return how a chunk is best stored as its difference from a base: `PATCH`, `DELTA`, or empty for neither.
 
-    Returns None if too much differs, or the patch does not give the chunk back. The key contains the base's digest, so
+    Both arguments are samples of the two chunks, sequences of pieces that begin at multiples of 8 bytes.
+    """
+    new, old = np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8)
+    patch, delta = differing_share(new, old), delta_share(new, old)
+    if min(patch, delta) > MOST_SHARE:
+        return ""
+    return PATCH if patch <= delta + _SURE else DELTA
+
+
+def encode_patch(
+    part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer, kind: str = PATCH
+) -> EncodedChunk | None:
+    """Encode one chunk of `part` as a patch or delta of `base`, which is stored on the same tier.
+
+    Returns None if too much differs, or the object does not give the chunk back. The key contains the base's digest, so
     that two flushes with the same base put the same object, and two with different bases do not overwrite each other's.
 
     Args:
         raw, base_raw: the bytes of both, already verified.
+        kind: `PATCH` or `DELTA`.
     """
-    data = make_patch(raw, base_raw)
-    if data is None or not _decodes_to(chunk, lambda: apply_patch(data, base_raw)):
+    make, apply = PATCHES[kind]
+    data = make(raw, base_raw)
+    if data is None or not _decodes_to(chunk, lambda: apply(data, base_raw)):
         return None
-    codec = PATCH + base.xxh3_128[:_BASE_DIGITS]
+    codec = kind + base.xxh3_128[:_BASE_DIGITS]
     key = chunk_key(part, chunk.xxh3_128, codec, chunk.home)
     stored = StoredChunk(codec=codec, size=len(data), xxh3_128=digest(data), key=key, base=base)
     return EncodedChunk(_with_stored(chunk, stored), data)
@@ -213,10 +232,10 @@ def _expand(
     base: Buffer | None,
 ) -> Buffer:
     try:
-        if is_patch(stored.codec):
+        if kind := patch_kind(stored.codec):
             if base is None:
                 raise ValueError("its base is not known")
-            return apply_patch(data, base, into)
+            return PATCHES[kind][1](data, base, into)
         if stored.codec == PLANES:
             with _cores:
                 return byte_planes.unpack(data, chunk.size, into)
@@ -228,91 +247,4 @@ def _expand(
 
 
 def _expand_zstd(chunk: Chunk, data: Buffer) -> bytes:
-    return expand_frame(data, chunk.size, zstandard.ZstdDecompressor(max_window_size=_WINDOW))
-
-
-Blocks = npt.NDArray[np.bool_]
-
-MAGIC = b"TPC1"
-HEAD = struct.Struct("<4sII")  # magic, size of the chunk in bytes, number of blocks that differ
-BLOCK = 64  # bytes, because rows of an embedding are rarely shorter, and a bitmap of such blocks is 1/512 of the chunk
-MOST_SHARE = 1 / 4  # of the blocks; with more changes, the whole chunk is cheaper in the long run
-_TILE = 1 << 20  # bytes compared at a time, so that they stay in the CPU's caches
-
-
-def make_patch(raw: Buffer, base: Buffer) -> bytes | None:
-    """Return the patch that turns `base` into `raw`, of equal size; None if more than `MOST_SHARE` of it differs."""
-    new, old = np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8)
-    if len(new) != len(old):
-        return None
-    differs = _differing(new, old)
-    count = int(np.count_nonzero(differs))
-    if count > MOST_SHARE * len(differs):
-        return None
-    whole_blocks = len(new) // BLOCK
-    blocks = new[: whole_blocks * BLOCK].reshape(whole_blocks, BLOCK)[differs[:whole_blocks]]
-    tail = new[whole_blocks * BLOCK :] if len(differs) > whole_blocks and differs[whole_blocks] else new[:0]
-    body = b"".join((np.packbits(differs, bitorder="little").tobytes(), blocks.tobytes(), tail.tobytes()))
-    frame = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(body)
-    return HEAD.pack(MAGIC, len(new), count) + frame
-
-
-def differing_share(raw: Buffer, base: Buffer) -> float:
-    """Return the share of blocks that differ, 0..1."""
-    return float(_differing(np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8)).mean())
-
-
-def apply_patch(patch: Buffer, base: Buffer, into: memoryview | None = None) -> memoryview:
-    """Return the bytes of the chunk, in `into` or in new memory. The bytes of the base may be in `into` already.
-
-    Raises ValueError or `zstandard.ZstdError` if this is no patch of a chunk of that size.
-    """
-    if len(patch) < HEAD.size:
-        raise ValueError("it is shorter than the head of a patch")
-    magic, size, count = HEAD.unpack_from(patch)
-    blocks = -(-size // BLOCK)
-    if magic != MAGIC or size != len(base) or count > blocks:
-        raise ValueError(f"its head is not that of a patch of {len(base)} bytes")
-    flags, changed = _body(memoryview(patch)[HEAD.size :], size, blocks, count)
-    out = memory_for(max(size, 1))[:size] if into is None else into
-    array = np.frombuffer(out, np.uint8)
-    if not np.shares_memory(array, old := np.frombuffer(base, np.uint8)):
-        array[:] = old
-    whole_blocks = size // BLOCK
-    inside = int(np.count_nonzero(flags[:whole_blocks])) * BLOCK
-    array[: whole_blocks * BLOCK].reshape(whole_blocks, BLOCK)[flags[:whole_blocks]] = changed[:inside].reshape(
-        -1, BLOCK
-    )
-    if blocks > whole_blocks and flags[whole_blocks]:
-        array[whole_blocks * BLOCK :] = changed[inside:]
-    return out
-
-
-def _differing(new: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8]) -> Blocks:
-    """For each block, whether it differs; the last one may be shorter."""
-    flags = np.zeros(-(-len(new) // BLOCK), np.bool_)
-    aligned = len(new) // BLOCK * BLOCK
-    for at in range(0, aligned, _TILE):
-        end = min(at + _TILE, aligned)
-        unequal = new[at:end].view(np.uint64) != old[at:end].view(np.uint64)
-        flags[at // BLOCK : end // BLOCK] = unequal.reshape(-1, BLOCK // 8).any(axis=1)
-    if aligned < len(new):
-        flags[-1] = bool((new[aligned:] != old[aligned:]).any())
-    return flags
-
-
-def _body(frame: memoryview, size: int, blocks: int, count: int) -> tuple[Blocks, npt.NDArray[np.uint8]]:
-    """Return which blocks differ, and their new bytes, one after the other."""
-    flags_size = -(-blocks // 8)
-    promised = declared_size(frame)
-    if not flags_size + max(count - 1, 0) * BLOCK <= promised <= flags_size + min(count * BLOCK, size):
-        raise ValueError(f"its frame promises {promised} bytes for {count} blocks")
-    body = np.frombuffer(expand_frame(frame, promised, zstandard.ZstdDecompressor(max_window_size=_WINDOW)), np.uint8)
-    bits = np.unpackbits(body[:flags_size], bitorder="little")
-    flags = bits[:blocks].astype(np.bool_)
-    last = size - (blocks - 1) * BLOCK if blocks else 0
-    flagged = int(np.count_nonzero(flags))
-    changed_size = flagged * BLOCK - (BLOCK - last if blocks and flags[-1] else 0)
-    if bits[blocks:].any() or flagged != count or len(body) - flags_size != changed_size:
-        raise ValueError(f"its bitmap names {flagged} blocks, and its head {count}")
-    return flags, body[flags_size:]
+    return expand_frame(data, chunk.size, zstandard.ZstdDecompressor(max_window_size=WINDOW))

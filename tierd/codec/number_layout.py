@@ -55,6 +55,13 @@ def detect_layout(block: Bytes) -> NumberLayout:
     return _best(*_count_bytes(block))
 
 
+def sampled_share(block: Bytes, width: int) -> float:
+    """Return the share of its size, 0..1, to which a Huffman coder brings a sample of elements of `width` bytes."""
+    _, entropy = _count_bytes(block)
+    first = _FIRST[WIDTHS.index(width)]
+    return float(entropy[first : first + width].mean())
+
+
 def _count_bytes(block: Bytes) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
     # Returns the histograms of all widths, and the entropy of each.
     by_eight = _histograms(block)

@@ -1,4 +1,6 @@
-"""The inner loops of the codec `planes` in NumPy, for where `_plane_loops` was not compiled or cannot be vectorised.
+"""The inner loops of the codecs `planes` and `delta` in NumPy.
+
+They serve where `_plane_loops` was not compiled or cannot be vectorised.
 
 Both modules have the same functions and give the same bytes. Here each call into NumPy is for a whole block, although
 smaller pieces would stay in the CPU's caches: NumPy releases the interpreter's lock in each call, and threads that
@@ -16,6 +18,8 @@ import numpy.typing as npt
 from tierd.codec.number_layout import Bytes
 
 _BLOCK = 1 << 20  # bytes: the largest block of byte_planes
+LONGEST = 255  # the gap that no element follows, so that another one continues it
+_BIAS = 128  # added to each difference, so that small ones of both signs have equal upper bytes
 _NO_CODE = 15  # of a byte that is not among the 15 neighbours
 
 
@@ -134,3 +138,53 @@ def join(elements: Bytes, width: int, folded: bool, low: Bytes, high: Bytes, *be
         else:  # because NumPy vectorises a widening copy, but not a store to every other word
             np.copyto(elements[: count * width].view(f"<u{width}"), word)
     words[:, -1] = top
+
+
+def subtract(new: Bytes, old: Bytes, width: int) -> Bytes:
+    """Return the differences of elements modulo 2 to the power of their bits, plus 128, with the highest byte first."""
+    differences = new.view(f"<u{width}") - old.view(f"<u{width}")
+    differences += differences.dtype.type(_BIAS)
+    return np.asarray(differences.byteswap(inplace=True).view(np.uint8))
+
+
+def add(elements: Bytes, width: int, differences: Bytes) -> None:
+    """Add to each element its difference, as `subtract` returns them."""
+    elements.view(f"<u{width}")[:] += _values(width, differences)
+
+
+def _values(width: int, differences: Bytes) -> npt.NDArray[Any]:
+    values = differences.view(f">u{width}").astype(f"<u{width}")
+    values -= values.dtype.type(_BIAS)
+    return values
+
+
+def find_changes(new: Bytes, old: Bytes, width: int, gaps: Bytes, differences: Bytes) -> tuple[int, int] | None:
+    """Write the number of equal elements before each that differs, and by how much that does, as `subtract`.
+
+    Returns:
+        The number of gaps and of elements that differ; None if `gaps` or `differences` has no room for them.
+    """
+    places = np.flatnonzero(new.view(f"<u{width}") != old.view(f"<u{width}"))
+    if not len(places):
+        return 0, 0
+    before = np.diff(places, prepend=-1) - 1
+    ends = np.cumsum(before // LONGEST + 1)
+    changed, gap_count = len(places), int(ends[-1])
+    if gap_count > len(gaps) or changed * width > len(differences):
+        return None
+    gaps[:gap_count] = LONGEST
+    gaps[ends - 1] = before % LONGEST
+    ours, theirs = (data.view(f"<u{width}")[places].view(np.uint8) for data in (new, old))
+    differences[: changed * width] = subtract(ours, theirs, width)
+    return gap_count, changed
+
+
+def add_changes(elements: Bytes, width: int, gaps: Bytes, differences: Bytes) -> bool:
+    """Add differences to the elements that `find_changes` named; return whether the gaps name exactly as many."""
+    values, places = _values(width, differences), np.cumsum(gaps, dtype=np.intp)[gaps != LONGEST]
+    places += np.arange(len(places))
+    count = len(elements) // width
+    if len(places) != len(values) or (len(gaps) and gaps[-1] == LONGEST) or (len(places) and places[-1] >= count):
+        return False
+    elements.view(f"<u{width}")[places] += values
+    return True

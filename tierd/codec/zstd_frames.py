@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zstandard
 
+WINDOW = 128 << 20  # bytes that a decoder of one frame for a whole chunk may be made to allocate
 _PIECE = 16  # bytes; it holds at most a few blocks, and each of them expands to at most 128 KiB
 
 

@@ -17,10 +17,12 @@ from msgspec import Meta
 from tierd.core.errors import ManifestError
 from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId, chunk_owner
 
-VERSION = 4  # of every manifest that is written
+VERSION = 4  # of a manifest that is written and names no delta
+WITH_DELTAS = 5  # of one that does, because readers of version 4 take that for corruption; the newest one
 FIRST, PATCHED = 1, 3  # older versions, which are read; one of the first names no patches
-PATCH = "patch"  # how the codec of a chunk begins that is stored as its difference from another one, its base
-MAX_PATCHES = 16  # the most patches in a row that are read, from a chunk to the whole chunk at which its bases end
+# How the codec of a chunk begins that is stored as its difference from another one, its base: in blocks or in elements.
+PATCH, DELTA = "patch", "delta"
+MAX_PATCHES = 16  # the most of both in a row that are read, from a chunk to the whole chunk at which its bases end
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
 TENSORS = "tensors.safetensors"  # the file in which `save` stores every tensor
 UNIT_NAME = "unit.json"  # in a checkpoint of another program, the file in which tierd describes it
@@ -277,14 +279,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             yield from chunk.objects()
 
     def with_chunks(self, chunks: Mapping[ChunkPlace, Chunk]) -> Manifest:
-        """The same part with other entries for these chunks."""
+        """The same part with other entries for these chunks, in the version that is written."""
         files = (
             msgspec.structs.replace(
                 file, chunks=tuple(chunks.get((number, index), chunk) for index, chunk in enumerate(file.chunks))
             )
             for number, file in enumerate(self.files)
         )
-        return msgspec.structs.replace(self, files=tuple(files), version=VERSION)
+        changed = msgspec.structs.replace(self, files=tuple(files))
+        has_delta = any(patch_kind(stored.codec) == DELTA for stored in changed.objects())
+        return msgspec.structs.replace(changed, version=WITH_DELTAS if has_delta else VERSION)
 
     def under(self, run: str) -> Manifest:
         """The same part under another run's name, which remembers this one's."""
@@ -302,9 +306,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.part == manifest.part and self.resumed_from == manifest.resumed_from and raw(self) == raw(manifest)
 
 
+def patch_kind(codec: str) -> str:
+    """Return `PATCH` or `DELTA` for a codec that nobody can read without the base; empty for others."""
+    return next((kind for kind in (PATCH, DELTA) if codec.startswith(kind)), "")
+
+
 def is_patch(codec: str) -> bool:
-    """Whether a codec is that of a patch, which nobody can read without its base."""
-    return codec.startswith(PATCH)
+    """Whether a codec is that of a patch or a delta."""
+    return bool(patch_kind(codec))
 
 
 def is_metric_name(name: object) -> bool:

@@ -17,7 +17,19 @@ from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import ChunkName, PartId
-from tierd.core.manifest import FIRST, MAX_PATCHES, PATCHED, VERSION, Chunk, Manifest, check_path, is_patch
+from tierd.core.manifest import (
+    DELTA,
+    FIRST,
+    MAX_PATCHES,
+    PATCHED,
+    VERSION,
+    WITH_DELTAS,
+    Chunk,
+    Manifest,
+    check_path,
+    is_patch,
+    patch_kind,
+)
 
 T = TypeVar("T")
 
@@ -85,7 +97,7 @@ def decode_sealed(data: bytes, where: str, limit: int, version: int, decoder: ms
 
 
 ENCRYPTED = 2  # the version of the object that an encrypted tier has in place of a manifest
-_KNOWN = (FIRST, PATCHED, VERSION)
+_KNOWN = (FIRST, PATCHED, VERSION, WITH_DELTAS)
 
 
 class EncryptedManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +153,9 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         if version == ENCRYPTED and (key_id := _key_id(body)):
             raise key_missing(where, key_id)
         if version not in _KNOWN:
-            raise FormatTooNew(f"{where}: format version {version}; this tierd reads up to {VERSION}: use a newer one")
+            raise FormatTooNew(
+                f"{where}: format version {version}; this tierd reads up to {WITH_DELTAS}: use a newer one"
+            )
         manifest = _decoder.decode(body)
         manifest.numbers  # noqa: B018  # raises if a metric is neither a number nor a string that float() parses
         created = manifest.created_at
@@ -224,6 +238,8 @@ def _check_stored(chunk: Chunk, manifest: Manifest, where: str) -> None:
             raise ManifestError(f"{where}: {link.stored.key!r} {problem}")
         if link.stored.base is not None and manifest.version == FIRST:
             raise ManifestError(f"{where}: {link.stored.key!r} is a patch, in a manifest of version {manifest.version}")
+        if patch_kind(link.stored.codec) == DELTA and manifest.version < WITH_DELTAS:
+            raise ManifestError(f"{where}: {link.stored.key!r} is a delta, in a manifest of version {manifest.version}")
 
 
 def _check_key(chunk: Chunk, manifest: Manifest, where: str, *, is_base: bool) -> None:

@@ -1,4 +1,4 @@
-"""Patches: a chunk of which few bytes change is stored as what changed; so it is read, kept, scrubbed and moved."""
+"""Patches and deltas: a chunk that changes little is stored as its changes; so it is read, kept, scrubbed and moved."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from support.doubles import Double, contents, flip, flipped, is_chunk
 from support.world import CHUNK, commit, converge, manifest_on, part, read, steps_on
 
-from tierd.codec.chunk_codec import BLOCK
+from tierd.codec.block_patches import BLOCK
 from tierd.core.errors import CorruptChunk, StoreUnavailable
-from tierd.core.manifest import VERSION, Chunk, Manifest
+from tierd.core.manifest import VERSION, WITH_DELTAS, Chunk, Manifest
 from tierd.core.planning import flush_order
 from tierd.core.planning.background_schedule import ScrubbedCopy
 from tierd.daemon.tiers.tier_objects import verify_part
@@ -28,17 +28,27 @@ from tierd.spool.spool import Spool
 ROWS = 4 * (CHUNK // BLOCK)
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
+class Kind:
+    """How steps change the table, and so how its chunks are stored."""
+
+    name = "patch"
+
+
+@pytest.fixture(autouse=True, params=["patch", "delta"])
+def small(request, monkeypatch):
     monkeypatch.setattr(flush_order, "SMALLEST_SHARED_BYTES", 1)
+    monkeypatch.setattr(Kind, "name", request.param)
 
 
 def table(step: int) -> dict[str, bytes]:
-    """An embedding of which each step changes one row of each chunk, and another file that is new at each step."""
+    """An embedding of which each step changes one row of each chunk, or adds 1 to one number in 40, and another file
+    that is new at each step."""
     data = bytearray(random.Random(0).randbytes(4 * CHUNK))
     for one in range(1, step + 1):
         noise = random.Random(one)
-        for chunk in range(4):
+        for at in range(one, len(data), 40) if Kind.name == "delta" else ():
+            data[at] = (data[at] + 1) % 256
+        for chunk in range(4) if Kind.name == "patch" else ():
             at = chunk * CHUNK + noise.randrange(CHUNK // BLOCK) * BLOCK
             data[at : at + BLOCK] = noise.randbytes(BLOCK)
     return {"table": bytes(data), "state.json": b'{"step": %d}' % step}
@@ -79,7 +89,10 @@ async def test_changed_row_is_the_only_data_sent_and_the_patch_restores_it(spool
     first, second, third = await sent(spool, store, 1, 2, 3)
     assert second.sent < first.sent / 4 and third.sent < first.sent / 4
     manifest = await manifest_on(store, part(3))
-    assert manifest.version == VERSION and chain(manifest) == [3] * 4
+    assert manifest.version == (WITH_DELTAS if Kind.name == "delta" else VERSION)
+    assert {stored.codec[:5] for stored in manifest.objects() if stored.base} == {Kind.name}
+    assert spool.manifest(part(3)).version == VERSION
+    assert chain(manifest) == [3] * 4
     assert manifest.owners == {part(step).checkpoint for step in (1, 2, 3)}
     for step in (3, 2, 1):
         assert await fetched(spool, step, tier=store) == table(step)

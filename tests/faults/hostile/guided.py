@@ -13,7 +13,7 @@ import sys
 
 from faults.rounds import Round
 
-WHAT = ("manifest", "config", "header", "tree", "planes", "wire")
+WHAT = ("manifest", "config", "header", "tree", "planes", "delta", "wire")
 FIRST = 10**9
 _RUNS = 2500  # inputs of a process: starting one takes longer
 _STARTED = 10_000  # inputs of a round for each process that is started
@@ -26,6 +26,7 @@ _MODULES = [
     "tierd.state.tree_parser",
     "tierd.state.value_kinds",
     "tierd.codec.byte_planes",
+    "tierd.codec.element_deltas",
 ]
 
 
@@ -54,7 +55,7 @@ def main() -> None:
 
     what, runs, seed, corpus = sys.argv[1:]
     with atheris.instrument_imports(include=_MODULES, enable_loader_override=False):
-        from tierd.codec import byte_planes
+        from tierd.codec import byte_planes, element_deltas
         from tierd.core.config import from_toml
         from tierd.core.manifest_codec import decode
         from tierd.ipc import message_codec, messages
@@ -80,6 +81,7 @@ def main() -> None:
             lambda data: parse_tree(data, readers.STORED.__getitem__),
             json.dumps(readers.TREE).encode(),
         ),
+        "delta": (lambda data: element_deltas.apply_delta(data, readers.RAW), readers.DELTA),
         "planes": (lambda data: byte_planes.unpack(data, len(readers.RAW)), readers.PACKED),
         "wire": (message_codec.decode_request, messages.encode_line(readers.REQUESTS[4])),
     }

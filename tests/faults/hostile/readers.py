@@ -28,7 +28,7 @@ from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from tierd.codec import byte_planes, chunk_codec
+from tierd.codec import block_patches, byte_planes, chunk_codec, element_deltas
 from tierd.core import ids
 from tierd.core.config import from_toml
 from tierd.core.errors import (
@@ -518,6 +518,7 @@ def _bomb(size: int, *, named: bool = True) -> bytes:
 
 
 PACKED = bytes(byte_planes.pack(RAW) or b"")
+DELTA = bytes(element_deltas.make_delta(RAW, RAW) or b"")
 FRAME = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(RAW)
 NAMELESS = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(RAW)
 BOMBS = (_bomb(1 << 20), _bomb(256 << 20), _bomb(1 << 30), _bomb(1 << 30, named=False))
@@ -547,23 +548,28 @@ def chunk(noise: random.Random) -> None:
 
 
 def _patch(noise: random.Random) -> None:
-    """A patch, or what claims to be one, on a base that is right."""
+    """A patch or a delta, or what claims to be one, on a base that is right."""
     new = bytearray(RAW)
     new[100:130] = noise.randbytes(30)
-    made = chunk_codec.make_patch(new, RAW)
-    assert made is not None
-    heads = [chunk_codec.HEAD.pack(b"TPC1", size, count) for size in (len(RAW), 1) for count in (0, 1, 9, 1 << 31)]
+    kind, numbers = noise.choice(["patch", "delta"]), (0, 1, 9, 1 << 31)
+    make, apply = chunk_codec.PATCHES[kind]
+    made = bytes(make(new, RAW) or b"")
+    assert made
+    heads = [block_patches.HEAD.pack(b"TPC1", size, count) for size in (len(RAW), 1) for count in numbers]
+    if kind == "delta":
+        blocks = [struct.pack("<BBII", width, 1, count, noise.choice(numbers)) for width in (1, 2) for count in numbers]
+        heads = [made[:12] + block + noise.choice([b"", b"\x01" + bytes(4)]) for block in blocks]
     data = noise.choice([made, spoiled(made, noise), noise.choice(heads) + noise.choice([FRAME, NAMELESS, *BOMBS])])
-    found = only(lambda: chunk_codec.apply_patch(data, RAW), ValueError, zstandard.ZstdError)
+    found = only(lambda: apply(data, RAW), ValueError, zstandard.ZstdError)
     if found is not None and len(found) != len(RAW):
-        raise Lost(f"a patch made {len(found)} bytes of {len(RAW)}")
+        raise Lost(f"a {kind} made {len(found)} bytes of {len(RAW)}")
     name = digest(bytes(new))
     base = Chunk(size=len(RAW), xxh3_128=digest(RAW))
-    stored = StoredChunk(codec="patch" + 11 * "0", size=len(data), xxh3_128=digest(data), key="", base=base)
+    stored = StoredChunk(codec=kind + 11 * "0", size=len(data), xxh3_128=digest(data), key="", base=base)
     entry = Chunk(size=len(RAW), xxh3_128=name, stored=stored)
     taken = only(lambda: chunk_codec.decode(entry, data, "here", None, RAW), CorruptChunk, FormatTooNew)
     if taken is not None and bytes(taken) != new:
-        raise Lost("wrong bytes came out of a patch")
+        raise Lost(f"wrong bytes came out of a {kind}")
 
 
 def _head(noise: random.Random, size: int) -> bytes:

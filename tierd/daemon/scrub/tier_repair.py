@@ -17,7 +17,7 @@ import msgspec
 from tierd.codec.chunk_codec import RAW, EncodedChunk, encode, encode_patch
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key, chunk_owner
-from tierd.core.manifest import Chunk, ChunkPlace, Manifest, StoredChunk, is_patch
+from tierd.core.manifest import Chunk, ChunkPlace, Manifest, StoredChunk, patch_kind
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.concurrency import MemoryBudget, thread_uncancelled
@@ -239,8 +239,8 @@ class TierRepairer:
         return raw
 
     def _encode(self, link: Chunk, raw: Buffer, base: Chunk | None, base_raw: Buffer | None) -> EncodedChunk | None:
-        if base is not None and base_raw is not None:
-            return encode_patch(self._part, link, raw, base, base_raw)
+        if link.stored is not None and base is not None and base_raw is not None:
+            return encode_patch(self._part, link, raw, base, base_raw, patch_kind(link.stored.codec))
         return encode(self._part, link, raw, pack=link.stored is None or link.stored.codec != RAW)
 
     def _raw_entry(self, chunk: Chunk) -> Chunk:
@@ -286,13 +286,14 @@ def _are_equal(chunk: Chunk, other_chunk: Chunk) -> bool:
     """Whether two chunks are stored as the same bytes, to be decoded in the same way.
 
     The codec counts, because a manifest may name a wrong one: the repaired object would match its entry's digest, and
-    no reader could decode it. Patches are excepted, because the codec of a patch is another one at each flush.
+    no reader could decode it. Patches are excepted, because earlier versions named each by its flush.
     """
     first, second = chunk.stored, other_chunk.stored
     if first is None or second is None:
         return False
-    alike = first.codec == second.codec or (is_patch(first.codec) and is_patch(second.codec))
-    return alike and (first.size, first.xxh3_128) == (second.size, second.xxh3_128)
+    kind = patch_kind(first.codec)
+    alike = first.codec == second.codec or (kind and kind == patch_kind(second.codec))
+    return bool(alike) and (first.size, first.xxh3_128) == (second.size, second.xxh3_128)
 
 
 def _memory_bytes(chunk: Chunk) -> int:

@@ -23,8 +23,7 @@ from itertools import accumulate, groupby
 
 import msgspec
 
-from tierd.codec import chunk_codec
-from tierd.codec.chunk_codec import EncodedChunk, decode, encode_patch
+from tierd.codec.chunk_codec import EncodedChunk, cheapest_patch, decode, encode_patch
 from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, ChunkPlace, ContentId, File, Manifest, StoredChunk
@@ -143,7 +142,7 @@ class SpoolChunkSource(ChunkSource):
         self._spool, self._home, self._part = spool, spool.path(part), part
         self._encoding, self._twin = encoding, twin
         self._taker: EncodedChunkConsumer | None = None
-        self._bases: dict[ContentId, PatchBase] = {}
+        self._bases: dict[ContentId, tuple[PatchBase, str]] = {}  # with the kind of patch
 
     def memory_copies(self, content: ContentId) -> int:
         return 3 if self._twin or content in self._bases else 1
@@ -151,9 +150,9 @@ class SpoolChunkSource(ChunkSource):
     async def choose_patches(self, bases: Mapping[ContentId, PatchBase]) -> None:
         self._bases = await thread_uncancelled(self._similar_bases, bases)
 
-    def _similar_bases(self, bases: Mapping[ContentId, PatchBase]) -> dict[ContentId, PatchBase]:
-        """Return the bases that seem to differ little, by samples."""
-        alike: dict[ContentId, PatchBase] = {}
+    def _similar_bases(self, bases: Mapping[ContentId, PatchBase]) -> dict[ContentId, tuple[PatchBase, str]]:
+        """Return the bases that seem to differ little, by samples, and the kind of patch that is cheapest."""
+        alike: dict[ContentId, tuple[PatchBase, str]] = {}
         for path, pairs in groupby(bases.items(), key=lambda item: item[1].file.path):
             of_file = dict(pairs)
             first = next(iter(of_file.values()))
@@ -165,8 +164,8 @@ class SpoolChunkSource(ChunkSource):
                 ):
                     for content, base in of_file.items():
                         places = (new.fileno(), begins[base.index]), (old.fileno(), old_begins[base.index])
-                        if _share_that_differs(*places, content[1]) <= chunk_codec.MOST_SHARE:
-                            alike[content] = base
+                        if kind := _sampled_kind(*places, content[1]):
+                            alike[content] = base, kind
             except (CorruptChunk, OSError):
                 continue  # the older checkpoint has left the spool
         return alike
@@ -189,7 +188,7 @@ class SpoolChunkSource(ChunkSource):
         assert self._taker is not None
         chunk, room = file.chunks[where[1]], chunk_buffer_size(file, where[1])
         base = self._bases.get(chunk.content)
-        patched = await thread_uncancelled(self._encode_patch, file, where[1], base) if base else None
+        patched = await thread_uncancelled(self._encode_patch, file, where[1], *base) if base else None
         if patched:
             self._taker.skip(chunk.content)
             yield patched
@@ -197,7 +196,7 @@ class SpoolChunkSource(ChunkSource):
         async with self._taker.take(chunk, room, partial(self._read, file, where[1])) as encoded:
             yield await self._encode_as_reference(where, encoded)
 
-    def _encode_patch(self, file: File, index: int, base: PatchBase) -> EncodedChunk | None:
+    def _encode_patch(self, file: File, index: int, base: PatchBase, kind: str) -> EncodedChunk | None:
         """Return the chunk as a patch; None if too much differs, or the base is not right in the spool any more."""
         path, size = self._spool.path(base.part) / base.older.path, chunk_buffer_size(base.older, base.index)
         try:
@@ -205,7 +204,7 @@ class SpoolChunkSource(ChunkSource):
         except (CorruptChunk, OSError):
             return None
         raw = self._read(file, index, memory_for(chunk_buffer_size(file, index)))
-        return encode_patch(self._part, file.chunks[index], raw, base.chunk, old)
+        return encode_patch(self._part, file.chunks[index], raw, base.chunk, old, kind)
 
     def _read(self, file: File, index: int, memory: memoryview) -> Buffer:
         try:
@@ -239,20 +238,18 @@ def _chunk_offsets(file: File) -> list[int]:
     return list(accumulate((chunk.size for chunk in file.chunks), initial=0))
 
 
-def _share_that_differs(new: tuple[int, int], old: tuple[int, int], size: int) -> float:
-    """Return the share of blocks that differ between two chunks of `size` bytes, by samples.
+def _sampled_kind(new: tuple[int, int], old: tuple[int, int], size: int) -> str:
+    """Return the kind of patch that turns one chunk of `size` bytes into another, by samples; empty for none.
 
     Args:
         new, old: of each chunk, the descriptor of its file, and where it begins.
     """
     piece = min(_SAMPLE, size)
-    shares = []
-    for sample in range(0, size - piece + 1, max(piece, size // _SAMPLES)):
-        samples = [os.pread(fd, piece, begin + sample) for fd, begin in (new, old)]
-        if {len(data) for data in samples} != {piece}:
-            return 1.0  # a file was cut; the read of the chunk finds out
-        shares.append(chunk_codec.differing_share(*samples))
-    return sum(shares) / len(shares)
+    places = range(0, size - piece + 1, max(piece, size // _SAMPLES & ~7))
+    samples = [b"".join(os.pread(fd, piece, begin + place) for place in places) for fd, begin in (new, old)]
+    if {len(sample) for sample in samples} != {piece * len(places)}:
+        return ""  # a file was cut; the read of the chunk finds out
+    return cheapest_patch(*samples)
 
 
 def stored_as(part: PartId, chunk: Chunk, other: StoredChunk, data: Buffer) -> EncodedChunk:
