@@ -45,6 +45,7 @@ HERE = Path(__file__).parent / "format"
 V1 = HERE / "v1"
 PLANES = HERE / "v1-planes"  # a tier whose one checkpoint shows the codec `planes`; see make_v1_planes.py
 PATCHES = HERE / "v3-patches"  # a tier whose one checkpoint is stored as patches; see make_v3_patches.py
+DELTAS = HERE / "v5-deltas"  # a tier whose one checkpoint is stored as deltas; see make_v5_deltas.py
 V4 = HERE / "v4"  # a tier and a spool of two ranks that hold the same tensors; see make_v4.py
 TIER = V1 / "tier"
 FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
@@ -161,6 +162,18 @@ async def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path
     await fetch(spool, part, {"tier": store})
     await store.aclose()
     assert {name: bytes(data) for name, data in read(spool, part).items()} == maker.contents(300)
+
+
+async def test_deltas_are_read_and_verified_and_a_patch_of_a_delta_too(tmp_path):
+    maker = _maker("make_v5_deltas")
+    part, spool = maker.PARTS[-1], Spool(tmp_path / "spool")
+    manifest = decode((DELTAS / part.manifest_key).read_bytes(), part)
+    chains = {file.path: [stored.codec[:5] for stored in file.chunks[0].objects()] for file in manifest.files}
+    assert {tuple(codecs[:2]) for codecs in chains.values()} == {("delta", "delta"), ("patch", "delta")}
+    store = FileStore(DELTAS)
+    await fetch(spool, part, {"tier": store})
+    await store.aclose()
+    assert {name: bytes(data) for name, data in spool.read(part, spool.manifest(part)).items()} == maker.contents(300)
 
 
 async def test_a_tier_and_a_spool_of_version_4_are_read_and_verified(tmp_path):
@@ -412,9 +425,10 @@ def test_the_documented_program_reads_the_codec_planes(by_hand):
     assert wrote == {f"00000-of-00001/{name}": data for name, data in _maker("make_v1_planes").contents().items()}
 
 
-def test_the_documented_program_reads_patches(by_hand):
-    maker = _maker("make_v3_patches")
-    status, output, wrote = by_hand(PATCHES)
+@pytest.mark.parametrize(("root", "name"), [(PATCHES, "make_v3_patches"), (DELTAS, "make_v5_deltas")])
+def test_the_documented_program_reads_patches_and_deltas(by_hand, root, name):
+    maker = _maker(name)
+    status, output, wrote = by_hand(root)
     assert (status, output) == (0, f"restored {maker.PARTS[-1].checkpoint.name}\n")
     assert wrote == {f"00000-of-00001/{name}": data for name, data in maker.contents(300).items()}
 
@@ -448,7 +462,7 @@ def test_documented_program_decrypts_chunks_of_several_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("root", "name"),
     [(PLANES, name) for name in sorted(tree(PLANES)) if name.endswith(".planes")]
-    + [(PATCHES, name) for name in sorted(tree(PATCHES)) if "/chunks/" in name],
+    + [(root, name) for root in (PATCHES, DELTAS) for name in sorted(tree(root)) if "/chunks/" in name],
 )
 def test_the_documented_program_notices_a_flip_in_planes_a_patch_or_its_base(by_hand, tmp_path, root, name):
     tier = tmp_path / "tier"

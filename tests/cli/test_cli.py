@@ -23,7 +23,7 @@ from tierd.cli.progress import Meter
 from tierd.core.config import from_urls
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.installation import install_command
-from tierd.core.manifest import VERSION
+from tierd.core.manifest import WITH_DELTAS
 from tierd.core.manifest_codec import decode, seal
 from tierd.core.planning.inventory import Inventory
 from tierd.daemon.daemon_service import open_tiers
@@ -422,10 +422,10 @@ def test_command_line_without_the_daemons_packages_names_the_package_to_install(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {VERSION}\n"
+    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {WITH_DELTAS}\n"
     assert run(["--version", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": VERSION}
+    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": WITH_DELTAS}
 
 
 @pytest.mark.parametrize("line", [[], ["--json"], ["--json", "advise"]])

@@ -14,7 +14,7 @@ from support.world import converge, described, manifest_on, read
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, ChunkName, PartId
-from tierd.core.manifest import FIRST, PATCHED, VERSION
+from tierd.core.manifest import FIRST, PATCHED, VERSION, WITH_DELTAS, Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.planning import flush_order
 from tierd.daemon.concurrency import MemoryBudget
@@ -32,7 +32,7 @@ from tierd.stores.base import Store
 from tierd.stores.memory_store import MemoryStore
 
 FORMATS = Path(__file__).parents[1] / "format"
-TIERS = {"1": FORMATS / "v1/tier", "3": FORMATS / "v3-patches", "4": FORMATS / "v4/tier"}
+TIERS = {"1": FORMATS / "v1/tier", "3": FORMATS / "v3-patches", "4": FORMATS / "v4/tier", "5": FORMATS / "v5-deltas"}
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,11 @@ def tier_of(name: str) -> Store:
 
     asyncio.run(work())
     return store
+
+
+def version_beside(base: Manifest) -> int:
+    """The version of what is written now and names chunks of `base`."""
+    return max(base.version, VERSION)
 
 
 async def parts_on(store: Store) -> list[PartId]:
@@ -96,7 +101,7 @@ async def test_new_checkpoint_names_old_chunks_and_a_prune_keeps_exactly_these(s
         base = await manifest_on(store, part)
         result = await flush(spool, newer[-1], TierUploadContext(store), base=base)
         manifest = await manifest_on(store, newer[-1])
-        assert result.sent < manifest.size / 3 and manifest.version == VERSION
+        assert result.sent < manifest.size / 3 and manifest.version == version_beside(base)
         assert base.owners & manifest.owners
     await store.delete([key for key in await contents(store) if "/pins/" in key])
     old = {part.checkpoint for part in await parts_on(store)} - {newer[0].checkpoint}
@@ -158,7 +163,7 @@ async def test_corrupt_chunk_of_an_old_tier_is_repaired(store, tmp_path, monkeyp
         assert await contents(store) == pristine
         return
     repaired = await manifest_on(store, part)
-    assert repaired.version == VERSION and repaired.same_content(manifest)
+    assert repaired.version == version_beside(manifest) and repaired.same_content(manifest)
     name = ChunkName.parse(repaired.chunk(where).stored.key)
     assert (name.is_old, name.codec, name.rank) == (False, "raw", part.rank if chunk.home is None else chunk.home)
 
@@ -183,4 +188,4 @@ def test_fixtures_are_of_the_formats_that_they_claim():
         name: {decode(path.read_bytes()).version for path in tier.glob("demo/manifests/*/*")}
         for name, tier in TIERS.items()
     }
-    assert versions == {"1": {FIRST}, "3": {PATCHED}, "4": {FIRST, VERSION}}
+    assert versions == {"1": {FIRST}, "3": {PATCHED}, "4": {FIRST, VERSION}, "5": {WITH_DELTAS}}

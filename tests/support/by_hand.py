@@ -104,7 +104,8 @@ def raw(chunk: Mapping[str, Any], get: Callable[[str], bytes]) -> bytes:
             return bytes(program().expand(data, chunk["size"]))
         case "planes":
             return bytes(program().join_planes(data, chunk["size"]))
-    return bytes(program().apply_patch(data, raw(stored["base"], get)))
+    apply = getattr(program(), f"apply_{stored['codec'][:5]}")  # a patch or a delta
+    return bytes(apply(data, raw(stored["base"], get)))
 
 
 # -- what lies in places -----------------------------------------------------------------------------------------------

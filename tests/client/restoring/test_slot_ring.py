@@ -30,6 +30,7 @@ from tierd.core.errors import (
 from tierd.core.ids import PartId
 from tierd.daemon.tiers.tier_objects import read_manifest
 from tierd.daemon.transfer.slot_fills import SlotFills
+from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted_store import EncryptedStore
 from tierd.stores.encryption_keys import EncryptionKey
@@ -113,22 +114,31 @@ def test_restore_on_a_fresh_node_writes_live_tensors_and_no_file(spool, encrypte
         wait_until(lambda: not daemon.handoff.handed_over_bytes())
 
 
-def test_patch_is_decoded_by_the_daemon(spool):
-    store = Double()
+@pytest.mark.parametrize(("kind", "name"), [("patch", "noise"), ("delta", "half")])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_patch_is_decoded_by_the_daemon_and_by_a_reader(spool, kind, name, encrypted):
+    inner = MemoryStore()
+    store = Double(EncryptedStore(inner, EncryptionKey(bytes(32))) if encrypted else inner)
     with Daemon(spool.root, {"tier": store}, keep=100) as daemon:
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
             state = weights(1)
             checkpointer.save(1, state).wait()
             daemon.settle()
-            state["noise"][5] = 7
+            if kind == "delta":
+                state["half"].view(torch.int16)[::30] += 1
+            else:
+                state["noise"][5] = 7
             saved = checkpointer.save(2, state)
             saved.wait()
             daemon.settle()
         spool.remove(list(spool.parts()))
-        assert any(key.rpartition(".")[2].startswith("patch") for key in store.inner.keys)
+        assert any(key.rpartition(".")[2].startswith(kind) for key in store.puts())
         found = blank()
         assert restore(spool, found).step == 2
-        assert torch.equal(found["noise"], state["noise"]) and not spool.has(saved.part)
+        assert torch.equal(found[name], state[name]) and not spool.has(saved.part)
+    with Reader({"tier": store}, "run") as reader:
+        read = blank()
+        assert reader.restore(read).step == 2 and torch.equal(read[name], state[name])
 
 
 def test_chunk_that_is_wrong_on_one_tier_is_read_from_the_other_and_repaired(spool):

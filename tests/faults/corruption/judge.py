@@ -26,7 +26,8 @@ def _is_entry(chunk: Mapping[str, Any]) -> bool:
     if not entry:
         return True
     name = f"{chunk['xxh3_128']}.{entry['codec']}"
-    return entry["key"].rpartition("/")[2] == name and ("base" in entry) == entry["codec"].startswith("patch")
+    needs_base = entry["codec"].startswith(("patch", "delta"))
+    return entry["key"].rpartition("/")[2] == name and ("base" in entry) == needs_base
 
 
 def said(data: bytes | None, part: PartId) -> dict[str, Any] | None:
@@ -106,7 +107,7 @@ class Judge:
     def is_form(self, name: str, form: str, data: bytes | None) -> bool:
         """Whether an object is the encoding of a chunk that the unharmed world had, or another if it had a patch."""
         known = self.places.forms[name].get(form)
-        if data is None or known is not None or form.startswith("patch"):
+        if data is None or known is not None or form.startswith(("patch", "delta")):
             return data is not None and known == data
         try:
             stored = {"stored": {"key": "", "codec": form}, "size": self.places.sizes[name]}
@@ -208,7 +209,7 @@ class Judge:
         for there, base in self._places(tier, part, entry["base"], where):
             below = self._link(there, part, base, where)
             if below is not None:
-                found = bytes(program().apply_patch(data, below))
+                found = bytes(getattr(program(), f"apply_{entry['codec'][:5]}")(data, below))
                 return found if digest(found) == link["xxh3_128"] else None
         return None
 

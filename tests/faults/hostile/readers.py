@@ -179,7 +179,7 @@ def manifest(noise: random.Random) -> None:
             raise Lost(f"sizes were taken that do not fit: {file}")
         for chunk in (one for first in file.chunks for one in first.chain()):
             one = chunk.stored
-            if one and (chunk.size != one.base.size if one.base else one.codec.startswith("patch")):
+            if one and (chunk.size != one.base.size if one.base else one.codec.startswith(("patch", "delta"))):
                 raise Lost(f"a patch was taken without a base that fits: {one}")
             if one and (
                 ".." in one.key

@@ -29,7 +29,7 @@ TIER_PINNED = "pinned on the tier"
 Thing = tuple[str, str]
 
 _STEP = re.compile(r"[^/]+/(\d{12})\.[^/]+/(\d{5})-of-(\d{5})")
-_PATCH_OF = re.compile(r"(?<=\.patch)[0-9a-f]{11}$")  # the flush that made a patch
+_PATCH_OF = re.compile(r"(?<=\.patch|\.delta)[0-9a-f]{11}$")  # the flush that made a patch
 
 
 @dataclass(frozen=True, slots=True)
