@@ -36,6 +36,7 @@ _BASE_DIGITS = 11  # of a base's digest, in the codec of its patches; a codec ha
 _LEVEL = 1  # because data other than numbers is mostly small: headers and JSON
 _SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a small sample is unreliable
 _PREFERENCE = 2  # times the size of a delta that a patch may have, because more versions of tierd read it
+_SHORT = 1 / 128  # of a chunk; so short a patch is always taken, because samples do not tell shorter ones apart
 _PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
 # So many threads of this process split or join numbers at a time, because more of them wait for the interpreter's lock
 # and for each other's CPU caches. Background work has fewer threads than that, so a restore always finds a free one.
@@ -91,7 +92,7 @@ def cheapest_patch(raw: Buffer, base: Buffer) -> str:
     patch, delta = differing_share(new, old), delta_share(new, old)
     if min(patch, delta) > MOST_SHARE:
         return ""
-    return PATCH if patch <= MOST_SHARE and patch <= _PREFERENCE * delta else DELTA
+    return PATCH if patch <= min(MOST_SHARE, max(_PREFERENCE * delta, _SHORT)) else DELTA
 
 
 def encode_patch(

@@ -15,7 +15,7 @@ from support.doubles import Double, contents, flip, is_chunk
 from support.timed import QUICK
 from support.world import CHUNK, commit, manifest_on, part, read
 
-from tierd.codec.chunk_codec import BLOCK
+from tierd.codec.block_patches import BLOCK
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import PartId, chunk_directory
 from tierd.core.planning import flush_order
