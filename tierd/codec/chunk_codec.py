@@ -108,7 +108,8 @@ def encode_patch(
         kind: `PATCH` or `DELTA`.
     """
     make, apply = PATCHES[kind]
-    data = make(raw, base_raw)
+    with _cores:
+        data = make(raw, base_raw)
     if data is None or not _decodes_to(chunk, lambda: apply(data, base_raw)):
         return None
     codec = kind + base.xxh3_128[:_BASE_DIGITS]
@@ -236,7 +237,8 @@ def _expand(
         if kind := patch_kind(stored.codec):
             if base is None:
                 raise ValueError("its base is not known")
-            return PATCHES[kind][1](data, base, into)
+            with _cores:
+                return PATCHES[kind][1](data, base, into)
         if stored.codec == PLANES:
             with _cores:
                 return byte_planes.unpack(data, chunk.size, into)
