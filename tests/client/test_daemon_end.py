@@ -68,7 +68,9 @@ def test_daemon_that_ends_while_a_launch_registers_is_replaced(tmp_path):
         spool.socket.unlink(missing_ok=True)
         return None
 
-    with OtherDaemon(spool, answer) as ending:
-        with tierd.Checkpointer(spool.root, run="r", to=[str(tmp_path / "tier")]) as ckpt:
-            ckpt.save(1, tensors(1)).wait("file", timeout=120)
+    with (
+        OtherDaemon(spool, answer) as ending,
+        tierd.Checkpointer(spool.root, run="r", to=[str(tmp_path / "tier")]) as ckpt,
+    ):
+        ckpt.save(1, tensors(1)).wait("file", timeout=120)
     assert [request["op"] for request in ending.asked] == ["hello", "attach"]

@@ -259,6 +259,7 @@ class Attachment:
 
         Returns the daemon's answer to `Attach`. Raises as `_reach` and `DaemonConnection.ask`.
         """
+        limit_s = None if to is not None else self._timings.names_s
         for may_retry in (to is not None, False):
             link = self._link = self._reach(to)  # a signal handler may close and forget it at any line
             try:
