@@ -46,7 +46,6 @@ def number_text(value: float | None, form: str = ".4g") -> str:
 
 
 def write_result(out: Path, stem: str, result: object, page: str = "") -> None:
-    """Write the JSON of a result, and its page beside it."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{stem}.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     if page:

@@ -137,7 +137,6 @@ class RankRecord:
     start_capture: StateCapture | None = None
 
     def add(self, line: RecordLine) -> None:
-        """Add one line of the record."""
         if line.observation is not None:
             self.observations[line.observation.step] = line.observation
         self.setting = line.setting or self.setting

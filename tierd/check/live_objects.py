@@ -128,7 +128,6 @@ def _orphan_parameters(places: CreationSites, objects: LiveObjects) -> dict[str,
 
 
 def gradient_leaves(places: CreationSites, objects: LiveObjects) -> dict[str, ValueLeaf]:
-    """Return the gradients of all modules' parameters."""
     by_path: dict[str, ValueLeaf] = {}
     for name, module in _modules(places, objects):
         for path, weight in module.named_parameters():

@@ -67,7 +67,6 @@ def _holds_step(uninterrupted: RankRecord, saved: StateCapture, step: int) -> bo
 
 
 def _has_weights_of(capture: StateCapture, same: StateCapture, other: StateCapture) -> bool:
-    """Return whether a capture has the weights and buffers of `same`, and not those of `other`."""
     leaves = capture.entries or capture.unsaved
     weights = [path for path in leaves if kind_of_path(path, capture.kinds) in ("weights", "buffers")]
 

@@ -22,8 +22,6 @@ _MAX_EXAMPLES = 5  # samples that a report names, at most
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTerms:
-    """The terms of a comparison."""
-
     steps: int  # the last step that is compared
     allowance: int = 0  # samples that each rank may read again or skip, for each resume
     loss_tolerance: float = 0.0  # relative; 0 compares every bit
@@ -82,7 +80,6 @@ class RankResult(msgspec.Struct, frozen=True):
 
 
 def compare_rank(reference: CheckedRun, killed: CheckedRun, rank: int, terms: ComparisonTerms) -> RankResult:
-    """Compare one rank of a killed run with the reference."""
     expected, actual = reference.effective_observations(rank), killed.effective_observations(rank)
     start = min(expected, default=0)
     resumes = killed.first_steps_of_resumes(rank, start)

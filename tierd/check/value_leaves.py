@@ -28,8 +28,6 @@ _SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
 class ValueLeaf(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One value."""
-
     digest: str  # equal for values that are equal to the last bit
     text: str  # the value for a reader, shortened
     count: int | None = None  # the number of items of a container or sequence

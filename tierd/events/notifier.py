@@ -73,7 +73,6 @@ class Outbox:
             self._end, self._passed = now + _MINUTE, 0
 
     def count_dropped(self, event: Event) -> None:
-        """Count an event that was dropped."""
         self.unreported_drops[event.what] += 1
 
     def take(self, now: float, *, last: bool = False) -> Event | Counter[str] | None:

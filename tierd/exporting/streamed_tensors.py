@@ -133,8 +133,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A block of a tensor."""
-
     locate: Callable[[ChunkReader], tuple[PartId, str, int]]  # where the row-major array begins
     array: tuple[int, ...]  # the array's shape
     local: tuple[int, ...]  # the block's offset in the array

@@ -135,7 +135,6 @@ def write_file(path: Path, name: str, data: Buffer, chunk_size: int = CHUNK_SIZE
 
 
 def flat_bytes(data: Buffer) -> memoryview:
-    """Return any buffer as a memoryview of bytes."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 

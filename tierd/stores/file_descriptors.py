@@ -105,8 +105,6 @@ class DirectoryEntries(NamedTuple):
 
 @dataclass(slots=True)
 class ScanState:
-    """The state of one scan."""
-
     top: str
     # a stack of the keys to come in order, the next one last; directories end in '/'
     pending: list[str] = field(init=False)

@@ -67,7 +67,6 @@ def put_on_tier(tier: Path, which: PartId) -> None:
 
 
 def put_runs_on_tier(tier: Path, runs: int, checkpoints: int, ranks: int) -> None:
-    """Put so many runs on a tier."""
     for run, step, rank in itertools.product(range(runs), range(checkpoints), range(ranks)):
         put_on_tier(tier, make_part(step, f"run{run:04}", rank, ranks))
 

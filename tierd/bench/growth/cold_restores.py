@@ -54,7 +54,6 @@ def make_state(kind: str) -> dict[str, torch.Tensor]:
 
 
 def numbers_per_tensor(kind: str) -> int:
-    """Numbers in a tensor."""
     return int(GIGABYTES * 1e9 / TENSORS / KINDS[kind].itemsize)
 
 
@@ -175,7 +174,6 @@ def read_and_verify(_: str, url: str, work: Path) -> tuple[None, Figures]:
 
 
 def _reader(place: StoreUrl) -> Callable[[str], bytes]:
-    """What reads an object of the tier, by its key."""
     if place.scheme != "s3":
         return lambda key: Path(place.path, key).read_bytes()
     client = s3_client(place)

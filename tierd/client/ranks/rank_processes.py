@@ -256,8 +256,6 @@ _PATIENT_S = 1.0  # how long a rank is waited for before its signs of life are r
 
 
 class LifeSign(msgspec.Struct, frozen=True, array_like=True):
-    """A sign of life."""
-
     number: int = 0
     inside: bool = False  # whether the rank is in an `attending` block, where others wait for it
     said: int = 0  # the number of exchanges for which the rank has put its message

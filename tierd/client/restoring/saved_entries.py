@@ -139,7 +139,6 @@ def _bytes(files: PartRanges, span: Span) -> bytes:
 
 
 def _spans(files: PartRanges, part: PartId, layout: TensorFileLayout, names: Collection[str]) -> Iterator[Span]:
-    """Yield the ranges of the tensors in `names` that this file has."""
     # A missing tensor is reported when the entry is decoded.
     for name in layout.entries.keys() & set(names):
         entry = layout.entries[name]

@@ -221,7 +221,6 @@ class RunCopies:
 
     @cached_property
     def unusable(self) -> list[CheckpointCopy]:
-        """The copies that are not usable."""
         return [copy for copy in self.copies.values() if not copy.usable]
 
     @cached_property

@@ -123,7 +123,6 @@ class Demand:
                 pending[checkpoint] = parts
 
     def policy(self, place: str) -> RetentionPolicy:
-        """The run's policy in a place."""
         if place not in self._policies:
             self._policies[place] = policy_for(self.inventory, self.config, self.run, place)
         return self._policies[place]

@@ -113,7 +113,6 @@ class Place:
 
     @cached_property
     def runs(self) -> dict[str, RunCopies]:
-        """The checkpoints, by run."""
         by_run: dict[str, dict[CheckpointId, CheckpointCopy]] = {}
         for checkpoint, copy in self.checkpoints.items():
             by_run.setdefault(checkpoint.run, {})[checkpoint] = copy
@@ -179,7 +178,6 @@ class Place:
         return indexes
 
     def copies(self, run: str) -> Iterable[CheckpointCopy]:
-        """The copies of one run."""
         return self.run(run).copies.values()
 
     def parts(self) -> Iterator[PartId]:
@@ -242,7 +240,6 @@ class Place:
         return replace(self, policies=policies).with_values_of(self)
 
     def with_heads(self, run: str, heads: tuple[Head, ...]) -> Place:
-        """This place with these heads of a run."""
         return replace(self, heads={**self.heads, run: heads}).with_values_of(self)
 
     def without(self, checkpoint: CheckpointId) -> Place:

@@ -131,7 +131,6 @@ class Planner:
         self._cached_plans: dict[str, tuple[Inventory, Config, RunPlan]] = {}
 
     def runs(self, inventory: Inventory, config: Config) -> dict[str, RunPlan]:
-        """By run, its plan."""
         # Only whether space is low matters, so the exact share must not invalidate the cached plans.
         inventory = replace(inventory, free=0.0 if is_disk_low(inventory, config) else 1.0)
         plans: dict[str, tuple[Inventory, Config, RunPlan]] = {}

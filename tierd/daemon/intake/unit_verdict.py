@@ -146,7 +146,6 @@ def is_taken_from(unit: Unit, manifest: Manifest) -> bool:
 
 
 def _has_sizes_of(unit: Unit, listing: Listing, manifest: Manifest) -> bool:
-    """Whether a checkpoint has each file of a unit in its size."""
     sizes = {file.path: file.size for file in manifest.files}
     of_size = all(listing.entries[path].size == sizes.get(path) for path in unit.files)
     return of_size and bool(unit.files) and not unit.special_files
