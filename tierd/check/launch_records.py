@@ -17,18 +17,12 @@ from tierd.check.value_leaves import ValueLeaf
 from tierd.core.errors import ConfigError
 
 Sample = int | str
-PYTHON_GENERATOR, NUMPY_GENERATOR, TORCH_GENERATOR, CUDA_GENERATORS = (
+GLOBAL_GENERATORS = PYTHON_GENERATOR, NUMPY_GENERATOR, TORCH_GENERATOR, CUDA_GENERATORS = (  # of the process
     "Python's random",
     "numpy.random",
     "torch's CPU generator",
     "torch's CUDA generators",
 )
-GLOBAL_GENERATORS = (
-    PYTHON_GENERATOR,
-    NUMPY_GENERATOR,
-    TORCH_GENERATOR,
-    CUDA_GENERATORS,
-)  # the process's global generators
 _KILL_POINT = re.compile(r"(\d+)(\+save|\+(\d+(?:\.\d+)?)ms)?")
 
 

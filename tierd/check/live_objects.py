@@ -213,12 +213,7 @@ def find_live_objects() -> LiveObjects:
     functions: list[FunctionType] = []
     groups: dict[type, str] = {}
     by_group: dict[str, list[Any]] = {
-        "module": [],
-        "stateful": [],
-        "iterator": [],
-        "order": [],
-        "owned": [],
-        "other": [],
+        group: [] for group in ("module", "stateful", "iterator", "order", "owned", "other")
     }
     for candidate in gc.get_objects():
         kind = type(candidate)

@@ -232,14 +232,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         return dict(os.environ)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    return (
-        environment
-        | {name: str(value) for name, value in numbers.items()}
-        | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    )
+    given = {name: str(value) for name, value in numbers.items()}
+    return environment | given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _free_port() -> int:
