@@ -163,10 +163,7 @@ class DcpAsyncReused(DcpAsync):
         pins = self.training.device.type == "cuda"
         return DefaultStager(
             StagingOptions(
-                use_pinned_memory=pins,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=pins,
+                use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
             )
         )
 

@@ -11,12 +11,7 @@ from tierd.check.check_report import Cause
 from tierd.check.launch_records import GLOBAL_GENERATORS, CheckedRun, CountedObservation, ProcessSettings, RankRecord
 from tierd.check.observation_causes import causes_in_samples, count_reread_samples, rank_of_samples, reread_cause
 from tierd.check.resume_comparison import StateFinding
-from tierd.check.resume_findings import (
-    differences_before,
-    first_resume_findings,
-    launch_findings,
-    paths_overlap,
-)
+from tierd.check.resume_findings import differences_before, first_resume_findings, launch_findings, paths_overlap
 from tierd.check.sample_comparison import ComparisonTerms, Divergence, RankResult, first_difference, relative_distance
 from tierd.check.state_comparison import StateDifference, nondeterministic_paths
 

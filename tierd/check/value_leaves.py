@@ -146,11 +146,7 @@ def _tensor_leaf(torch: Any, value: Any) -> ValueLeaf | None:
             plain.layout is not torch.strided
             or plain.is_quantized
             or plain.is_meta
-            or type(plain)
-            not in (
-                torch.Tensor,
-                torch.nn.Parameter,
-            )
+            or type(plain) not in (torch.Tensor, torch.nn.Parameter)
         ):
             return None
         plain = plain.resolve_conj().resolve_neg().contiguous().cpu()

@@ -47,8 +47,7 @@ EVENT_KINDS: dict[str, EventKind] = {
         "error",
     ),
     "nothing taken": EventKind(
-        "a watched directory has had files for 15 minutes, and nothing of it was ever taken; sent once",
-        "error",
+        "a watched directory has had files for 15 minutes, and nothing of it was ever taken; sent once", "error"
     ),
     "in doubt": EventKind(
         "a checkpoint in a watched directory has a later step and an earlier time than others: it is taken and pinned",

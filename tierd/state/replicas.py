@@ -52,10 +52,7 @@ class ReplicaGroup:
         return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     def share(
-        self,
-        state: Mapping[str, object],
-        tensors: Mapping[str, torch.Tensor],
-        dtensors: Sequence[tuple[str, Any]] = (),
+        self, state: Mapping[str, object], tensors: Mapping[str, torch.Tensor], dtensors: Sequence[tuple[str, Any]] = ()
     ) -> ReplicaShare:
         """Return this rank's share of a state's `tensors`, which a walk has named. Among them are the local shards of
         `dtensors`.

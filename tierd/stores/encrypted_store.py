@@ -36,15 +36,7 @@ from tierd.core.ids import parse_retention
 from tierd.core.manifest_codec import MAX_MANIFEST_SIZE, unwrap, wrap
 from tierd.core.retention.policy import is_plain_policy
 from tierd.spool.direct_io import memory_for
-from tierd.stores.base import (
-    Buffer,
-    ObjectInfo,
-    Store,
-    StoreWrapper,
-    check_key,
-    destination,
-    octets,
-)
+from tierd.stores.base import Buffer, ObjectInfo, Store, StoreWrapper, check_key, destination, octets
 from tierd.stores.encryption_keys import EncryptionKey
 from tierd.threads import BACKGROUND_POOL, is_foreground
 

@@ -29,17 +29,7 @@ import aiofiles
 
 from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.storage_faults import DISK_FULL_ERRNOS, disk_full_remedy
-from tierd.stores.base import (
-    FIRST_PAGE,
-    Buffer,
-    ObjectInfo,
-    Store,
-    check_key,
-    check_size,
-    destination,
-    flatten,
-    octets,
-)
+from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, Store, check_key, check_size, destination, flatten, octets
 from tierd.stores.file_descriptors import ScanState, parent, read_file_into
 from tierd.stores.file_tree import STAT_PAGE, FileTree
 from tierd.threads import PriorityPools

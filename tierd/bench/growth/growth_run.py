@@ -105,12 +105,7 @@ def _number(figure: str, value: float) -> str:
 
 
 def growth(
-    only: Sequence[str],
-    scale: float,
-    s3: str,
-    directory: Path | None,
-    out: Path | None,
-    say: Callable[[str], None],
+    only: Sequence[str], scale: float, s3: str, directory: Path | None, out: Path | None, say: Callable[[str], None]
 ) -> GrowthResult:
     """Measure these parts, and write the files to `out` after each row.
 

@@ -61,10 +61,7 @@ STATES: dict[str, tuple[Callable[[], Any], Any]] = {  # name -> makes the value;
     "3 dicts of 100,000 str to float": (lambda: {f"rank {n}": _table(ENTRIES // 3) for n in range(3)}, {}),
     "1,000 dicts of 300 str to float": (lambda: {f"layer {n}": _table(300) for n in range(1000)}, {}),
     "list of 200,000 short strings": (lambda: [f"sample {number:06}" for number in range(200_000)], []),
-    "50 MB of bytes": (
-        lambda: _noise(50_000_000),
-        b"",
-    ),
+    "50 MB of bytes": (lambda: _noise(50_000_000), b""),
 }
 
 
@@ -275,5 +272,5 @@ def library_parts(say: Callable[[str], None]) -> dict[str, Rows]:
     return {
         "training": [
             (f"{gigabytes:g} GB", partial(library_samples, gigabytes=gigabytes, say=say)) for gigabytes in _ARMS
-        ],
+        ]
     }

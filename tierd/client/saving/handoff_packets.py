@@ -47,10 +47,7 @@ def send_packet(connection: socket.socket, message: AnyHandoff, *fds: int) -> No
 
 
 def receive_packet(
-    connection: socket.socket,
-    silence_s: float,
-    most_fds: int = 0,
-    on_sign_of_life: Callable[[], None] = lambda: None,
+    connection: socket.socket, silence_s: float, most_fds: int = 0, on_sign_of_life: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], list[int]]:
     """Wait for the next answer and its descriptors, which the caller then owns, while the daemon shows that it works.
 

@@ -207,11 +207,7 @@ class _Read:
     """The comparison of one device's tensors, on its way to the host."""
 
     def __init__(
-        self,
-        sample: TensorSample,
-        groups: list[_Group],
-        live: Mapping[str, torch.Tensor],
-        stream: torch.cuda.Stream,
+        self, sample: TensorSample, groups: list[_Group], live: Mapping[str, torch.Tensor], stream: torch.cuda.Stream
     ) -> None:
         self._names = [name for group in groups for name in group.names]
         with torch.cuda.stream(stream), torch.no_grad():

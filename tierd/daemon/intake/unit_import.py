@@ -311,10 +311,7 @@ class _Import:
         flushed = await flush(self.spool, part, TierUploadContext(store), base=base, worn_out=worn_out)
         self.places[name] = self.places[name].adding(part, flushed.facts)
         log.info(
-            "%s: imported, %s stored as %s",
-            part.checkpoint,
-            format_size(flushed.raw),
-            format_size(flushed.stored),
+            "%s: imported, %s stored as %s", part.checkpoint, format_size(flushed.raw), format_size(flushed.stored)
         )
         return flushed.sent
 

@@ -279,10 +279,7 @@ async def first_manifest(part: PartId, spool: Spool | None, stores: Mapping[str,
 
 
 async def verify_part(
-    store: Store,
-    part: PartId,
-    read: Callable[[int], None],
-    defects: ObjectDefects | None = None,
+    store: Store, part: PartId, read: Callable[[int], None], defects: ObjectDefects | None = None
 ) -> tuple[Manifest, list[str]]:
     """Re-read every stored byte of a part on a tier and compare it with the digests.
 

@@ -308,11 +308,7 @@ class SharedOrder:
 
 
 async def _send_each(
-    order: SharedOrder,
-    source: ChunkSource,
-    route: TierUploadContext,
-    pauses: Pause,
-    moved: FlushProgress,
+    order: SharedOrder, source: ChunkSource, route: TierUploadContext, pauses: Pause, moved: FlushProgress
 ) -> int:
     """Send chunks, together with concurrent calls, until none is left. Returns the bytes that were put."""
     sent, todo = 0, order.todo

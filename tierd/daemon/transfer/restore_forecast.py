@@ -40,12 +40,7 @@ class RestoreForecast:
 
 
 async def forecast_restore(
-    stores: Mapping[str, Store],
-    run: str,
-    target: Path,
-    step: int | None,
-    attempt: str | None,
-    best: MetricGoal | None,
+    stores: Mapping[str, Store], run: str, target: Path, step: int | None, attempt: str | None, best: MetricGoal | None
 ) -> RestoreForecast:
     """Return what `restore_to_directory` would do if the checkpoint that it tries first is right.
 

@@ -17,14 +17,7 @@ import aiohttp
 from botocore import exceptions as botocore
 from botocore.parsers import ResponseParserError
 
-from tierd.core.errors import (
-    DeleteRefused,
-    ObjectNotFound,
-    StoreFull,
-    StoreRefused,
-    StoreUnavailable,
-    TierdError,
-)
+from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.stores.base import BucketAbsent
 from tierd.stores.retry import UNNAMED, StoreThrottled, UnnamedNotFound
 
@@ -57,14 +50,7 @@ _TLS_ALERT = "\x15\x03"  # how a server that speaks TLS responds to plain HTTP
 
 
 def response_error(
-    place: str,
-    doing: str,
-    code: str,
-    status: int,
-    message: str,
-    after: str = "",
-    date: str = "",
-    region: str = "",
+    place: str, doing: str, code: str, status: int, message: str, after: str = "", date: str = "", region: str = ""
 ) -> TierdError:
     """Return the error that corresponds to a server's error response.
 
