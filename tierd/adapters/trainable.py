@@ -20,8 +20,8 @@ import xxhash
 from torch import nn
 
 from tierd.core.errors import ConfigError, StateMismatch
+from tierd.core.units import list_few
 from tierd.state.kinds.dtensors import is_dtensor
-from tierd.state.single_values import list_few
 
 log = logging.getLogger("tierd")
 _TRAINED, _FROZEN = "trained", "frozen"

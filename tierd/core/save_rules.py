@@ -19,6 +19,7 @@ from tierd.core.ids import CheckpointId
 from tierd.core.manifest import is_metric_name
 from tierd.core.retention.policy import parse_duration
 from tierd.core.timeline.launch_chain import ancestor_chain
+from tierd.core.units import list_few
 
 CLOUDS = ("ec2", "gce", "azure")
 _MODES = ("min", "max")
@@ -216,8 +217,7 @@ def value_of(metrics: Mapping[str, float], metric: str) -> float:
 def list_metrics(metrics: Iterable[str]) -> str:
     """The names of metrics as a list in an error message."""
     names = sorted(metrics)
-    suffix = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return f"there are: {', '.join(names[:_NAMES])}{suffix}" if names else "there is none at all"
+    return f"there are: {list_few(names, _NAMES)}" if names else "there is none at all"
 
 
 class EarlyStopping:

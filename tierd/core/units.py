@@ -61,3 +61,9 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><caption>{escape(printable(title))}</caption><tr>{head}</tr>{body}</table>"
+
+
+def list_few(items: Iterable[object], most: int = 3) -> str:
+    """List the first items, and say how many more there are."""
+    texts = list(map(str, items))
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tierd.core.errors import ConfigError, StateMismatch, as_both
+from tierd.core.units import list_few
 from tierd.state.aliasing import AliasedTargets, expanded
 from tierd.state.kinds import loader_fingerprint, stored_arrays, training_objects, wrapper_tensors
 from tierd.state.kinds.dtensors import RESHARD, SavedDTensor, dtensor_misfit, is_dtensor, local_of
@@ -25,7 +26,7 @@ from tierd.state.kinds.random_generators import RngState, SavedRng, generator_mi
 from tierd.state.kinds.stored_arrays import is_plain
 from tierd.state.kinds.training_objects import is_extra_state
 from tierd.state.kinds.wrapper_tensors import SavedWrapper
-from tierd.state.single_values import list_few, path_part_text, path_text, type_name, why_refused
+from tierd.state.single_values import path_part_text, path_text, type_name, why_refused
 from tierd.state.state_tree import SEQUENCES, Path, instances, leaves
 from tierd.state.value_kinds import IMMUTABLE, PLAIN, LoadKind, Stateful, load_kind_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -57,11 +57,6 @@ def type_name(value: object) -> str:
     """Return the type's name, with its module unless the type is built in."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def list_few(items: Iterable[str], count: int = 3) -> str:
-    listed = list(items)
-    return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")
 
 
 def raise_refused(path: Path, reason: str, cause: Exception | None = None) -> NoReturn:

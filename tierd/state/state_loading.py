@@ -32,6 +32,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierd.core.errors import StateMismatch, as_both
+from tierd.core.units import list_few
 from tierd.spool.direct_io import PAGE
 from tierd.state.kinds import loader_arguments, loader_fingerprint
 from tierd.state.kinds.dtensors import tensors_in
@@ -39,7 +40,7 @@ from tierd.state.kinds.live_parameters import meshes_of, place_optimizer_shards
 from tierd.state.kinds.random_generators import RngState
 from tierd.state.kinds.training_objects import load_module
 from tierd.state.load_check import LoadFit, check_fit, filled_pairs, is_loaded_in_place, is_sequence_of, is_simple
-from tierd.state.single_values import fill_tensor, list_few, path_text
+from tierd.state.single_values import fill_tensor, path_text
 from tierd.state.state_tree import pair_values, walk
 from tierd.state.tensor_file import Buffer, tensor_view
 from tierd.state.tensor_header import parse_layout, tensors_elsewhere

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from tierd.core.errors import StoreUnavailable
+from tierd.core.units import list_few
 
 TIMEOUT_S = 20.0  # of one broadcast, and of finding each other
 _IN_FLIGHT = 8  # broadcasts at once, so that several ranks send at the same time
@@ -52,7 +53,7 @@ class PeerGroup:
                 store, self._members.index(self._rank), len(self._members), self._timeout
             )
         except RuntimeError as error:
-            raise StoreUnavailable(f"ranks {_text(self._members)} do not find each other: {error}") from error
+            raise StoreUnavailable(f"ranks {list_few(self._members, 8)} do not find each other: {error}") from error
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -74,7 +75,7 @@ class PeerGroup:
             while running:
                 running.popleft().wait()
         except RuntimeError as error:
-            raise StoreUnavailable(f"ranks {_text(self._members)}: the exchange failed: {error}") from error
+            raise StoreUnavailable(f"ranks {list_few(self._members, 8)}: the exchange failed: {error}") from error
 
 
 def _distributed() -> Any:
@@ -82,7 +83,3 @@ def _distributed() -> Any:
     from torch import distributed
 
     return distributed
-
-
-def _text(members: Sequence[int]) -> str:
-    return ", ".join(map(str, members[:8])) + (f" and {len(members) - 8} more" if len(members) > 8 else "")

@@ -21,6 +21,7 @@ import msgspec
 from tierd.client.ranks.boards import Board
 from tierd.client.ranks.launchers import environment_ranks, is_single_node, launch_variables
 from tierd.core.errors import ConfigError
+from tierd.core.units import list_few
 
 if TYPE_CHECKING:
     from tierd.client.ranks.note_exchange import NoteExchange
@@ -248,8 +249,7 @@ class Rendezvous:
 
 
 def _listed(ranks: list[int]) -> str:
-    listing = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listing}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {list_few(ranks, 10)}"
 
 
 _PATIENT_S = 1.0  # how long a rank is waited for before its signs of life are read

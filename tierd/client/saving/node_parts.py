@@ -16,8 +16,8 @@ from tierd.core.errors import DivisionMismatch, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
 from tierd.core.replicas.shares import differing_divisions, stored_by_all
+from tierd.core.units import list_few
 from tierd.spool.spool import Spool
-from tierd.state.single_values import list_few
 from tierd.state.tensor_file import TensorFileLayout
 from tierd.state.tensor_header import header_length, parse_header
 

@@ -27,6 +27,7 @@ from tierd.core.timeline.run_view import (
     run_view_of,
     silent_places,
 )
+from tierd.core.units import list_few
 
 _MOST_RUNS, _MOST_STEPS = 20, 8  # that a message names
 
@@ -37,8 +38,7 @@ def describe_runs(run: str, run_names: Collection[str]) -> str:
         return "there is no run at all"
     near = difflib.get_close_matches(run, run_names, n=_MOST_RUNS, cutoff=0.6)
     ordered = [*near, *sorted(set(run_names) - set(near))]
-    suffix = f" and {len(ordered) - _MOST_RUNS} more" if len(ordered) > _MOST_RUNS else ""
-    return f"the runs there are: {', '.join(ordered[:_MOST_RUNS])}{suffix}"
+    return f"the runs there are: {list_few(ordered, _MOST_RUNS)}"
 
 
 def describe_steps(step: int, existing: Collection[int]) -> str:
@@ -298,10 +298,8 @@ def describe_silent(resume: RestoreOrder, world: int = 1, isolated: int | None =
     texts = []
     for why, numbers in list(resume.silent.items())[:_LISTED_PLACES]:
         ranks = numbers if isolated is None else (isolated,)
-        rank_list = ", ".join(map(str, ranks[:_LISTED_PLACES])) + (
-            f" and {len(ranks) - _LISTED_PLACES} more" if ranks[_LISTED_PLACES:] else ""
-        )
-        texts.append(f"rank{'s' * (len(ranks) > 1)} {rank_list} on {why}" if world > 1 else why)
+        rank_list = f"rank{'s' * (len(ranks) > 1)} {list_few(ranks, _LISTED_PLACES)}"
+        texts.append(f"{rank_list} on {why}" if world > 1 else why)
     omitted = len(resume.silent) - len(texts)
     return f" ({'; '.join(texts)}{f'; and {omitted} more' if omitted else ''})" if texts else ""
 

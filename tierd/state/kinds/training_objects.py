@@ -24,11 +24,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from tierd.core.units import list_few
 from tierd.state.kinds.dtensors import SavedDTensor, local_of
 from tierd.state.kinds.live_parameters import Meshes, strip_wrapper_prefixes
 from tierd.state.kinds.stored_arrays import OPAQUE_DTYPES
 from tierd.state.kinds.wrapper_tensors import SavedWrapper
-from tierd.state.single_values import fill_tensor, list_few, path_part_text
+from tierd.state.single_values import fill_tensor, path_part_text
 
 # Suffix in torch.nn.Module of values for a submodule's `set_extra_state`, which may keep them.
 _EXTRA_STATE = "_extra_state"
