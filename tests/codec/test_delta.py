@@ -99,7 +99,7 @@ def test_elements_of_which_a_tenth_moves_by_a_few_units_take_little_more_than_th
     assert len(make_delta(raw, base)) < len(chunk_codec.encode(PART, described(raw), raw).data)
 
 
-def test_a_sample_tells_which_kind_of_patch_is_shorter_and_when_a_whole_chunk_is():
+def test_sample_distinguishes_the_shorter_kind_of_patch_and_a_shorter_whole_chunk():
     base = numbers(2, 256 << 10, 0, 3)
     some, noise = (changed(base, 2, 0, change, 3) for change in ("some", "noise"))
     share = element_deltas.delta_share(*(np.frombuffer(data, np.uint8) for data in (some, base)))
@@ -149,7 +149,7 @@ def whole(*blocks: bytes, size: int = 2 * COUNT, log: int = 20, magic: bytes = M
         whole(block(lead=1, body=BASE[:1] + BASE[-1:])),
     ],
 )
-def test_what_the_description_allows_is_read(right):
+def test_object_that_the_description_allows_is_read(right):
     assert bytes(apply_delta(right, BASE)) == BASE
 
 
@@ -279,7 +279,7 @@ def test_the_numbers_in_the_description_are_those_of_the_code():
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_documented_program_reads_what_is_written(width, change):
+def test_documented_program_reads_a_written_delta(width, change):
     base = numbers(width, 1_200_001, 5, 11)
     raw = changed(base, width, 5, change, 11)
     made = make_delta(raw, base)

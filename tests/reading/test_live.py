@@ -60,7 +60,7 @@ def zeros(publisher: Publisher) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in publisher.weights.items()}
 
 
-def test_newer_step_is_found_by_one_get_and_costs_no_listing(publisher):
+def test_newer_step_costs_a_get_and_no_listing(publisher):
     model = zeros(publisher)
     double, reader, live = follow(publisher, model)
     with reader, live:
@@ -125,7 +125,7 @@ def test_head_is_a_hint_alone(publisher, content):
         assert live.update() is None and live.checkpoint.step == 8
 
 
-def test_trainer_that_went_back_is_followed_and_the_update_says_so(publisher):
+def test_update_names_the_checkpoint_that_a_rolled_back_trainer_abandoned(publisher):
     model = zeros(publisher)
     for _ in range(3):
         publisher.publish()
@@ -225,7 +225,7 @@ def test_state_of_another_form_is_refused_and_unchanged(publisher, name, tensor,
         assert not any(tensor.any() for tensor in model.values())
 
 
-def test_update_that_was_cut_off_is_done_whole_by_the_next_one(publisher, monkeypatch):
+def test_interrupted_update_is_repeated_whole(publisher, monkeypatch):
     model = zeros(publisher)
     _, reader, live = follow(publisher, model)
     with reader, live:

@@ -264,9 +264,7 @@ class Attachment:
             link = self._link = self._reach(to)  # a signal handler may close and forget it at any line
             try:
                 link.greet()
-                return link.ask(
-                    Attach(run=self._run, to=tuple(urls)), None if to is not None else self._timings.names_s
-                )
+                return link.ask(Attach(run=self._run, to=tuple(urls)), limit_s)
             except DaemonUnavailable as error:
                 if not may_retry or isinstance(error, DaemonSilent | VersionMismatch):
                     raise

@@ -168,7 +168,7 @@ class LiveWeights:
             pause_s = self._period_s if is_fine else min(max(2 * pause_s, self._period_s), _LONGEST_PAUSE_S)
 
     def _try_fetch(self) -> bool:
-        """Fetch newer weights; False if that failed. `update` raises errors that no later try can mend."""
+        """Fetch newer weights; False if that failed. `update` raises errors that no later try can repair."""
         failure: BaseException | None = None
         try:
             has_changed = self._feed.fetch_newer()

@@ -74,7 +74,7 @@ class Streams(Trials):
             if self.judge.exists(focus, spool=False) and tier.error is None:
                 raise Lost(f"{focus} is proven corrupt everywhere and was not quarantined") from error
             return "lost"
-        except ObjectNotFound as error:  # also if it was proven corrupt, and set aside, before the restore read it
+        except ObjectNotFound as error:  # also if it was proven corrupt, and quarantined, before the restore read it
             if can or self.judge.exists(focus, spool=False):
                 raise Lost(f"{focus} is there and was not found") from error
             return "absent"
