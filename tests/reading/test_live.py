@@ -79,7 +79,7 @@ def test_newer_step_costs_a_get_and_no_listing(publisher):
         assert not [key for operation, key in double.calls if operation == "scan"]
 
 
-def test_delta_s_base_is_the_chunk_that_the_follower_holds(publisher):
+def test_follower_applies_a_delta_to_the_chunk_that_it_holds(publisher):
     double, reader, live = follow(publisher)
     with reader, live:
         live.update()
@@ -90,7 +90,7 @@ def test_delta_s_base_is_the_chunk_that_the_follower_holds(publisher):
             publisher.tiers[0].objects[key] = bytes(len(content)), number
         update = live.update()
         assert bits(update.tensors).items() <= bits(publisher.weights).items() and update.step == 2
-        assert any(".patch" in key for operation, key in double.calls if operation == "get")
+        assert any(".delta" in key for operation, key in double.calls if operation == "get")
 
 
 def test_follower_whose_memory_changed_fetches_the_base(publisher):

@@ -151,7 +151,7 @@ class Reader:
             ConfigError: another follower uses `state`; or it is damaged, or of another run.
             StoreUnavailable: with `once`, no tier answered. Otherwise the next listing tries again.
         """
-        path = Path(check_path(state, "follow(state): a path")) if state is not None else None
+        path = Path(check_path_argument(state, "follow(state): a path")) if state is not None else None
         with DeliveryLog(path, self.run) as delivered:
             yield from follow(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
 
@@ -187,7 +187,7 @@ class Reader:
 
         targets = None if state is None else live_tensors(state)
         names = None if targets is None else frozenset(targets)
-        directory = None if cache is None else Path(check_path(cache, "live(cache): a path"))
+        directory = None if cache is None else Path(check_path_argument(cache, "live(cache): a path"))
         return LiveWeights(
             WeightFeed(self.tiers, TensorSelection(only, strip, rank, names), directory), targets, period_s
         )
@@ -221,7 +221,7 @@ class Reader:
             ConfigError: `directory` exists and is not usable; the checkpoint has no such rank; or both the best and a
                 step were requested.
         """
-        target = Path(check_path(directory, "download(directory): a path"))
+        target = Path(check_path_argument(directory, "download(directory): a path"))
         if best is not None and step is not None:
             raise ConfigError(f"best={best!r} and step={step}: one of the two")
         goal = None if best is None else check_goal(MetricGoal(best, mode))
@@ -279,7 +279,7 @@ class Reader:
         """
         from tierd.reading.export_from_tiers import ExportOptions, export_state  # torch.distributed is slow to import
 
-        target = check_restore_target(Path(check_path(directory, "export(directory): a path")))
+        target = check_restore_target(Path(check_path_argument(directory, "export(directory): a path")))
         goal = None if best is None else MetricGoal(best, mode)
         return export_state(
             self.tiers, target, ExportOptions(format, only, dtype, strip, rank, on_progress), step, attempt, goal
@@ -298,7 +298,7 @@ class Reader:
         self.close()
 
 
-def check_path(argument: object, description: str) -> PathLike:
+def check_path_argument(argument: object, description: str) -> PathLike:
     """Return `argument` if it can be a path or a URL; else raise `ConfigError` with `description`."""
     if not isinstance(argument, str | os.PathLike):
         raise ConfigError(f"{description}, and not a {type(argument).__name__}")
