@@ -173,7 +173,7 @@ async def test_deltas_are_read_and_verified_and_a_patch_of_a_delta_too(tmp_path)
     store = FileStore(DELTAS)
     await fetch(spool, part, {"tier": store})
     await store.aclose()
-    assert {name: bytes(data) for name, data in spool.read(part, spool.manifest(part)).items()} == maker.contents(300)
+    assert {name: bytes(data) for name, data in read(spool, part).items()} == maker.contents(300)
 
 
 async def test_a_tier_and_a_spool_of_version_4_are_read_and_verified(tmp_path):
