@@ -78,7 +78,8 @@ def test_restore_forecasts_chunks_and_directory(home: Path, tried, capsys) -> No
     assert tried(*command, "--best", "loss", "--mode", "max")[1]["step"] == 10
     assert run([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["size"] == forecast["size"]
-    assert run([*command, "--step", "11", "--dry-run"]) == 4
+    assert run([*command, "--dry-run"]) == 3, "the directory is not empty any more"
+    assert run([*command[:-1], str(home / "absent"), "--step", "11", "--dry-run"]) == 4
 
 
 def test_import_says_which_checkpoints_it_would_take(home: Path, tried, capsys) -> None:

@@ -41,6 +41,7 @@ from tierd.core.retention.policy import parse_duration
 from tierd.core.save_rules import MetricGoal
 from tierd.core.units import format_size
 from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.local_files import check_restore_target
 from tierd.daemon.transfer.restore_forecast import RestoreForecast, forecast_restore
 from tierd.daemon.transfer.restore_to_directory import RestoredDirectory, restore_to_directory
 from tierd.stores.base import Store
@@ -88,6 +89,8 @@ def restore(
     with naming_known_runs(where, run):
         attempt = full_attempt(where, run, attempt)
     if dry_run:
+        if to is not None:
+            check_restore_target(to)
         with naming_known_runs(where, run):
             forecast = asyncio.run(_forecast(where.config, run, step, attempt, goal, into or to or Path()))
         print_json(forecast) if json else _show_forecast(forecast)
