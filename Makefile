@@ -1,5 +1,5 @@
 # make demo    sets itself up and runs the main job, about a minute and a half after set-up
-# make test    sets itself up and runs the tests, in ten minutes: all that need no root, and that tests/slow.txt does not call long
+# make test    sets itself up and runs the tests, in nine minutes: all that need no root, and that tests/slow.txt does not call long
 # make long    the tests that it calls long, most of which start whole programs
 # make check   what every commit passes, in two minutes: ruff, mypy strict, the tests that tests/slow.txt does not list
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/results/overhead.*
