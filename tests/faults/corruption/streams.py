@@ -47,7 +47,9 @@ class Streams(Trials):
         spool, name, reads = Spool(self._root / "fresh"), noise.choice(TIERS), noise.choice(_STOPS)
         tier = Double(self.places.stores[name])
         can = self.judge.can_be_had(focus, spool=False)
-        is_spared = all(before[other, focus] for other in TIERS if other != name)
+        # Of two intact manifests that contradict each other, nobody can tell the right one while a tier is silent.
+        contradicts = self.judge.readable(name, focus) and not self.judge.honest(name, focus)
+        is_spared = not contradicts and all(before[other, focus] for other in TIERS if other != name)
         daemon = reconciler(spool, {**self.places.stores, name: tier})
         try:
             async with serving(daemon):
