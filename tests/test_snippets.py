@@ -120,7 +120,7 @@ def test_blocks_of_the_pages_about_own_loops_and_evaluation_run(tmp_path: Path) 
     execute(loop, tmp_path, again)
     assert again["state"]["step"] == 200
     execute(blocks(_HOWTO / "evaluate.md")[0].replace("val_loss", "loss"), tmp_path, names)
-    assert names["found"].step in steps_on_tier()
+    assert names["loaded"].step in steps_on_tier()
 
 
 def test_block_of_the_page_about_rules_runs(tmp_path: Path) -> None:
