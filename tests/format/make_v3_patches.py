@@ -16,12 +16,11 @@ from pathlib import Path
 
 import msgspec
 from support.chunk_keys import old_chunk_key
-from support.fixture_makers import build_into_argument, write_object
+from support.fixture_makers import build_into_argument, write_object, write_tier_of
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import PATCHED, Chunk, File, Manifest
-from tierd.core.manifest_codec import encode
 from tierd.spool.file_io import digest
 
 PARTS = tuple(PartId(CheckpointId("demo", "01941f297c00-0a0b0c0d", step), 0, 1) for step in (100, 200, 300))
@@ -63,12 +62,7 @@ def build(root: Path) -> None:
         before = chunks
     files = (File(path=name, size=SIZE, chunks=tuple(chunk for chunk, _ in before)),)
     manifest = Manifest.of(part, None, {}, datetime(2026, 11, 26, tzinfo=UTC), "0.2.0", files)
-    manifest = msgspec.structs.replace(manifest, version=PATCHED)
-    write_object(root / part.manifest_key, encode(manifest))
-    named = {root / "demo" / stored.key for stored in manifest.objects()}
-    for path in (root / "demo" / "chunks").rglob("*"):
-        if path.is_file() and path not in named:
-            path.unlink()
+    write_tier_of(root, msgspec.structs.replace(manifest, version=PATCHED))
 
 
 if __name__ == "__main__":

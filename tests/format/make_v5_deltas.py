@@ -16,12 +16,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from support.fixture_makers import build_into_argument, write_object
+from support.fixture_makers import build_into_argument, write_object, write_tier_of
 
 from tierd.codec import chunk_codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import WITH_DELTAS, Chunk, File, Manifest
-from tierd.core.manifest_codec import encode
 from tierd.spool.file_io import digest
 
 PARTS = tuple(PartId(CheckpointId("demo", "01941f297c00-0a0b0c0d", step), 0, 1) for step in (100, 200, 300))
@@ -64,12 +63,7 @@ def build(root: Path) -> None:
             before[name] = found.chunk, raw
     files = tuple(File(path=name, size=len(raw), chunks=(chunk,)) for name, (chunk, raw) in before.items())
     manifest = Manifest.of(PARTS[-1], None, {}, datetime(2026, 12, 1, tzinfo=UTC), "0.4.0", files)
-    manifest = msgspec.structs.replace(manifest, version=WITH_DELTAS)
-    write_object(root / PARTS[-1].manifest_key, encode(manifest))
-    named = {root / "demo" / stored.key for stored in manifest.objects()}
-    for path in (root / "demo" / "chunks").rglob("*"):
-        if path.is_file() and path not in named:
-            path.unlink()
+    write_tier_of(root, msgspec.structs.replace(manifest, version=WITH_DELTAS))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class ReplicaGroup:
             owners |= divide(sizes, sorted(set(ranks) & node))
         if not entries and not owners:
             # Another rank of the node may have divided an entry that this state lacks.
-            return replace(UNSHARED, digest=self._division(()))
+            return ReplicaShare(digest=self._division(()))
         forms = {
             name: TensorEntry(0, tensors[name].nbytes, tensors[name].dtype, tuple(tensors[name].shape))
             for name in sorted(owners)
