@@ -57,10 +57,10 @@ def build(root: Path) -> None:
         for name, raw in contents(part.checkpoint.step).items():
             chunk = Chunk(size=len(raw), xxh3_128=digest(raw))
             kind = "patch" if (name, part.checkpoint.step) == ("halves", 300) else "delta"
-            found = chunk_codec.encode_patch(part, chunk, raw, *before[name], kind) if before.get(name) else None
-            found = found or chunk_codec.encode(part, chunk, raw)
-            write_object(root / "demo" / found.stored.key, bytes(found.data))
-            before[name] = found.chunk, raw
+            encoded = chunk_codec.encode_patch(part, chunk, raw, *before[name], kind) if before.get(name) else None
+            encoded = encoded or chunk_codec.encode(part, chunk, raw)
+            write_object(root / "demo" / encoded.stored.key, bytes(encoded.data))
+            before[name] = encoded.chunk, raw
     files = tuple(File(path=name, size=len(raw), chunks=(chunk,)) for name, (chunk, raw) in before.items())
     manifest = Manifest.of(PARTS[-1], None, {}, datetime(2026, 12, 1, tzinfo=UTC), "0.4.0", files)
     write_tier_of(root, msgspec.structs.replace(manifest, version=WITH_DELTAS))

@@ -95,8 +95,8 @@ def heavy_imports(script: str) -> str:
     packages = {
         node: node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name for node in statements
     }
-    found = [ast.unparse(node) for node in statements if packages[node].split(".")[0] in _HEAVY]
-    return "\n".join([*found, *(["import torch._dynamo"] if "optim" in script else [])])
+    heavy = [ast.unparse(node) for node in statements if packages[node].split(".")[0] in _HEAVY]
+    return "\n".join([*heavy, *(["import torch._dynamo"] if "optim" in script else [])])
 
 
 def make_imports(statements: str) -> None:
